@@ -1,0 +1,37 @@
+"""Low-bit KV caches for Hugging Face Transformers.
+
+    import hf_lowbit_kv as lb
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowbit_kv")
+    cache = lb.from_preset("kivi-2", model)
+    model.generate(**inputs, past_key_values=cache)
+
+Importing the package registers the attention implementation `lowbit_kv`.
+"""
+
+from .attention import register as _register
+from .cache import CacheBytes, IntCache, KIVICache, LowBitCache
+from .formats import Affine, Dense, Format, parse_format
+from .layer import ATTENTION_NAME
+from .pages import LayerSpec
+from .presets import Preset, from_preset, get_preset, preset_names
+
+__version__ = "0.1.0"
+
+_register()
+
+__all__ = [
+    "ATTENTION_NAME",
+    "Affine",
+    "CacheBytes",
+    "Dense",
+    "Format",
+    "IntCache",
+    "KIVICache",
+    "LayerSpec",
+    "LowBitCache",
+    "Preset",
+    "from_preset",
+    "get_preset",
+    "parse_format",
+    "preset_names",
+]

@@ -1,0 +1,113 @@
+"""The attention function and the mask function that are registered with the host library as `lowbit_kv`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from .layer import ATTENTION_NAME, LayerView
+from .reference import plain_attention
+
+
+def lowbit_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | LayerView,
+    value: torch.Tensor | LayerView,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention for `attn_implementation="lowbit_kv"`.
+
+    Layers that a low-bit cache holds arrive as a `LayerView` and are attended to packed. Plain tensors (sliding layers,
+    other caches, no cache) are attended to as the host does.
+
+    Args:
+        query: `[B, Hq, S, D]`. attention_mask: from `lowbit_mask`. scaling: factor on q.k (default `D ** -0.5`).
+        softcap: bound of the scores (Gemma 2). s_aux: sink logits `[Hq]` (gpt-oss).
+
+    Returns:
+        `([B, S, Hq, D], None)`.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not isinstance(key, LayerView):
+        return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
+    layer = key.layer
+    if module.training and torch.is_grad_enabled() and key.key.requires_grad:
+        raise ValueError("a low-bit cache has no gradients: call model.eval(), or train without past_key_values")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not supported with a low-bit cache: only causal "
+            "attention with a two-dimensional padding mask is"
+        )
+    if not torch.compiler.is_compiling():
+        _check_model(module, layer)
+    out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
+    return out, None
+
+
+def _check_model(module: torch.nn.Module, layer) -> None:
+    """Raise where the running model has another number of layers than the cache was made for."""
+    running = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    expected = getattr(layer.config, "num_hidden_layers", None)
+    if None not in (running, expected) and running != expected:
+        raise ValueError(f"the model has num_hidden_layers={running}, and the cache was made for {expected}")
+
+
+def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):
+    if mask is not None and mask.dim() == 2:  # from `lowbit_mask`: the keys are the chunk's own
+        tokens = mask.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+        mask = causal & mask[:, None, None, :]
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return plain_attention(query, key, value, mask, scaling, softcap, sinks), None
+
+
+def lowbit_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask for `lowbit_attention`.
+
+    Causal layers whose keys are the chunk itself (low-bit layers say so, see `LowBitLayer.get_mask_sizes`): the chunk's
+    padding, bool `[B, q_length]`, or `None` without padding. Anything else: the host's SDPA mask.
+    """
+    if mask_function is not causal_mask_function or kv_length != q_length:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape[1] < q_length:
+        raise ValueError(f"attention_mask has {attention_mask.shape[1]} columns, and the chunk {q_length} tokens")
+    # the host may hand over the mask of all tokens seen, or what this function returned
+    chunk = attention_mask[:, -q_length:].to(torch.bool)
+    if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
+        return None
+    return chunk
+
+
+def register() -> None:
+    """Make `attn_implementation="lowbit_kv"` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, lowbit_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lowbit_mask)

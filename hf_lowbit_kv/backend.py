@@ -1,0 +1,128 @@
+"""Which code runs a step, and the two operations a step consists of.
+
+Backends: `torch` (the reference, any device) and `triton` (GPUs that Triton supports). Chosen by the `backend=` argument of a
+cache, else by the environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU and `torch` elsewhere. Nothing falls
+back silently: what was asked for and cannot run raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+
+from . import reference
+from .pages import LayerSpec, LayerState
+
+BACKENDS = ("torch", "triton")
+VARIABLE = "HF_LOWBIT_KV_BACKEND"
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise for a name that does not exist, or for Triton where it is not installed. Called when a cache is made."""
+    source = "backend"
+    if backend is None:
+        backend, source = os.environ.get(VARIABLE), VARIABLE
+        if backend is None:
+            return
+    if backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r} is not known; allowed: {BACKENDS}")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            f"{source}='triton' was asked for and Triton is not installed: pip install 'hf-lowbit-kv[triton]', "
+            "or use backend='torch' (slow reference)"
+        )
+
+
+def choose_backend(backend: str | None, device: torch.device) -> str:
+    """The backend for tensors on `device`."""
+    check_backend(backend)
+    asked = backend or os.environ.get(VARIABLE)
+    if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+    if asked is not None:
+        return asked
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError(
+                "on a GPU the Triton kernels are the default and Triton is not installed: pip install "
+                "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
+            )
+        return "triton"
+    return "torch"
+
+
+@functools.cache
+def _module(backend: str):
+    """Module with `attend`, `append` and `read` as in `reference`."""
+    if backend == "torch":
+        return reference
+    from hf_lowbit_kv.triton_kernels import launch
+
+    return launch
+
+
+def _state(pool, tensors: Sequence[torch.Tensor]) -> LayerState:
+    return LayerState(list(pool), *tensors)
+
+
+@torch.library.custom_op("hf_lowbit_kv::attend", mutates_args=())
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    pool: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    spec: str,
+    scaling: float,
+    softcap: float | None,
+    backend: str,
+) -> torch.Tensor:
+    out = _module(backend).attend(
+        q, k, v, mask, _state(pool, state), LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks
+    )
+    return out.contiguous()
+
+
+@_attend.register_fake
+def _(q, k, v, mask, pool, state, sinks, spec, scaling, softcap, backend):
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[-1])
+
+
+@torch.library.custom_op("hf_lowbit_kv::append", mutates_args=("pool", "state"))
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    pool: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    spec: str,
+    backend: str,
+) -> None:
+    _module(backend).append(k, v, mask, _state(pool, state), LayerSpec.parse(spec))
+
+
+@_append.register_fake
+def _(k, v, mask, pool, state, spec, backend):
+    return None
+
+
+def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str) -> torch.Tensor:
+    """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
+    return _attend(q, k, v, mask, state.pool, list(state[1:]), sinks, spec.key, scaling, softcap, backend)
+
+
+def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
+    """`reference.append` on the chosen backend, as one operation that compilation can take up."""
+    _append(k, v, mask, state.pool, list(state[1:]), spec.key, backend)
+
+
+def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int, backend: str):
+    """`reference.read` on the chosen backend."""
+    return _module(backend).read(state, spec, head_dim_k, head_dim_v, max_length)

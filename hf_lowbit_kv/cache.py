@@ -1,0 +1,239 @@
+"""The caches a user makes and passes to `generate(past_key_values=...)`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+from . import backend as ops
+from .formats import Affine, Dense, Format, parse_format
+from .layer import LowBitLayer
+from .pages import LayerSpec
+
+
+class CacheBytes(int):
+    """Allocated bytes of a cache: the total, with its parts as attributes.
+
+    Attributes:
+        codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
+        model's dtype. unused: capacity without tokens, page tables, counters. host: layers that stay the host's.
+    """
+
+    codes: int
+    metadata: int
+    window: int
+    unused: int
+    host: int
+
+    def __new__(cls, codes: int = 0, metadata: int = 0, window: int = 0, unused: int = 0, host: int = 0):
+        self = super().__new__(cls, codes + metadata + window + unused + host)
+        self.codes, self.metadata, self.window, self.unused, self.host = codes, metadata, window, unused, host
+        return self
+
+    def __getnewargs__(self):
+        return self.codes, self.metadata, self.window, self.unused, self.host
+
+
+class LowBitCache(Cache):
+    """A KV cache that keeps old tokens packed. Everything `generate` does with a stock cache works with it.
+
+    Args:
+        model_or_config: the model it will be used with, or `model.config`.
+        key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
+        sink: first tokens of a row kept in the model's dtype.
+        residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
+        page_size: tokens packed together.
+        max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
+            the step; `None`: grow by blocks of pages.
+        backend: `"torch"`, `"triton"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or what fits the device.
+        dense_layers: indices of layers to keep in the model's dtype.
+        preset: name to show.
+
+    Raises:
+        ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface, MLA) and for
+            arguments out of range.
+        ImportError: `backend="triton"` without Triton.
+    """
+
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        key_format: str | Format = "int2-channel",
+        value_format: str | Format = "int2-token",
+        *,
+        sink: int = 0,
+        residual: int = 128,
+        page_size: int = 128,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+        dense_layers: Sequence[int] = (),
+        preset: str | None = None,
+    ):
+        config = _text_config(model_or_config)
+        ops.check_backend(backend)
+        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+            raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed; it must be 1 or more (tokens), or None")
+        spec = LayerSpec(parse_format(key_format), parse_format(value_format), sink, residual, page_size)
+        dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
+        if (head_dim := _head_dim(config)) is not None:
+            spec.validate(head_dim, head_dim)
+        layers = _host_layers(config, max_cache_len)
+        packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        if not packed:
+            raise ValueError(f"model_type={config.model_type!r} has no full-attention layer: there is nothing to pack")
+        if unknown := sorted(set(dense_layers) - set(packed)):
+            raise ValueError(f"dense_layers={unknown} are not full-attention layers of this model; allowed: {packed}")
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        for index in packed:
+            layer_spec = dense if index in dense_layers else spec
+            layers[index] = LowBitLayer(layer_spec, config, heads, max_cache_len, backend)
+        super().__init__(layers=layers)
+        self.spec, self.preset, self.config = spec, preset, config
+
+    # ---- what it holds --------------------------------------------------------------------------------------------
+
+    @property
+    def packed_layers(self) -> list[LowBitLayer]:
+        """The layers that are packed; the others are the host's."""
+        return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
+
+    @property
+    def nbytes(self) -> CacheBytes:
+        """Bytes allocated, by kind. Reads lengths from the device."""
+        parts = dict.fromkeys(("codes", "metadata", "window", "unused", "host"), 0)
+        for layer in self.layers:
+            if not isinstance(layer, LowBitLayer):
+                tensors = (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
+                parts["host"] += sum(tensor.nbytes for tensor in tensors)
+            elif layer.store is not None:
+                for kind, count in layer.store.nbytes().items():
+                    parts[kind] += count
+        return CacheBytes(**parts)
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes the tokens of the packed layers would take in the model's dtype."""
+        stores = [layer.store for layer in self.packed_layers if layer.store is not None]
+        return sum(
+            int(s.state.length.sum()) * (s.head_dim_k + s.head_dim_v) * s.dtype.itemsize for s in stores
+        )
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per stored number in the packed layers: codes, metadata and window, without unused capacity."""
+        nbytes, values = self.nbytes, 0
+        for layer in self.packed_layers:
+            if (store := layer.store) is not None:
+                values += int(store.state.length.sum()) * (store.head_dim_k + store.head_dim_v)
+        return 8 * (nbytes.codes + nbytes.metadata + nbytes.window) / values if values else 0.0
+
+    def summary(self) -> str:
+        """A table of what is stored, where, and in how many bytes."""
+        from rich.console import Console
+        from rich.filesize import decimal
+        from rich.table import Table
+
+        nbytes, layers = self.nbytes, self.packed_layers
+        ready = [layer for layer in layers if layer.store is not None]
+        table = Table(title=f"{type(self).__name__} {self.preset or ''}".strip(), show_header=False)
+        rows = {
+            "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",
+            "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
+            "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
+            "capacity": f"{layers[0].max_cache_len} tokens, preallocated" if layers[0].max_cache_len else "growing",
+            "backend": ready[0].backend if ready else "chosen at the first call",
+            "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
+            + (f" x {ready[0].batch_size} rows" if ready else ""),
+            "bits per value": f"{self.bits_per_value:.2f}",
+            **{kind: decimal(getattr(nbytes, kind)) for kind in ("codes", "metadata", "window", "unused", "host")},
+            "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.host)})",
+        }
+        for row in rows.items():
+            table.add_row(*row)
+        out = io.StringIO()
+        Console(file=out, width=100).print(table)
+        return out.getvalue()
+
+    def __repr__(self) -> str:
+        name = f"preset={self.preset!r}, " if self.preset else ""
+        index = self.layers.index(self.packed_layers[0])
+        return (
+            f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, "
+            f"bits={self.bits_per_value:.2f}, length={int(self.get_seq_length(index))}, bytes={int(self.nbytes)})"
+        )
+
+    # ---- the host's contract --------------------------------------------------------------------------------------
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class KIVICache(LowBitCache):
+    """KIVI (arXiv 2402.02750): keys per channel, values per token, newest tokens in full precision.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(self, model_or_config, bits=2, *, bits_k=None, bits_v=None, group_size=None, **options):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, **options)
+
+
+class IntCache(LowBitCache):
+    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 channels; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(self, model_or_config, bits=8, *, bits_k=None, bits_v=None, group_size=None, **options):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, **options)
+
+
+def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's configuration, after checking that a low-bit cache can serve the model."""
+    if isinstance(model_or_config, PreTrainedModel):
+        config, cls = model_or_config.config, type(model_or_config)
+    elif isinstance(model_or_config, PreTrainedConfig):
+        config = model_or_config
+        cls = AutoModelForCausalLM._model_mapping.get(type(config), None)  # None: code from a hub repository
+    else:
+        raise TypeError(f"model_or_config must be a transformers model or configuration, not {type(model_or_config)}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder model; only decoders are supported")
+    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+        raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"model_type={config.model_type!r} caches a latent (MLA), which these formats do not pack")
+    return config
+
+
+def _head_dim(config: Any) -> int | None:
+    """The head size, where the configuration tells."""
+    if (head_dim := getattr(config, "head_dim", None)) is not None:
+        return head_dim
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None
+
+
+def _host_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
+    """The layers that the host itself would make."""
+    if max_cache_len is None:
+        return list(DynamicCache(config=config).layers)
+    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers)

@@ -1,0 +1,125 @@
+"""Asymmetric integers: KIVI (per-channel keys, per-token values), BitDecoding (KC, KT) and TurboMind (per token).
+
+    scale = (max - min) / (2^bits - 1)      zero = min      code = round_half_even(clamp((x - zero) / scale, 0, 2^bits - 1))
+
+Scale and zero are stored in fp16 (saturated, so a huge outlier stays finite) and codes are computed against the *stored*
+values. A constant group has scale 0 and codes 0 and decodes to its zero point. (KIVI, arXiv 2402.02750, section 3;
+BitDecoding, section 4; TurboMind, section 4.)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .base import Format
+
+BITS = (2, 4, 8)
+GROUP_SIZES = (32, 64, 128)
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True, repr=False)
+class Affine(Format):
+    """`bits`-bit integers with one scale and zero point per group.
+
+    Args:
+        bits: 2, 4 or 8.
+        axis: `"channel"`: a group is `group_size` consecutive tokens of one channel. `"token"`: a group is
+            `group_size` consecutive channels of one token.
+        group_size: 32, 64 or 128; `None`: the whole page (`"channel"`) or the whole head (`"token"`).
+
+    Page (layout `planar-1`): `codes` int16 `[page_size, head_dim * bits / 16]`, where bits `j * bits` and up of word `w`
+    hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels;
+    then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
+    """
+
+    bits: int
+    axis: Literal["channel", "token"]
+    group_size: int | None = None
+
+    def __post_init__(self):
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
+        if self.axis not in ("channel", "token"):
+            raise ValueError(f"axis={self.axis!r} is not known; allowed: 'channel', 'token'")
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            whole = "the whole page" if self.axis == "channel" else "the whole head"
+            raise ValueError(f"group_size={self.group_size!r} is not offered; allowed: {GROUP_SIZES} or None ({whole})")
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}-{self.axis}" + (f"-g{self.group_size}" if self.group_size else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Affine | None:
+        match = re.fullmatch(r"int(\d+)-(channel|token)(?:-g(\d+))?", name)
+        if match is None:
+            return None
+        bits, axis, group = match.groups()
+        return cls(int(bits), axis, int(group) if group else None)  # type: ignore[arg-type]
+
+    @property
+    def tokenwise(self) -> bool:
+        return self.axis == "token"
+
+    @property
+    def levels(self) -> int:
+        """Largest code."""
+        return 2**self.bits - 1
+
+    @property
+    def planes(self) -> int:
+        """Codes in a 16-bit word."""
+        return 16 // self.bits
+
+    def validate(self, head_dim: int, page_size: int) -> None:
+        super().validate(head_dim, page_size)
+        extent, what = (page_size, "page_size") if self.axis == "channel" else (head_dim, "head_dim")
+        if self.group_size is not None and extent % self.group_size:
+            raise ValueError(f"group_size={self.group_size} of format {self.name!r} does not divide {what}={extent}")
+
+    def groups(self, head_dim: int, page_size: int) -> tuple[int, int]:
+        """Shape of `scale` and `zero`."""
+        if self.axis == "channel":
+            return page_size // (self.group_size or page_size), head_dim
+        return page_size, head_dim // (self.group_size or head_dim)
+
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        groups = self.groups(head_dim, page_size)
+        return [
+            ("codes", torch.int16, (page_size, head_dim // self.planes)),
+            ("scale", torch.float16, groups),
+            ("zero", torch.float16, groups),
+        ]
+
+    def _grouped(self, x: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
+        """`[..., page, D]` -> `[..., page groups, tokens a group, channel groups, channels a group]`."""
+        page_size, head_dim = x.shape[-2:]
+        return x.unflatten(-1, (groups[1], head_dim // groups[1])).unflatten(-3, (groups[0], page_size // groups[0]))
+
+    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        page_size, head_dim = x.shape[-2:]
+        x = self._grouped(x.float(), self.groups(head_dim, page_size))
+        low, high = x.amin((-3, -1), keepdim=True), x.amax((-3, -1), keepdim=True)
+        scale = ((high - low) / self.levels).clamp(max=FP16_MAX).half()
+        zero = low.clamp(-FP16_MAX, FP16_MAX).half()
+        step = scale.float()
+        codes = ((x - zero.float()) / step).clamp(0, self.levels).round()
+        # a scale of 0 (constant group, or a range below fp16) has no steps: every code is 0
+        codes = torch.where(step > 0, codes, 0.0).to(torch.int32).flatten(-4, -3).flatten(-2, -1)
+        codes = codes.unflatten(-1, (self.planes, head_dim // self.planes))
+        shifts = torch.arange(self.planes, device=x.device, dtype=torch.int32)[:, None] * self.bits
+        words = (codes << shifts).sum(-2, dtype=torch.int32)  # fields do not overlap: the sum is the union
+        return {"codes": words.to(torch.int16), "scale": scale[..., 0, :, 0], "zero": zero[..., 0, :, 0]}
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        words, scale, zero = arrays["codes"].to(torch.int32), arrays["scale"].float(), arrays["zero"].float()
+        shifts = torch.arange(self.planes, device=words.device, dtype=torch.int32)[:, None] * self.bits
+        codes = ((words.unsqueeze(-2) >> shifts) & self.levels).flatten(-2, -1).float()
+        grouped = self._grouped(codes, tuple(scale.shape[-2:]))
+        x = grouped * scale[..., :, None, :, None] + zero[..., :, None, :, None]
+        return x.flatten(-4, -3).flatten(-2, -1)

@@ -1,0 +1,121 @@
+"""What a page format is: how `page_size` consecutive tokens of one KV head become bytes, and back.
+
+A format knows nothing of models, caches or attention. The PyTorch code here *defines* the bytes; kernels reproduce them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+
+#: head sizes the kernels are specialised for
+HEAD_DIMS = (64, 80, 96, 128, 256)
+#: every field of a page starts at a multiple of this many bytes, so that kernels may load 16 bytes a lane
+FIELD_ALIGNMENT = 16
+
+
+class Field(NamedTuple):
+    """One array inside a page: `shape` elements of `dtype`, contiguous, starting at byte `offset` of the page."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Format(ABC):
+    """How one page of one KV head is encoded. Instances are immutable, hashable, and named by `name`.
+
+    Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`.
+    """
+
+    #: order of the bytes inside a page; a change of order is a new layout name
+    layout: ClassVar[str] = "planar-1"
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Canonical name, understood by `parse_format`."""
+
+    @property
+    def tokenwise(self) -> bool:
+        """Whether a token's bytes depend on that token alone. Then every array has the token as its first axis, and
+        a page may be filled token by token."""
+        return False
+
+    @abstractmethod
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of each array of a page, in order; `code` arrays first, metadata after."""
+
+    @abstractmethod
+    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Tokens `[..., page_size, head_dim]` (any float dtype) -> arrays `[..., *shape]`."""
+
+    @abstractmethod
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        """Arrays -> tokens `[..., page_size, head_dim]`, float32 (or the stored dtype where nothing was rounded)."""
+
+    def validate(self, head_dim: int, page_size: int) -> None:
+        """Raise `ValueError` where this format cannot store pages of this geometry."""
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim={head_dim} is not supported by format {self.name!r}; allowed: {HEAD_DIMS}")
+
+    # What follows is the same for every format.
+
+    def fields(self, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        """The arrays with their byte offsets inside the page."""
+        fields, offset = [], 0
+        for name, array_dtype, shape in self.arrays(head_dim, page_size, dtype):
+            field = Field(name, array_dtype, shape, offset)
+            fields.append(field)
+            offset += -(-field.nbytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+        return tuple(fields)
+
+    def page_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page of one KV head."""
+        last = self.fields(head_dim, page_size, dtype)[-1]
+        return last.offset + -(-last.nbytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+
+    def code_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page that hold codes (the rest is metadata: scales, zero points, maps)."""
+        return self.fields(head_dim, page_size, dtype)[0].nbytes
+
+    def bits_per_value(self, head_dim: int, page_size: int = 128, dtype: torch.dtype = torch.float16) -> float:
+        """Bits stored per number, metadata included."""
+        return self.page_bytes(head_dim, page_size, dtype) * 8 / (page_size * head_dim)
+
+    def split(self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Bytes `[..., page_bytes]` (uint8, last axis contiguous) -> typed views `[..., *shape]`; writing to a view
+        writes to the page."""
+        views = {}
+        for field in self.fields(head_dim, page_size, dtype):
+            raw = pages[..., field.offset : field.offset + field.nbytes]
+            views[field.name] = raw.view(field.dtype).unflatten(-1, field.shape)
+        return views
+
+    def encode(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Tokens `[..., page_size, head_dim]` -> bytes `[..., page_bytes]` (uint8)."""
+        dtype = x.dtype if dtype is None else dtype
+        page_size, head_dim = x.shape[-2:]
+        pages = x.new_zeros((*x.shape[:-2], self.page_bytes(head_dim, page_size, dtype)), dtype=torch.uint8)
+        views = self.split(pages, head_dim, page_size, dtype)
+        for name, array in self.encode_arrays(x).items():
+            views[name].copy_(array)
+        return pages
+
+    def decode(self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `[..., page_bytes]` -> tokens `[..., page_size, head_dim]` in float32. `dtype` is the model's."""
+        return self.decode_arrays(self.split(pages, head_dim, page_size, dtype), head_dim).float()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def __str__(self) -> str:
+        return self.name

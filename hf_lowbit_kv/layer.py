@@ -1,0 +1,292 @@
+"""One layer of a low-bit cache, as the host library sees it (host knowledge: see also `cache.py` and `attention.py`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from . import backend as ops
+from .pages import LayerSpec, PagedStore
+from .reference import unpack_into_tail
+
+#: the name under which the attention function is registered
+ATTENTION_NAME = "lowbit_kv"
+
+
+class LayerView(NamedTuple):
+    """What `update()` returns as keys and as values when our attention function is selected: the chunk, not stored
+    yet, and the layer that the attention function will attend to and store it in."""
+
+    layer: LowBitLayer
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __getattr__(self, name: str):
+        raise AttributeError(
+            f"keys and values of a low-bit cache have no attribute {name!r}: this architecture computes with them between "
+            f"the cache and the attention function, which attn_implementation={ATTENTION_NAME!r} cannot serve. "
+            "Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
+        )
+
+
+class LowBitLayer(CacheLayerMixin):
+    """Stores one layer's keys and values packed. Made by `LowBitCache`.
+
+    Args:
+        spec: formats and window.
+        config: the model's text configuration; tells which attention implementation is selected.
+        num_kv_heads: expected number of KV heads, or `None`.
+        max_cache_len: tokens to preallocate for, or `None` to grow.
+        backend: see `backend.choose_backend`.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        config: Any,
+        num_kv_heads: int | None = None,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.spec, self.config, self.num_kv_heads = spec, config, num_kv_heads
+        self.max_cache_len, self.requested_backend = max_cache_len, backend
+        self.is_compileable = max_cache_len is not None
+        self.store: PagedStore | None = None
+        # padded tokens seen: a tensor where addresses are fixed, so that a compiled step can advance it
+        self.cumulative_length: int | torch.Tensor = 0 if max_cache_len is None else torch.tensor(0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
+        self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
+        self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
+        self._padding: list[tuple[int, torch.Tensor]] = []  # (first position, mask) of chunks with padding
+
+    # ---- the host's contract --------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
+        heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.num_kv_heads is not None and heads != self.num_kv_heads and not distributed:
+            raise ValueError(
+                f"num_kv_heads={heads} came in, and the cache was made for a model with {self.num_kv_heads}: "
+                "make the cache from the model it is used with"
+            )
+        self.spec.validate(*head_dims)
+        self.backend = ops.choose_backend(self.requested_backend, key_states.device)
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.store = PagedStore(
+            self.spec, self.batch_size, heads, *head_dims, self.dtype, self.device, self.max_cache_len
+        )
+        if isinstance(self.cumulative_length, torch.Tensor):
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
+            torch._dynamo.mark_static_address(self.cumulative_length)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
+        yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
+        mode = "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
+        self._check(key_states, value_states, mode)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._mode = mode
+        if mode == "packed":
+            self._make_room(key_states.shape[2])
+            view = LayerView(self, key_states, value_states)
+            return view, view
+        return self._update_dense(key_states, value_states)
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Padded tokens seen so far; true row lengths are in `store.state.length`."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
+        """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone."""
+        seen = self.get_seq_length()
+        if self.config._attn_implementation == ATTENTION_NAME:
+            return query_length, seen
+        return int(seen) + query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
+        self._forget()
+        if isinstance(self.cumulative_length, torch.Tensor):
+            self.cumulative_length.zero_()
+            if self.store is not None:
+                self.store.reset()
+        else:
+            self.cumulative_length, self.store, self.is_initialized = 0, None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
+        the tail; packed tokens that become part of an open page again are read back into the tail."""
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"tokens_to_remove={-count} is not allowed; it must be 0 or negative")
+        if count == 0 or not self.is_initialized:
+            return
+        if count > int(self.cumulative_length):
+            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
+        state, spec = self.store.state, self.spec
+        state.length.sub_(self._real_tokens_among_last(count)).clamp_(min=0)
+        if spec.direct:
+            state.paged.copy_((state.length - spec.sink).clamp(min=0))
+        elif count > self._in_tail:
+            unpack_into_tail(state, spec, self.store.head_dim_k, self.store.head_dim_v)
+        self._in_tail = max(self._in_tail - count, 0)
+        self._count(-count)
+        self._seen_at_least = max(self._seen_at_least - count, 0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` `[n]`, in that order."""
+        if self.is_initialized:
+            self.store.select_rows(indices.to(self.device))
+            self.batch_size = self.store.batch_size
+            self._padding = [(start, mask[indices.to(mask.device)]) for start, mask in self._padding]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times; packed pages are shared."""
+        if self.is_initialized:
+            rows = torch.arange(self.batch_size, device=self.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
+
+    def prefetch(self) -> None:
+        self.offload()
+
+    def __repr__(self) -> str:
+        return f"LowBitLayer({self.spec.key_format}, {self.spec.value_format}, length={int(self.get_seq_length())})"
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
+        """Attend, then store (called by the attention function).
+
+        Args:
+            query: `[B, Hq, S, D]`. key, value: the chunk `[B, H, S, D]`.
+            mask: bool `[B, S]`, False for padding, or `None`.
+            sinks: `[Hq]` or `None`.
+
+        Returns:
+            `[B, S, Hq, D]`.
+        """
+        state, tokens = self.store.state, key.shape[2]
+        if tokens > 1 and mask is None and softcap is None and sinks is None and self._is_first(tokens):
+            # nothing stored yet: the host's own kernels attend exactly, and need no mask
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            ).transpose(1, 2)
+        else:
+            out = ops.attend(query, key, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
+        ops.append(key, value, mask, state, self.spec, self.backend)
+        if not torch.compiler.is_compiling():
+            self._note_tail(tokens, mask)
+        return out
+
+    def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
+        """Keep what `crop` needs to know without asking the device."""
+        if mask is None:  # else a row may have got none of these tokens
+            self._in_tail += tokens
+        elif tokens > 1:
+            self._padding.append((int(self.cumulative_length) - tokens, mask))
+        self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
+
+    def _is_first(self, tokens: int) -> bool:
+        return not torch.compiler.is_compiling() and self._seen_at_least == tokens
+
+    def _make_room(self, tokens: int) -> None:
+        """Count `tokens` more, and have pages for them."""
+        self._count(tokens)
+        if torch.compiler.is_compiling():
+            return
+        self._seen_at_least += tokens
+        if self.max_cache_len is None:
+            self.store.reserve(self._seen_at_least)
+
+    def _count(self, tokens: int) -> None:
+        if isinstance(self.cumulative_length, torch.Tensor):
+            self.cumulative_length.add_(tokens)  # in place: a compiled step reads this address
+        else:
+            self.cumulative_length += tokens
+
+    def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        past = int(self.cumulative_length)
+        self._make_room(key_states.shape[2])
+        store = self.store
+        out = (key_states, value_states)
+        if past:
+            history = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
+            out = tuple(torch.cat(pair, dim=2) for pair in zip(history, out, strict=True))
+        ops.append(key_states.detach(), value_states.detach(), None, store.state, self.spec, self.backend)
+        self._note_tail(key_states.shape[2], None)
+        return out
+
+    def _real_tokens_among_last(self, count: int) -> int | torch.Tensor:
+        """How many of the last `count` padded positions each row stored: a number, or `[B, 1]`."""
+        end = int(self.cumulative_length)
+        padding = 0
+        for start, mask in self._padding:
+            low, high = max(start, end - count), min(start + mask.shape[1], end)
+            if low < high:
+                padding = padding + (~mask[:, low - start : high - start]).sum(1, keepdim=True, dtype=torch.int32)
+        self._padding = [(start, mask[:, : end - count - start]) for start, mask in self._padding if start < end - count]
+        return count - padding
+
+    # ---- bad input ------------------------------------------------------------------------------------------------
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor, mode: str) -> None:
+        """Raise before anything changes."""
+        if self.max_cache_len is not None and not torch.compiler.is_compiling():
+            self._check_capacity(key_states.shape[2])
+        if not self.is_initialized:
+            return
+        store = self.store
+        got = {
+            "batch size": (key_states.shape[0], store.batch_size),
+            "number of KV heads": (key_states.shape[1], store.num_heads),
+            "key head_dim": (key_states.shape[-1], store.head_dim_k),
+            "value head_dim": (value_states.shape[-1], store.head_dim_v),
+            "dtype": (key_states.dtype, self.dtype),
+            "device": (key_states.device, self.device),
+        }
+        for what, (new, old) in got.items():
+            if new != old:
+                if not torch.compiler.is_compiling() and self._seen_at_least == 0:
+                    self.is_initialized = False  # nothing stored: allocate anew
+                    return
+                raise ValueError(f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first")
+        if self._mode not in (None, mode):
+            raise ValueError(
+                f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
+                f"tokens stored under {'lowbit_kv' if self._mode == 'packed' else 'another one'}: reset() it first"
+            )
+
+    def _check_capacity(self, tokens: int) -> None:
+        if self.is_initialized and (tokens > 1 or self.device.type == "cpu"):
+            self._seen_at_least = int(self.cumulative_length)  # a prompt may wait for the device; a decode step may not
+        if self._seen_at_least + tokens > self.max_cache_len:
+            raise ValueError(
+                f"max_cache_len={self.max_cache_len} is too small: {self._seen_at_least} tokens are stored and "
+                f"{tokens} came in"
+            )

@@ -1,0 +1,343 @@
+"""Geometry and memory of one layer: what is stored where, which pages a row owns, and when a page is packed.
+
+A row (one sequence) of a layer is
+
+    [ sink | pages of `page_size` tokens, packed | tail: the newest tokens ]
+
+`sink` and tail hold the model's dtype. The tail is a ring: the token with index `i` (counted from the end of the sink)
+stands in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, whatever pieces they arrived in, so a row's
+pages depend on its tokens alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .formats import Format, parse_format
+
+PAGE_SIZES = (32, 64, 128, 256)
+#: growing caches add pages by this many per row
+PAGES_PER_BLOCK = 8
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer stores, apart from its sizes in batch, heads and channels. Hashable; `key` is its text form.
+
+    Args:
+        key_format, value_format: page formats.
+        sink: first tokens of a row that stay in the model's dtype.
+        residual: newest tokens of a row that stay in the model's dtype, at least.
+        page_size: tokens of a page.
+    """
+
+    key_format: Format
+    value_format: Format
+    sink: int = 0
+    residual: int = 128
+    page_size: int = 128
+
+    def __post_init__(self):
+        for name in ("sink", "residual"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r} is not allowed; it must be an integer of 0 or more (tokens)")
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Text form, for operations that take only tensors, numbers and strings."""
+        return f"{self.key_format}|{self.value_format}|{self.sink}|{self.residual}|{self.page_size}"
+
+    @staticmethod
+    @functools.cache
+    def parse(key: str) -> LayerSpec:
+        keys, values, sink, residual, page_size = key.split("|")
+        return LayerSpec(parse_format(keys), parse_format(values), int(sink), int(residual), int(page_size))
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return self.key_format, self.value_format
+
+    @property
+    def direct(self) -> bool:
+        """Whether tokens go straight into an open page: no residual, and both formats encode token by token."""
+        return self.residual == 0 and self.key_format.tokenwise and self.value_format.tokenwise
+
+    @property
+    def tail_size(self) -> int:
+        """Slots of the tail ring: with so many unpacked tokens the oldest page is packed."""
+        return 0 if self.direct else self.residual + self.page_size
+
+    def paged_after(self, tokens: int) -> int:
+        """How many of `tokens` tokens (sink not counted) stand in pages once they have been stored."""
+        if self.direct:
+            return max(tokens, 0)
+        return max(tokens - self.residual, 0) // self.page_size * self.page_size
+
+    def pages_for(self, length: int) -> int:
+        """Pages that a row of `length` tokens (sink counted) needs."""
+        return -(-self.paged_after(length - self.sink) // self.page_size)
+
+    def validate(self, head_dim_k: int, head_dim_v: int) -> None:
+        """Raise `ValueError` where a format cannot store heads of these sizes."""
+        self.key_format.validate(head_dim_k, self.page_size)
+        self.value_format.validate(head_dim_v, self.page_size)
+
+    def part_bytes(self, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of the key part and of the value part of one page of one KV head."""
+        return (
+            self.key_format.page_bytes(head_dim_k, self.page_size, dtype),
+            self.value_format.page_bytes(head_dim_v, self.page_size, dtype),
+        )
+
+    def bits_per_value(self, tokens: int, head_dim: int, dtype: torch.dtype = torch.float16) -> float:
+        """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail."""
+        if tokens <= 0:
+            raise ValueError(f"tokens={tokens} is not allowed; it must be 1 or more")
+        paged = self.paged_after(tokens - self.sink)
+        pages = -(-paged // self.page_size)
+        dense = 2 * (tokens - paged) * head_dim * dtype.itemsize
+        return 8 * (pages * sum(self.part_bytes(head_dim, head_dim, dtype)) + dense) / (2 * tokens * head_dim)
+
+
+class LayerState(NamedTuple):
+    """The tensors of one layer. `B` rows, `H` KV heads (local ones under tensor parallelism).
+
+    `length` and `paged` hold a row's counters once per head, so that a kernel's program over one (row, head) owns its
+    copy; all heads agree.
+    """
+
+    pool: list[torch.Tensor]
+    """blocks of pages, uint8 `[pages, H, page_bytes]`: a page's key part, then its value part"""
+    page_table: torch.Tensor
+    """int32 `[B, P]`: the id of a row's page; ids count through the blocks of `pool` in order"""
+    page_address: torch.Tensor
+    """int64 `[B, P]`: where that page starts, in bytes from the start of `pool[0]`"""
+    sink_k: torch.Tensor
+    """`[B, H, sink, head_dim]`, model dtype"""
+    sink_v: torch.Tensor
+    tail_k: torch.Tensor
+    """`[B, H, tail_size, head_dim]`, model dtype"""
+    tail_v: torch.Tensor
+    length: torch.Tensor
+    """int32 `[B, H]`: tokens stored, sink counted, padding not"""
+    paged: torch.Tensor
+    """int32 `[B, H]`: how many of them stand in pages"""
+
+
+class PagedStore:
+    """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
+
+    Args:
+        capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
+    """
+
+    def __init__(self, spec, batch_size, num_heads, head_dim_k, head_dim_v, dtype, device, capacity=None):
+        self.spec, self.capacity = spec, capacity
+        self.batch_size, self.num_heads = batch_size, num_heads
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
+        self.dtype, self.device = dtype, torch.device(device)
+
+        def window(tokens: int, head_dim: int) -> torch.Tensor:
+            return torch.zeros(batch_size, num_heads, tokens, head_dim, dtype=dtype, device=device)
+
+        def counters() -> torch.Tensor:
+            return torch.zeros(batch_size, num_heads, dtype=torch.int32, device=device)
+
+        self.state = LayerState(
+            pool=[],
+            page_table=torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
+            page_address=torch.zeros(batch_size, 0, dtype=torch.int64, device=device),
+            sink_k=window(spec.sink, head_dim_k),
+            sink_v=window(spec.sink, head_dim_v),
+            tail_k=window(spec.tail_size, head_dim_k),
+            tail_v=window(spec.tail_size, head_dim_v),
+            length=counters(),
+            paged=counters(),
+        )
+        self._add_pages(1 if capacity is None else max(spec.pages_for(capacity), 1))
+        if capacity is not None:
+            self._mark_static()
+
+    # ---- capacity -------------------------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    @property
+    def pages_per_row(self) -> int:
+        return self.state.page_table.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(block.shape[0] for block in self.state.pool)
+
+    def _new_block(self, pages: int) -> torch.Tensor:
+        return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
+
+    def _add_pages(self, pages_per_row: int) -> None:
+        """Give every row that many more pages, in one new block. Nothing packed is copied."""
+        state = self.state
+        first = self.num_pages
+        count = self.batch_size * pages_per_row
+        ids = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
+        table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
+        self.state = state._replace(pool=[*state.pool, self._new_block(count)], page_table=table)
+        self._refresh_addresses()
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens. Growing mode adds blocks; preallocated mode has the room."""
+        if self.capacity is None and (missing := self.spec.pages_for(length) - self.pages_per_row) > 0:
+            self._add_pages(-(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK)
+
+    def _page_starts(self) -> torch.Tensor:
+        """int64 `[num_pages]`: byte offset of each page id from the start of `pool[0]`."""
+        pool = self.state.pool
+        starts = [
+            torch.arange(block.shape[0], device=self.device, dtype=torch.int64) * (self.num_heads * self.page_bytes)
+            + (block.data_ptr() - pool[0].data_ptr())
+            for block in pool
+        ]
+        return torch.cat(starts)
+
+    def _refresh_addresses(self) -> None:
+        """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""
+        state = self.state
+        address = self._page_starts()[state.page_table.long()]
+        if state.page_address.shape == address.shape:
+            state.page_address.copy_(address)
+        else:
+            self.state = state._replace(page_address=address)
+
+    def _mark_static(self) -> None:
+        for tensor in self._tensors():
+            torch._dynamo.mark_static_address(tensor)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        state = self.state
+        return [*state.pool, *(tensor for tensor in state if isinstance(tensor, torch.Tensor))]
+
+    def __setstate__(self, attributes):
+        # a copy lies at other addresses: both copy.deepcopy and pickle come by here
+        self.__dict__.update(attributes)
+        self._refresh_addresses()
+        if self.capacity is not None:
+            self._mark_static()
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens, keep the memory and its addresses."""
+        state = self.state
+        state.length.zero_()
+        state.paged.zero_()
+        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
+        self._refresh_addresses()
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Row `b` becomes what row `rows[b]` was. Full pages are shared, never copied; windows and an open page are.
+
+        Beyond the pages it shares, a row's table names free pages: those that no row refers to any more. Nothing
+        synchronises with the device unless the number of rows changes (or has changed before).
+        """
+        state, rows = self.state, rows.to(self.device)
+        if self.capacity is not None and len(rows) != self.batch_size:
+            raise ValueError(
+                f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
+                f"{len(rows)} were asked for. Use a growing cache, or repeat the prompt before the first call."
+            )
+        names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "page_table")
+        chosen = {name: getattr(state, name)[rows] for name in names}
+        if len(rows) == self.batch_size:
+            for name, tensor in chosen.items():
+                getattr(state, name).copy_(tensor)
+        else:
+            self.batch_size = len(rows)
+            self.state = state._replace(**chosen)
+        state = self.state
+        if self.num_pages < self.batch_size * self.pages_per_row:  # fewer than one page an entry: rows were added
+            self._add_missing_pages()
+        open_pages = self._read_open_pages() if self.spec.direct else None
+        self.state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
+        if open_pages is not None:
+            self._write_open_pages(open_pages)
+        self._refresh_addresses()
+
+    def _full_entries(self, paged: torch.Tensor) -> torch.Tensor:
+        """bool `[B, P]`: whether that entry of a row's table names a full page, one that may be shared."""
+        return torch.arange(self.pages_per_row, device=self.device) < paged[:, :1] // self.spec.page_size
+
+    def _with_free_pages(self, table: torch.Tensor, paged: torch.Tensor) -> torch.Tensor:
+        """`table` with a page of its own in every entry that names no full page. Device-side throughout."""
+        full = self._full_entries(paged)
+        taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
+        taken.scatter_reduce_(0, table.long().flatten(), full.flatten().to(torch.int8), "amax")
+        free = torch.argsort(taken, stable=True)  # free ids first, in ascending order
+        rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
+        return torch.where(full, table, free[rank].to(table.dtype))
+
+    def _add_missing_pages(self) -> None:
+        """Add pages until every entry of the table can have its own or a shared one. Synchronises."""
+        state = self.state
+        full = self._full_entries(state.paged)
+        free = self.num_pages - torch.unique(state.page_table[full]).numel()
+        if (missing := int((~full).sum()) - free) > 0:
+            self.state = state._replace(pool=[*state.pool, self._new_block(missing)])
+
+    def _open_entries(self) -> torch.Tensor:
+        """int64 `[B]`: column of each row's first page that is not full."""
+        return (self.state.paged[:, 0] // self.spec.page_size).long().clamp(max=self.pages_per_row - 1)
+
+    def _read_open_pages(self) -> torch.Tensor:
+        """uint8 `[B, H, page_bytes]`: the contents of each row's open page (direct mode)."""
+        return read_pages(self.state.pool, self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0])
+
+    def _write_open_pages(self, contents: torch.Tensor) -> None:
+        ids = self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0].long()
+        first = 0
+        for block in self.state.pool:
+            if len(self.state.pool) == 1:
+                block[ids] = contents
+            else:
+                here = (ids >= first) & (ids < first + block.shape[0])
+                block[ids[here] - first] = contents[here]
+            first += block.shape[0]
+
+    # ---- counting -------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> dict[str, int]:
+        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `unused` (capacity without tokens,
+        tables and counters). Shared pages count once. Reads lengths from the device."""
+        state, spec = self.state, self.spec
+        total = sum(tensor.nbytes for tensor in self._tensors())
+        used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
+        pages = torch.unique(state.page_table[used]).numel() * self.num_heads
+        head_dims = (self.head_dim_k, self.head_dim_v)
+        codes = pages * sum(
+            f.code_bytes(d, spec.page_size, self.dtype) for f, d in zip(spec.formats, head_dims, strict=True)
+        )
+        length, paged = state.length[:, 0], state.paged[:, 0]
+        window = int((length - paged).sum()) * self.num_heads * sum(head_dims) * self.dtype.itemsize
+        packed = pages * self.page_bytes
+        return {"codes": codes, "metadata": packed - codes, "window": window, "unused": total - packed - window}
+
+
+def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Bytes of the pages `ids` (any shape): uint8 `[*ids.shape, H, page_bytes]`."""
+    ids = ids.long()
+    if len(pool) == 1:
+        return pool[0][ids]
+    out = pool[0].new_empty((*ids.shape, *pool[0].shape[1:]))
+    first = 0
+    for block in pool:
+        here = (ids >= first) & (ids < first + block.shape[0])
+        out[here] = block[ids[here] - first]
+        first += block.shape[0]
+    return out
