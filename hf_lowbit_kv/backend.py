@@ -65,8 +65,8 @@ def _module(backend: str):
     return launch
 
 
-def _state(pool, tensors: Sequence[torch.Tensor]) -> LayerState:
-    return LayerState(list(pool), *tensors)
+# The operations take the state tensor by tensor: inductor updates a mutated tensor in place, but clones a mutated list.
+# Preallocated caches have one block of pages; only growing ones, which are not compiled, have `more` of them.
 
 
 @torch.library.custom_op("hf_lowbit_kv::attend", mutates_args=())
@@ -75,52 +75,82 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    pool: Sequence[torch.Tensor],
-    state: Sequence[torch.Tensor],
     sinks: torch.Tensor | None,
     spec: str,
     scaling: float,
     softcap: float | None,
     backend: str,
+    block: torch.Tensor,
+    more: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    page_address: torch.Tensor,
+    sink_k: torch.Tensor,
+    sink_v: torch.Tensor,
+    tail_k: torch.Tensor,
+    tail_v: torch.Tensor,
+    length: torch.Tensor,
+    paged: torch.Tensor,
 ) -> torch.Tensor:
+    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
     out = _module(backend).attend(
-        q, k, v, mask, _state(pool, state), LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks
+        q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks
     )
     return out.contiguous()
 
 
 @_attend.register_fake
-def _(q, k, v, mask, pool, state, sinks, spec, scaling, softcap, backend):
+def _(q, k, v, *args):
     batch, heads, tokens, _ = q.shape
     return q.new_empty(batch, tokens, heads, v.shape[-1])
 
 
-@torch.library.custom_op("hf_lowbit_kv::append", mutates_args=("pool", "state"))
+@torch.library.custom_op(
+    "hf_lowbit_kv::append",
+    mutates_args=("block", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"),
+)
 def _append(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    pool: Sequence[torch.Tensor],
-    state: Sequence[torch.Tensor],
+    after: torch.Tensor | None,
     spec: str,
     backend: str,
+    block: torch.Tensor,
+    more: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    page_address: torch.Tensor,
+    sink_k: torch.Tensor,
+    sink_v: torch.Tensor,
+    tail_k: torch.Tensor,
+    tail_v: torch.Tensor,
+    length: torch.Tensor,
+    paged: torch.Tensor,
 ) -> None:
-    _module(backend).append(k, v, mask, _state(pool, state), LayerSpec.parse(spec))
+    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
+    _module(backend).append(k, v, mask, state, LayerSpec.parse(spec))
 
 
 @_append.register_fake
-def _(k, v, mask, pool, state, spec, backend):
+def _(*args):
     return None
+
+
+def _flat(state: LayerState) -> list:
+    return [state.pool[0], state.pool[1:], *state[1:]]
 
 
 def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str) -> torch.Tensor:
     """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
-    return _attend(q, k, v, mask, state.pool, list(state[1:]), sinks, spec.key, scaling, softcap, backend)
+    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, backend, *_flat(state))
 
 
-def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
-    """`reference.append` on the chosen backend, as one operation that compilation can take up."""
-    _append(k, v, mask, state.pool, list(state[1:]), spec.key, backend)
+def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:
+    """`reference.append` on the chosen backend, as one operation that compilation can take up.
+
+    `after`: the result of the `attend` of the same step. It is not read; it keeps the compiler from moving the append
+    before the attend, where it could no longer work in place and would copy the whole pool.
+    """
+    _append(k, v, mask, after, spec.key, backend, *_flat(state))
 
 
 def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int, backend: str):

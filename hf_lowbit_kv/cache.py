@@ -16,6 +16,9 @@ from .layer import LowBitLayer
 from .pages import LayerSpec
 
 
+BYTE_KINDS = ("codes", "metadata", "window", "unused", "host")
+
+
 class CacheBytes(int):
     """Allocated bytes of a cache: the total, with its parts as attributes.
 
@@ -105,7 +108,7 @@ class LowBitCache(Cache):
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes allocated, by kind. Reads lengths from the device."""
-        parts = dict.fromkeys(("codes", "metadata", "window", "unused", "host"), 0)
+        parts = dict.fromkeys(BYTE_KINDS, 0)
         for layer in self.layers:
             if not isinstance(layer, LowBitLayer):
                 tensors = (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
@@ -150,7 +153,7 @@ class LowBitCache(Cache):
             "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
             + (f" x {ready[0].batch_size} rows" if ready else ""),
             "bits per value": f"{self.bits_per_value:.2f}",
-            **{kind: decimal(getattr(nbytes, kind)) for kind in ("codes", "metadata", "window", "unused", "host")},
+            **{f"bytes: {kind}": decimal(getattr(nbytes, kind)) for kind in BYTE_KINDS},
             "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.host)})",
         }
         for row in rows.items():

@@ -199,7 +199,7 @@ class LowBitLayer(CacheLayerMixin):
             ).transpose(1, 2)
         else:
             out = ops.attend(query, key, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
-        ops.append(key, value, mask, state, self.spec, self.backend)
+        ops.append(key, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
         return out
