@@ -7,19 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .eval.demo import Continuation
-    from .presets import Preset
-
-# torch and transformers take seconds to import: commands import them, so that --help and mistyped options answer at once
+from .eval.demo import Continuation, compare, default_prompt
+from .eval.models import default_texts, load_model
+from .eval.perplexity import run as run_perplexity
+from .presets import Preset, get_preset, preset_names
 
 app = typer.Typer(
     help="Packed low-bit KV caches for transformers: what the presets store, and what they do to a model.",
@@ -32,10 +33,15 @@ eval_app = typer.Typer(help="Measure presets against the full-precision cache.",
 app.add_typer(eval_app, name="eval")
 
 DTYPES = ("float32", "float16", "bfloat16")
+#: columns of the tables whose name in JSON is longer than their content
+_HEADINGS = {"bits_per_value": "bits"}
+_traceback_wanted = False
 
 PresetOption = Annotated[
     list[str] | None,
-    typer.Option("--preset", "-p", help="Preset; repeat it or separate several by commas.", show_default="every preset"),
+    typer.Option(
+        "--preset", "-p", help="Preset; repeat it or separate several by commas.", show_default="every preset"
+    ),
 ]
 ModelOption = Annotated[
     str | None, typer.Option(help="Hub name or folder of the model.", show_default="the bundled SmolLM2-135M-Instruct")
@@ -59,9 +65,6 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-_traceback_wanted = False
-
-
 @app.callback()
 def _common(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
@@ -77,18 +80,11 @@ def presets(
     as_json: JsonOption = False,
 ) -> None:
     """List the presets and the bits that each stores per number, metadata and full-precision window included."""
-    from .presets import get_preset, preset_names
-
     rows = [_preset_row(get_preset(name), tokens, head_dim) for name in preset_names()]
     if as_json:
         _print_json(rows)
         return
-    table = Table(title=f"{tokens} tokens, head_dim {head_dim}, 16-bit model", title_justify="left")
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="right" if column in _NUMBERS else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console().print(table)
+    _print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
 
 
 def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
@@ -119,8 +115,6 @@ def demo(
     names = _resolve_presets(preset)
     if prompt is not None and not prompt.strip():
         raise ValueError("--prompt is empty; give it a text to continue")
-    from .eval.demo import compare, default_prompt
-
     prompt = default_prompt() if prompt is None else prompt
     loaded, tokenizer = _load(model, device, dtype)
     with _progress(len(names) + 1) as report:
@@ -136,8 +130,13 @@ def perplexity(
     preset: PresetOption = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file; repeat it for several.", exists=True, dir_okay=False, readable=True,
-                     show_default="the essays worked and popular"),
+        typer.Option(
+            help="Text file; repeat it for several.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            show_default="the essays worked and popular",
+        ),
     ] = None,
     model: ModelOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each text to read.")] = 4096,
@@ -150,30 +149,17 @@ def perplexity(
     names = _resolve_presets(preset)
     if start >= context:
         raise ValueError(f"--from {start} is not below --context {context}: no token would count")
-    from .eval.models import default_texts
-    from .eval.perplexity import run
-
     texts = text or default_texts()
     loaded, tokenizer = _load(model, device, dtype)
-    rows = run(names, texts, loaded, tokenizer, context=context, start=start)
+    rows = run_perplexity(names, texts, loaded, tokenizer, context=context, start=start)
     if as_json:
         _print_json(rows)
         return
-    table = Table(title=f"tokens {start} to {context} of {', '.join(path.name for path in texts)}", title_justify="left")
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="right" if column in _NUMBERS else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console().print(table)
-
-
-_NUMBERS = {"sink", "residual", "bits_per_value", "ppl", "ppl_full", "kl", "top1"}
+    _print_table(f"Tokens {start} to {context} of {', '.join(path.name for path in texts)}", rows)
 
 
 def _resolve_presets(options: list[str] | None) -> list[str]:
     """Names from repeated and comma-separated options, checked; every preset where there are none."""
-    from .presets import get_preset, preset_names
-
     names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
@@ -181,10 +167,6 @@ def _resolve_presets(options: list[str] | None) -> list[str]:
 
 
 def _load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    import torch
-
-    from .eval.models import load_model
-
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
     try:
@@ -199,7 +181,13 @@ def _load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any,
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
     """A bar on standard error; yields a function to call with the name of each step as it begins."""
-    columns = (SpinnerColumn(), TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -223,21 +211,19 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
     for row in rows:
         agreeing = tokenizer.decode(reference.tokens[: row["agreeing_tokens"]], skip_special_tokens=True)
         _print_text(console, row["preset"], row["text"], len(agreeing))
-    table = Table()
-    table.add_column("preset", no_wrap=True)
-    for column in ("bits per value", "KV bytes", "full precision", "smaller", "agreeing tokens", "seconds"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["preset"],
-            f"{row['bits_per_value']:.2f}",
-            f"{row['kv_bytes']:,}",
-            f"{row['kv_bytes_full']:,}",
-            f"{row['kv_bytes_full'] / row['kv_bytes']:.2f}x",
-            f"{row['agreeing_tokens']} of {len(reference.tokens)}",
-            f"{row['seconds']:.1f}",
-        )
-    console.print(table)
+    cells = [
+        {
+            "preset": row["preset"],
+            "bits": f"{row['bits_per_value']:.2f}",
+            "KV MB": f"{row['kv_bytes'] / 1e6:.1f}",
+            "full MB": f"{row['kv_bytes_full'] / 1e6:.1f}",
+            "smaller": f"{row['kv_bytes_full'] / row['kv_bytes']:.2f}x",
+            "agreeing": f"{row['agreeing_tokens']}/{len(reference.tokens)}",
+            "seconds": f"{row['seconds']:.1f}",
+        }
+        for row in rows
+    ]
+    _print_table("Against the full-precision cache, in the model's dtype", cells, numbers_from=1)
 
 
 def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:
@@ -245,6 +231,17 @@ def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:
     console.print(Text(name, style="bold"))
     console.print(Text.assemble(text[:agreeing].lstrip("\n"), (text[agreeing:], "yellow")))
     console.print()
+
+
+def _print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
+    """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, (column, cell) in enumerate(rows[0].items()):
+        right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
+        table.add_column(_HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    Console().print(table)
 
 
 def _print_json(rows: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,12 @@ from .reference import unpack_into_tail
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"
+
+
+UNATTACHED = (
+    "the low-bit cache was made from a configuration that no model uses (its attention implementation is unset), so it "
+    "returns dense tensors, which is slow; make it from the model or from model.config"
+)
 
 
 class LayerView(NamedTuple):
@@ -97,10 +104,10 @@ class LowBitLayer(CacheLayerMixin):
         mode = "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
         self._check(key_states, value_states, mode)
         if not self.is_initialized:
+            if self.config._attn_implementation is None:
+                warnings.warn(UNATTACHED, stacklevel=2)
             self.lazy_initialization(key_states, value_states)
-        self._mode = mode
         if mode == "packed":
-            self._make_room(key_states.shape[2])
             view = LayerView(self, key_states, value_states)
             return view, view
         return self._update_dense(key_states, value_states)
@@ -191,8 +198,11 @@ class LowBitLayer(CacheLayerMixin):
         Returns:
             `[B, S, Hq, D]`.
         """
-        state, tokens = self.store.state, key.shape[2]
-        if tokens > 1 and mask is None and softcap is None and sinks is None and self._is_first(tokens):
+        tokens = key.shape[2]
+        first = not torch.compiler.is_compiling() and self._seen_at_least == 0
+        self._make_room(tokens, "packed")
+        state = self.store.state
+        if first and tokens > 1 and mask is None and softcap is None and sinks is None:
             # nothing stored yet: the host's own kernels attend exactly, and need no mask
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -212,14 +222,12 @@ class LowBitLayer(CacheLayerMixin):
             self._padding.append((int(self.cumulative_length) - tokens, mask))
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
-    def _is_first(self, tokens: int) -> bool:
-        return not torch.compiler.is_compiling() and self._seen_at_least == tokens
-
-    def _make_room(self, tokens: int) -> None:
+    def _make_room(self, tokens: int, mode: str) -> None:
         """Count `tokens` more, and have pages for them."""
         self._count(tokens)
         if torch.compiler.is_compiling():
             return
+        self._mode = mode
         self._seen_at_least += tokens
         if self.max_cache_len is None:
             self.store.reserve(self._seen_at_least)
@@ -232,7 +240,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
         past = int(self.cumulative_length)
-        self._make_room(key_states.shape[2])
+        self._make_room(key_states.shape[2], "dense")
         store = self.store
         out = (key_states, value_states)
         if past:

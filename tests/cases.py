@@ -1,0 +1,75 @@
+"""The matrix that every format and every model family goes through. A new format adds one row to `FORMATS`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+#: (key format, value format) pairs: every format on each side at least once
+FORMATS = [
+    ("dense", "dense"),
+    ("int2-channel", "int2-token"),
+    ("int4-channel", "int4-token"),
+    ("int4-token", "int4-token"),
+    ("int8-token", "int8-token"),
+    ("int8-channel-g32", "int2-token-g32"),
+    ("int2-token-g32", "int4-channel"),
+    ("int4-channel", "dense"),
+]
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 160,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+#: tiny random models: model_type -> configuration beyond `_SMALL`
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mistral": {"sliding_window": None},
+    "mixtral": _EXPERTS,
+    "phi3": {"hidden_size": 256},  # phi3 has no head_dim of its own
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 64},
+    "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **_EXPERTS},
+}
+
+
+def tiny_config(family: str, **changes):
+    return AutoConfig.for_model(family, **{**_SMALL, **FAMILIES[family], **changes})
+
+
+def tiny_models(family: str, **changes):
+    """Two models with the same random weights: one with our attention, one with the host's."""
+    torch.manual_seed(0)
+    config = tiny_config(family, **changes)
+    host = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=host).eval()
+    # random weights of the default size give nearly uniform logits; larger ones make greedy choices clear
+    for name, parameter in theirs.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(4)
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation="lowbit_kv").eval()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def left_padded(batch: int, tokens: int, vocab_size: int = 160, seed: int = 0):
+    """Token ids and attention mask `[batch, tokens]`; row `b` starts with `7 * b` padding tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab_size, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, : 7 * row], mask[row, : 7 * row] = 0, 0
+    return ids, mask

@@ -1,0 +1,186 @@
+"""Cases for the kernels: a layer's state filled by the reference, and comparisons with the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import torch
+
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer: geometry, formats, and how many tokens each row holds before the step."""
+
+    keys: str = "int4-channel"
+    values: str = "int4-token"
+    lengths: tuple[int, ...] = (100, 37)
+    heads: int = 2
+    groups: int = 4
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.float16
+    tokens: int = 1
+    sink: int = 4
+    residual: int = 32
+    page_size: int = 32
+    softcap: float | None = None
+    sinks: bool = False
+    padded: bool = False
+    capacity: int | None = None
+    outliers: bool = False
+
+    def __str__(self) -> str:
+        shown = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+                 if getattr(self, field.name) != field.default]  # fmt: skip
+        return ",".join(shown).replace(" ", "").replace("torch.", "") or "default"
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(parse_format(self.keys), parse_format(self.values), self.sink, self.residual, self.page_size)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v or self.head_dim
+
+
+def generator(case: Case, seed: int) -> torch.Generator:
+    print(f"seed {seed}")  # shown when a test fails
+    return torch.Generator().manual_seed(seed + zlib.crc32(str(case).encode()))
+
+
+def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[B, H, tokens, D]`, transposed views as a model hands them over; channels differ in size and mean."""
+    out = []
+    for dim in case.dims:
+        x = torch.randn(len(case.lengths), tokens, case.heads, dim, generator=gen)
+        x = x * (torch.rand(dim, generator=gen) + 0.2) + torch.randn(dim, generator=gen)
+        if case.outliers and tokens:
+            x[:, ::7] = 0.0
+            x[:, 1::5] = x[:, 1::5, :, :1]
+            x[:, 2::11, :, 0] = 30000.0
+            x[:, 3::13, :, 1] = -65000.0
+        out.append(x.to(case.dtype).transpose(1, 2))
+    return out[0], out[1]
+
+
+def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.Tensor:
+    """bool `[B, tokens]` with `rows[b]` tokens at random places."""
+    order = torch.rand(len(rows), tokens, generator=gen).argsort(1)
+    return order < rows[:, None]
+
+
+def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
+    store = PagedStore(case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity)
+    if case.capacity is None:
+        store.reserve(min(case.lengths))  # rows' pages lie in several blocks
+        store.reserve(max(case.lengths) + case.tokens)
+    if poison:
+        poison_state(store.state)
+    return store
+
+
+def poison_state(state: LayerState) -> None:
+    """NaN wherever nothing is stored: what an unused slot holds must not matter."""
+    for block in state.pool:
+        block.fill_(255)
+    for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
+        window.fill_(float("nan"))
+
+
+def copy_state(source: LayerState, target: LayerState) -> None:
+    """Everything but the addresses."""
+    for a, b in zip(source.pool, target.pool, strict=True):
+        b.copy_(a)
+    for name in ("page_table", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"):
+        getattr(target, name).copy_(getattr(source, name))
+
+
+def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore, PagedStore]:
+    """The state before the step, on the CPU and on `device`, filled by the reference in two ragged chunks."""
+    store, other = store_for(case, "cpu"), store_for(case, device)
+    lengths = torch.tensor(case.lengths)
+    if lengths.max() > 0:
+        first = lengths // 2
+        for rows in (first, lengths - first):
+            chunk = int(rows.max())
+            k, v = random_tokens(case, chunk, gen)
+            reference.append(k, v, random_mask(rows, chunk, gen), store.state, case.spec)
+    copy_state(store.state, other.state)
+    return store, other
+
+
+@dataclasses.dataclass
+class Step:
+    """Inputs of one step, on one device."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    sinks: torch.Tensor | None
+    scaling: float
+
+    def to(self, device: str) -> Step:
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return dataclasses.replace(self, **moved)
+
+    def float(self) -> Step:
+        return dataclasses.replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float())
+
+
+def random_step(case: Case, gen: torch.Generator) -> Step:
+    k, v = random_tokens(case, case.tokens, gen)
+    q = torch.randn(len(case.lengths), case.tokens, case.heads * case.groups, case.head_dim, generator=gen)
+    q = q.to(case.dtype).transpose(1, 2)
+    mask = None
+    if case.padded:
+        real = torch.randint(0, case.tokens + 1, (len(case.lengths),), generator=gen)
+        real[0] = case.tokens // 2
+        mask = random_mask(real, case.tokens, gen)
+        for x in (k, v):
+            x.masked_fill_(~mask[:, None, :, None], float("nan"))
+    sinks = torch.randn(case.heads * case.groups, generator=gen).to(case.dtype) if case.sinks else None
+    return Step(q, k, v, mask, sinks, case.head_dim**-0.5)
+
+
+def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
+    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it."""
+    total = max(case.lengths)
+    keys, values = reference.read(state, case.spec, *case.dims, total)
+    tokens = case.tokens
+    valid = torch.arange(total)[None, None, :] < state.length[:, :1, None].cpu()
+    valid = valid.expand(-1, tokens, -1)
+    chunk = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(len(valid), -1, -1)
+    if step.mask is not None:
+        chunk = chunk & step.mask[:, None].cpu()
+    valid = torch.cat([valid, chunk], -1)[:, None].to(step.q.device)
+    k, v = (torch.cat([a, b.nan_to_num()], dim=2) for a, b in ((keys, step.k), (values, step.v)))
+    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    x, exact = x.cpu().double(), exact.cpu().double()
+    return ((x - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+def real_queries(x: torch.Tensor, step: Step) -> torch.Tensor:
+    """Outputs `[B, S, Hq, D]` of tokens that are no padding."""
+    return x if step.mask is None else x[step.mask.to(x.device)]
+
+
+def assert_same_state(a: LayerState, b: LayerState) -> None:
+    """Every byte, also of what is not in use (writes must not stray)."""
+    for name in ("length", "paged"):
+        assert torch.equal(getattr(a, name).cpu(), getattr(b, name).cpu()), name
+    for i, (x, y) in enumerate(zip(a.pool, b.pool, strict=True)):
+        different = (x.cpu() != y.cpu()).nonzero()
+        assert not len(different), f"pool[{i}]: {len(different)} bytes differ, first at {different[0].tolist()}"
+    for name in ("sink_k", "sink_v", "tail_k", "tail_v"):
+        x, y = getattr(a, name).cpu(), getattr(b, name).cpu()
+        assert torch.equal(x.nan_to_num(nan=1234.0), y.nan_to_num(nan=1234.0)), name

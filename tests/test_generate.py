@@ -1,0 +1,145 @@
+"""`generate()` in every mode: the `dense` format gives the tokens of the stock cache, every other the tokens of its rows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import FAMILIES, FORMATS, left_padded, tiny_models
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+
+pytestmark = pytest.mark.host
+
+#: small pages, so that short prompts are packed
+SMALL_PAGES = {"page_size": 32, "residual": 32}
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
+    "chunked_prefill": {"prefill_chunk_size": 40},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request):
+    return tiny_models(request.param)
+
+
+def _generate(model, cache, ids, mask, **options):
+    torch.manual_seed(1)
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, **options})
+
+
+def _has_host_layers(cache) -> bool:
+    return len(cache.packed_layers) < len(cache.layers)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cache_len):
+    ours, theirs = models
+    if mode == "prompt_lookup" and batch > 1:
+        pytest.skip("the host offers prompt lookup for batch size 1 alone")
+    ids, mask = left_padded(batch, 100)
+    if mode == "prompt_lookup":
+        ids = ids[:, :25].repeat(1, 4)  # something to look up
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
+    if mode == "prompt_lookup" and max_cache_len and _has_host_layers(cache):
+        pytest.skip("the host's preallocated sliding layers cannot crop")
+    want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask, **MODES[mode])
+    got = _generate(ours, cache, ids, mask, **MODES[mode])
+    assert torch.equal(got, want)
+    assert int(cache.packed_layers[0].store.state.paged.min()) > 0  # something was packed
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_second_turn_on_the_same_cache(models, batch, max_cache_len):
+    ours, theirs = models
+    ids, mask = left_padded(batch, 90)
+    more_ids, more_mask = left_padded(batch, 50, seed=1)  # padding in the middle, for rows beyond the first
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
+    stock = DynamicCache(config=theirs.config)
+    turns = []
+    for model, past in ((ours, cache), (theirs, stock)):
+        first = _generate(model, past, ids, mask)
+        # generate() does not run the last token it returns, so the history is one token short of `first`
+        second_ids = torch.cat([first, more_ids], dim=1)
+        second_mask = torch.cat([mask, torch.ones_like(first[:, ids.shape[1] :]), more_mask], dim=1)
+        turns.append((first, _generate(model, past, second_ids, second_mask)))
+    assert torch.equal(turns[0][0], turns[1][0])
+    assert torch.equal(turns[0][1], turns[1][1])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_models("llama")
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 200}], ids=str)
+def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
+    ours, _ = llama
+    ids, mask = left_padded(3, 100)
+    options = {**SMALL_PAGES, **options}
+    together = _generate(ours, lb.LowBitCache(ours, *formats, **options), ids, mask)
+    for row in range(3):
+        start = 7 * row
+        cache = lb.LowBitCache(ours, *formats, **options)
+        alone = _generate(ours, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
+        assert torch.equal(together[row, start:], alone[0])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):
+    ours, theirs = (copy.deepcopy(model) for model in llama)
+    ids, mask = left_padded(2, 100)
+    ids, mask = ids[:1], mask[:1]
+    want = _generate(ours, lb.LowBitCache(ours, *formats, **SMALL_PAGES), ids, mask)
+    theirs.set_attn_implementation(implementation)
+    got = _generate(theirs, lb.LowBitCache(theirs, *formats, **SMALL_PAGES), ids, mask)
+    assert torch.equal(got, want)
+
+
+def test_attention_implementation_can_be_set_later(llama):
+    _, theirs = (copy.deepcopy(model) for model in llama)
+    ids, mask = left_padded(4, 100)
+    want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask)
+    theirs.set_attn_implementation(lb.ATTENTION_NAME)
+    assert torch.equal(_generate(theirs, lb.from_preset("dense", theirs, **SMALL_PAGES), ids, mask), want)
+    # and plain calls, without a cache or with the host's, go on as before
+    assert torch.equal(_generate(theirs, DynamicCache(config=theirs.config), ids, mask), want)
+    assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
+
+
+def test_reset_and_copies_start_afresh(llama):
+    ours, _ = llama
+    ids, mask = left_padded(2, 100)
+    for max_cache_len in (None, 200):
+        cache = lb.from_preset("kivi-2", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
+        want = _generate(ours, cache, ids, mask)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(_generate(ours, cache, ids, mask), want)
+        cache.reset()
+        short = _generate(ours, cache, ids[:1], mask[:1])  # another batch size
+        assert torch.equal(short[0], want[0])
+
+
+def test_a_copied_prompt_can_be_continued_twice(llama):
+    ours, _ = llama
+    ids, mask = left_padded(2, 100)
+    prompt = lb.from_preset("kivi-2", ours, **SMALL_PAGES)
+    with torch.no_grad():
+        ours(ids[:, :80], attention_mask=mask[:, :80], past_key_values=prompt)
+    twice = [_generate(ours, copy.deepcopy(prompt), ids, mask) for _ in range(2)]
+    assert torch.equal(*twice)
+    assert int(prompt.get_seq_length()) == 80

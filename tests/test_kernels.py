@@ -1,0 +1,272 @@
+"""Triton kernels against the reference: identical bytes, and outputs within twice the error of plain low-precision attention.
+
+The whole matrix is marked `gpu`. Without a GPU a part of it runs in Triton's interpreter, in a process of its own, because
+the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest tests/test_kernels.py` runs it directly).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernel_cases import (  # noqa: E402
+    Case,
+    assert_same_state,
+    copy_state,
+    filled,
+    generator,
+    plain,
+    random_mask,
+    random_step,
+    random_tokens,
+    real_queries,
+    relative_error,
+    store_for,
+)
+
+from hf_lowbit_kv import reference  # noqa: E402
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+#: fresh data on every run; a failure shows its seed, and KERNEL_SEED repeats it
+SEED = int(os.environ.get("KERNEL_SEED") or int.from_bytes(os.urandom(3), "little"))
+
+if GPU or INTERPRETED:
+    from hf_lowbit_kv.triton_kernels import launch
+
+
+def attend_poisoned(*args) -> torch.Tensor:
+    """`launch.attend` where whatever it allocates holds NaN at first."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = launch.launches.get("attend_kernel", 0)
+        out = launch.attend(*args)
+        assert launch.launches["attend_kernel"] == before + 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return out
+
+
+def check_attend(case: Case, seed: int = SEED) -> None:
+    gen = generator(case, seed)
+    ref, dev = filled(case, gen, DEVICE)
+    before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
+    step = random_step(case, gen)
+    wide, here = step.float(), step.to(DEVICE)
+    exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks)
+    out = attend_poisoned(
+        here.q, here.k, here.v, here.mask, dev.state, case.spec, here.scaling, case.softcap, here.sinks
+    )
+    assert out.dtype == case.dtype
+    assert out.shape == exact.shape
+    assert out.isfinite().all()
+    for old, new in zip(before, (*dev.state.pool, *dev.state[1:]), strict=True):
+        assert torch.equal(old.nan_to_num(), new.nan_to_num()), "attend changed the state"
+    out, exact = real_queries(out, step), real_queries(exact, step)
+    error = relative_error(out, exact)
+    if case.outliers:  # scores beyond what the plain computation can represent
+        assert error < 2e-2
+        return
+    error_plain = relative_error(real_queries(plain(step, ref.state, case), step), exact)
+    print(f"relative error {error:.2e}, plain {error_plain:.2e}")
+    assert error <= 2 * error_plain + 1e-6
+
+
+def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
+    """Store chunks (0: a single unmasked token) and compare every byte after each; then read all back."""
+    gen = generator(case, seed)
+    ref, dev = store_for(case, "cpu"), store_for(case, DEVICE)
+    length = 0
+    for chunk in chunks:
+        tokens, mask = max(chunk, 1), None
+        k, v = random_tokens(case, tokens, gen)
+        if chunk and case.padded:
+            mask = random_mask(torch.randint(0, tokens + 1, (len(case.lengths),), generator=gen), tokens, gen)
+            for x in (k, v):
+                x.masked_fill_(~mask[:, None, :, None], float("inf"))
+        length += tokens
+        for store in (ref, dev):
+            store.reserve(length)
+        reference.append(k, v, mask, ref.state, case.spec)
+        launch.append(k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE), dev.state, case.spec)
+        assert_same_state(ref.state, dev.state)
+    for a, b in zip(
+        reference.read(ref.state, case.spec, *case.dims, length + 3),
+        launch.read(dev.state, case.spec, *case.dims, length + 3),
+        strict=True,
+    ):
+        assert torch.equal(a, b.cpu())
+
+
+SMALL = [
+    Case(),
+    Case(keys="int2-channel", values="int2-token", lengths=(70, 33)),
+    Case(keys="int8-token", values="int8-token", sink=0, residual=0, lengths=(33, 64)),
+    Case(keys="int2-channel-g32", values="int2-token-g32", page_size=64, residual=64, lengths=(140, 1), heads=1),
+    Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True, heads=1),
+    Case(groups=3, softcap=20.0, head_dim=80, head_dim_v=96, lengths=(33, 100), tokens=9, heads=1),
+    Case(keys="int4-token", values="dense", lengths=(31, 64), tokens=20, sink=0, residual=0, padded=True, heads=1),
+    Case(keys="int8-token-g64", values="int4-token-g32", head_dim=128, head_dim_v=64, lengths=(65, 3), groups=1),
+    Case(keys="int4-channel", values="int8-channel", dtype=torch.float32),
+    Case(outliers=True, heads=1),
+    Case(outliers=True, values="int8-token", keys="int8-token", heads=1),
+    Case(lengths=(0, 0), heads=1, sinks=True),
+    Case(capacity=140, lengths=(100, 90), heads=1),
+]
+SMALL_STORES = [
+    (Case(heads=1), [37, 0, 60, 0, 0]),
+    (Case(heads=1, padded=True, keys="int2-channel", values="int2-token", capacity=120), [50, 1, 70, 0, 0]),
+    (Case(heads=1, keys="int4-token", values="int8-token-g32", residual=0, sink=3, padded=True), [1, 0, 0, 40, 30]),
+    (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
+    (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
+]
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the tests themselves run here")
+def test_interpreted():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_attend(case):
+    check_attend(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("case", "chunks"), SMALL_STORES, ids=str)
+def test_small_store(case, chunks):
+    check_store(case, chunks)
+
+
+def _affine_names() -> list[str]:
+    groups = ("", "-g32", "-g64", "-g128")
+    return [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+
+
+def _matrix() -> list[Case]:
+    page = 128
+    base = {"head_dim": 128, "residual": 128, "page_size": page, "sink": 32}
+    lengths = (1000, 1, 417)
+    names = [*_affine_names(), "dense"]
+    cases = []
+    for i, name in enumerate(names):
+        partner = names[(i * 7 + 5) % len(names)]
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
+        cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
+    pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
+    for keys, values in pairs:
+        pair = {"keys": keys, "values": values}
+        for dim in (64, 80, 96, 128, 256):
+            sized = base | {"head_dim": dim}
+            for groups, dtype in ((1, torch.float16), (3, torch.bfloat16), (8, torch.float16)):
+                cases.append(Case(groups=groups, dtype=dtype, lengths=lengths, **pair, **sized))
+            cases.append(Case(tokens=300, padded=True, lengths=(700, 0, 129), dtype=torch.float16, **pair, **sized))
+        for length in (1, page - 1, page, page + 1, 0):
+            for residual in (0, 128):
+                small = base | {"residual": residual, "sink": 0}
+                cases.append(Case(lengths=(length,), dtype=torch.bfloat16, **pair, **small))
+        cases.append(Case(softcap=30.0, sinks=True, lengths=lengths, **pair, **base))
+        cases.append(Case(softcap=30.0, sinks=True, tokens=4, padded=True, lengths=lengths, **pair, **base))
+        cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
+        cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
+        cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))
+        cases.append(Case(lengths=(900, 850), capacity=1000, **pair, **base))
+        cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
+    for page_size in (32, 64, 256):
+        cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
+        cases.append(Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0}))
+    cases.append(Case(head_dim=96, head_dim_v=64, lengths=lengths, **{k: v for k, v in base.items() if k != "head_dim"}))
+    return cases
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", _matrix(), ids=str)
+def test_attend(case):
+    check_attend(case)
+
+
+def _stores() -> list[tuple[Case, list[int]]]:
+    stores = []
+    names = [*_affine_names(), "dense"]
+    for i, name in enumerate(names):
+        partner = names[(i * 5 + 3) % len(names)]
+        for residual in (0, 128):
+            case = Case(
+                keys=name, values=partner, head_dim=128, residual=residual, page_size=128, sink=(0, 5)[i % 2], padded=i % 3 > 0,
+                dtype=(torch.float16, torch.bfloat16, torch.float32)[i % 3], outliers=i % 4 == 0, lengths=(1, 1),
+            )  # fmt: skip
+            stores.append((case, [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]))
+    for dim in (64, 80, 96, 256):
+        for keys, values, residual in (("int4-channel", "int4-token", 128), ("int2-token", "int8-channel", 0)):
+            case = Case(keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1))
+            stores.append((case, [300, 0, 100, 0]))
+    long = Case(head_dim=128, residual=128, page_size=128, sink=32, lengths=(1,))
+    stores.append((long, [100, *[0] * 330]))
+    stores.append((Case(keys="int4-token", residual=0, lengths=(1,), capacity=200), [100, *[0] * 130]))
+    stores.append((Case(lengths=(1, 1), capacity=150), [100, 100, 0, 0]))
+    return stores
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("case", "chunks"), _stores(), ids=str)
+def test_store(case, chunks):
+    check_store(case, chunks)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("residual", [0, 128])
+def test_graph(residual):
+    """A captured step, replayed over lengths that cross a page, gives what the reference gives."""
+    case = Case(
+        keys="int8-token", values="int4-token", head_dim=128, residual=residual, page_size=128, capacity=600, lengths=(250, 380)
+    )
+    gen = generator(case, SEED)
+    ref, dev = filled(case, gen, DEVICE)
+    step = random_step(case, gen)
+    here = step.to(DEVICE)
+
+    def run():
+        out = launch.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
+        launch.append(here.k, here.v, None, dev.state, case.spec)
+        return out
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    copy_state(ref.state, dev.state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    copy_state(ref.state, dev.state)
+    for _ in range(140):
+        step = random_step(case, gen)
+        for name in ("q", "k", "v"):
+            getattr(here, name).copy_(getattr(step, name))
+        graph.replay()
+        exact = reference.attend(step.q, step.k, step.v, None, ref.state, case.spec, step.scaling)
+        assert relative_error(out, exact) < 2e-3
+        reference.append(step.k, step.v, None, ref.state, case.spec)
+    assert_same_state(ref.state, dev.state)

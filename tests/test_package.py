@@ -1,0 +1,83 @@
+"""The wheel, used from outside the checkout, and what the checkout itself must not contain."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCAN = ["*.py", "*.md", "*.toml", "*.yaml", "*.yml", "*.ipynb", "*.json", "*.jsonl", "*.sh", "Makefile", ".ci/*"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building in place would leave `build/` in the checkout
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hf_lowbit_kv", "triton_kernels", "eval"):
+        (source / name).symlink_to(ROOT / name)
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, cwd=folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"hf_lowbit_kv"}
+    for folder, inside in (("hf_lowbit_kv", ""), ("triton_kernels", "triton_kernels/"), ("eval", "eval/")):
+        for module in (ROOT / folder).glob("*.py"):
+            assert f"hf_lowbit_kv/{inside}{module.name}" in names
+    assert "hf_lowbit_kv/formats/base.py" in names
+    assert "hf_lowbit_kv/py.typed" in names
+
+
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
+    target = tmp_path / "site"
+    command = ["install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, cwd=tmp_path)
+    program = """
+import sys
+import hf_lowbit_kv, hf_lowbit_kv.cli, hf_lowbit_kv.eval.models
+modules = [hf_lowbit_kv, hf_lowbit_kv.cli, hf_lowbit_kv.eval]
+try:
+    import triton
+except ImportError:
+    pass  # the kernels are of no use without it
+else:
+    import hf_lowbit_kv.triton_kernels
+    modules.append(hf_lowbit_kv.triton_kernels)
+assert all(m.__file__.startswith(sys.argv[1]) for m in modules), modules
+assert hf_lowbit_kv.get_preset("kivi-2").spec().bits_per_value(32768, 128) < 2.5
+assert "triton_kernels" not in sys.modules and "eval" not in sys.modules
+"""
+    # PYTHONPATH comes before the editable install of the checkout
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), *_paths_without_checkout()])}
+    subprocess.run([sys.executable, "-c", program, str(target)], check=True, cwd=tmp_path, env=env)
+
+
+def _paths_without_checkout() -> list[str]:
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in inherited if path and Path(path).resolve() != ROOT]
+
+
+def test_no_machine_paths_in_the_checkout():
+    pattern = re.compile(r"(?<![\w.~$}])/(?:home|root|work|Users|mnt|opt)/\w")
+    skip = {".venv", ".git", "build", "dist"}
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for glob in SCAN
+        for path in ROOT.rglob(glob)
+        if path.is_file() and not skip & set(path.relative_to(ROOT).parts)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []

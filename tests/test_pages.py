@@ -1,0 +1,234 @@
+"""Storage: what a row holds depends on its tokens alone, nothing is packed twice, pages are shared and reclaimed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import FORMATS
+
+from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.formats import Affine, parse_format
+from hf_lowbit_kv.pages import LayerSpec, PagedStore
+from hf_lowbit_kv.reference import read, read_pages
+
+HEADS, HEAD_DIM, PAGE = 2, 64, 32
+WINDOWS = [(0, 32), (8, 32), (0, 0), (5, 40)]  # sink, residual
+
+
+def _spec(formats, sink=0, residual=32):
+    return LayerSpec(parse_format(formats[0]), parse_format(formats[1]), sink, residual, PAGE)
+
+
+def _store(spec, batch=1, capacity=None):
+    return PagedStore(spec, batch, HEADS, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", capacity)
+
+
+def _tokens(batch, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, HEADS, count, HEAD_DIM, generator=generator).half() for _ in range(2))
+
+
+def _append(store, k, v, mask=None):
+    store.reserve(int(store.state.length.max()) + k.shape[2])
+    ops.append(k, v, mask, store.state, store.spec, "torch")
+
+
+def _row(store, row=0):
+    """All a row holds: page bytes, window in order, counters."""
+    state, spec = store.state, store.spec
+    length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
+    full = paged // spec.page_size
+    pages = read_pages(state.pool, state.page_table[row, :full])
+    k, v = read(state, spec, HEAD_DIM, HEAD_DIM, length)
+    return {"length": length, "paged": paged, "pages": pages, "k": k[row], "v": v[row]}
+
+
+def _assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        same = torch.equal(left[name], right[name]) if torch.is_tensor(left[name]) else left[name] == right[name]
+        assert same, name
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
+def test_any_pieces_store_the_same(formats, window, capacity):
+    spec = _spec(formats, *window)
+    k, v = _tokens(1, 1000)
+    whole = _store(spec, capacity=capacity)
+    _append(whole, k, v)
+    for seed in range(3):
+        pieces = _store(spec, capacity=capacity)
+        generator = torch.Generator().manual_seed(seed)
+        start = 0
+        while start < 1000:
+            count = [1, 3, PAGE, 200, 5][int(torch.randint(5, (), generator=generator))]
+            _append(pieces, k[:, :, start : start + count], v[:, :, start : start + count])
+            start += count
+        _assert_same(_row(whole), _row(pieces))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_what_is_stored_is_what_came_in(formats, window):
+    """Against the definition: page p is the encoding of tokens p * page and up; the window is exact."""
+    spec = _spec(formats, *window)
+    k, v = _tokens(1, 333)
+    store = _store(spec)
+    _append(store, k, v)
+    row = _row(store)
+    expected = max(333 - spec.sink - spec.residual, 0)
+    assert row["paged"] == (expected if spec.direct else expected // PAGE * PAGE)
+    for fmt, x, out in zip(spec.formats, (k, v), (row["k"], row["v"]), strict=True):
+        paged = spec.sink + row["paged"]
+        full = spec.sink + row["paged"] // PAGE * PAGE
+        exact = torch.cat([x[0, :, : spec.sink], x[0, :, paged:]], dim=1)
+        assert torch.equal(torch.cat([out[:, : spec.sink], out[:, paged:]], dim=1), exact)
+        tokens = x[0, :, spec.sink : full].unflatten(1, (-1, PAGE))
+        decoded = fmt.decode(fmt.encode(tokens), HEAD_DIM, PAGE, x.dtype).flatten(1, 2)
+        assert torch.equal(out[:, spec.sink : full], decoded.half())
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("residual", [0, 32])
+def test_padding_is_dropped_wherever_it_stands(formats, residual):
+    """Rows of a padded batch hold, to the byte, what they hold alone; NaN and Inf in the padding do no harm."""
+    spec = _spec(formats, sink=4, residual=residual)
+    k, v = _tokens(4, 150)
+    mask = torch.rand(4, 150, generator=torch.Generator().manual_seed(0)) > 0.2  # also in the middle
+    mask[0], mask[1, :60], mask[1, 60:], mask[3] = True, False, True, False
+    poisoned = [x.masked_fill(~mask[:, None, :, None], float("nan")) for x in (k, v)]
+    together = _store(spec, batch=4)
+    for start in range(0, 150, 50):
+        part = slice(start, start + 50)
+        _append(together, *(x[:, :, part] for x in poisoned), mask[:, part])
+    for row in range(4):
+        alone = _store(spec)
+        _append(alone, *(x[row : row + 1, :, mask[row]] for x in (k, v)))
+        _assert_same(_row(together, row), _row(alone))
+
+
+def test_nothing_is_packed_twice(monkeypatch):
+    encoded = []
+    encode = Affine.encode
+    monkeypatch.setattr(Affine, "encode", lambda self, x, dtype=None: encoded.append(x.shape) or encode(self, x, dtype))
+    store = _store(_spec(("int2-channel", "int2-token")))
+    k, v = _tokens(1, 500)
+    _append(store, k[:, :, :130], v[:, :, :130])
+    for token in range(130, 500):
+        _append(store, k[:, :, token : token + 1], v[:, :, token : token + 1])
+    pages = int(store.state.paged[0, 0]) // PAGE
+    assert pages == (500 - 32) // PAGE
+    assert len(encoded) == 2 * pages  # keys and values, each page once
+
+
+def test_growth_copies_no_page():
+    store = _store(_spec(("int4-channel", "int4-token")))
+    k, v = _tokens(1, 200)
+    _append(store, k, v)
+    blocks = [(block.data_ptr(), block.clone()) for block in store.state.pool]
+    filled = int(store.state.paged[0, 0]) // PAGE
+    before = read_pages(store.state.pool, store.state.page_table[0, :filled])
+    for seed in range(1, 6):
+        _append(store, *_tokens(1, 300, seed))
+    assert len(store.state.pool) > len(blocks)
+    assert [block.data_ptr() for block in store.state.pool[: len(blocks)]] == [pointer for pointer, _ in blocks]
+    assert torch.equal(read_pages(store.state.pool, store.state.page_table[0, :filled]), before)
+
+
+@pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
+@pytest.mark.parametrize("residual", [0, 32])
+@pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
+def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
+    """Random beam steps, each row against a row of its own that was fed the same tokens; pages never multiply."""
+    spec = _spec(formats, residual=residual)
+    store = _store(spec, batch=3, capacity=capacity)
+    alone = [_store(spec) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(60):
+        k, v = _tokens(3, 70 if step == 0 else 7, seed=step)
+        _append(store, k, v)
+        for row, single in enumerate(alone):
+            _append(single, k[row : row + 1], v[row : row + 1])
+        rows = torch.randint(3, (3,), generator=generator)
+        pool = [(block.data_ptr(), block.clone()) for block in store.state.pool]
+        full = store._full_entries(store.state.paged)
+        packed = store.state.page_table[full].unique().long()
+        contents = read_pages(store.state.pool, packed)
+        store.select_rows(rows)
+        alone = [copy.deepcopy(alone[row]) for row in rows.tolist()]
+        # full pages stay where they are
+        assert [block.data_ptr() for block in store.state.pool] == [pointer for pointer, _ in pool]
+        kept = torch.isin(packed, store.state.page_table[store._full_entries(store.state.paged)].long())
+        assert torch.equal(read_pages(store.state.pool, packed)[kept], contents[kept])
+        if not spec.direct:  # an open page is copied; otherwise not a byte of the pool changes
+            assert all(torch.equal(block, old) for block, (_, old) in zip(store.state.pool, pool, strict=True))
+    for row, single in enumerate(alone):
+        _assert_same(_row(store, row), _row(single))
+    assert store.num_pages == store.batch_size * store.pages_per_row  # reclaimed, not added
+
+
+@pytest.mark.parametrize("residual", [0, 32])
+def test_rows_can_be_repeated_and_dropped(residual):
+    spec = _spec(("int8-token", "int8-token"), residual=residual)
+    store = _store(spec, batch=2)
+    k, v = _tokens(2, 300)
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[1, :100] = False
+    _append(store, k, v, mask)
+    pages = store.num_pages
+    before = [_row(store, row) for row in range(2)]
+    store.select_rows(torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert store.num_pages < 3 * pages  # shared
+    for row in range(6):
+        _assert_same(_row(store, row), before[row // 3])
+    for step in range(10):  # every row goes its own way
+        _append(store, *_tokens(6, 40, seed=10 + step))
+        store.select_rows(torch.tensor([3, 1, 2, 3, 5, 4]))
+    rows = [_row(store, row)["k"] for row in (1, 2)]
+    assert not torch.equal(*rows)
+    store.select_rows(torch.tensor([2, 5]))
+    assert store.batch_size == 2
+    assert torch.equal(_row(store, 0)["k"], rows[1])
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_copies_are_independent(formats):
+    store = _store(_spec(formats), capacity=500)
+    _append(store, *_tokens(1, 300))
+    before = _row(store)
+    for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        _append(twin, *_tokens(1, 100, seed=1))
+        _assert_same(_row(store), before)
+        start = twin.state.pool[0].data_ptr()
+        assert start != store.state.pool[0].data_ptr()
+        assert twin.state.page_address[0, 1] - twin.state.page_address[0, 0] == HEADS * twin.page_bytes
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_bytes_add_up(formats):
+    spec = _spec(formats, sink=8)
+    store = _store(spec, batch=2)
+    _append(store, *_tokens(2, 400))
+    nbytes = store.nbytes()
+    allocated = sum(block.untyped_storage().nbytes() for block in store.state.pool)
+    allocated += sum(tensor.untyped_storage().nbytes() for tensor in store.state[1:])
+    assert sum(nbytes.values()) == allocated
+    bits = 8 * (nbytes["codes"] + nbytes["metadata"] + nbytes["window"]) / (2 * 400 * HEADS * HEAD_DIM * 2)
+    assert bits == pytest.approx(spec.bits_per_value(400, HEAD_DIM))
+
+
+def test_tokens_without_room_are_dropped():
+    spec = _spec(("int2-channel", "int2-token"))
+    store = _store(spec, capacity=200)
+    k, v = _tokens(1, 400)
+    _append(store, k, v)
+    fits = int(store.state.length[0, 0])
+    assert 200 <= fits < 400
+    twin = _store(spec)
+    _append(twin, k[:, :, :fits], v[:, :, :fits])
+    _assert_same(_row(store), _row(twin))
