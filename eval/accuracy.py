@@ -1,0 +1,93 @@
+"""The project's accuracy table, each row against its band: `python -m hf_lowbit_kv.eval.accuracy`.
+
+The bands come from an independent simulation (fake quantization, no cache) of the same model and texts; a figure
+outside its band, better or worse, is a question to answer before it is published. They hold for the defaults: the
+bundled model in float32, the default texts, 4096 tokens scored from 512. Rows go to `perplexity-smollm2.jsonl` in
+`eval/results/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+
+from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, default_texts, load_model
+from hf_lowbit_kv.eval.perplexity import run
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+
+#: the bundled model's record
+OUT = results_path("perplexity", "smollm2")
+
+
+class Band(NamedTuple):
+    """What KL (nats) and top-1 agreement may be."""
+
+    kl_min: float
+    kl_max: float
+    top1_min: float = 0.0
+
+    def holds(self, row: dict[str, Any]) -> bool:
+        return self.kl_min <= row["kl"] <= self.kl_max and row["top1"] >= self.top1_min
+
+
+BANDS = {
+    "kv8": Band(0.0, 0.0006),
+    "kivi-4-sink": Band(0.0, 0.0022, top1_min=0.97),
+    "kv4-sink": Band(0.0, 0.006),
+    "k4v2-sink": Band(0.014 * 0.8, 0.014 * 1.2),
+    "kivi-2-sink": Band(0.256 * 0.85, 0.256 * 1.15),
+    "k2v4-sink": Band(0.22 * 0.85, 0.22 * 1.15),
+}
+
+
+def main(
+    preset: Annotated[list[str] | None, typer.Option(help="Preset, repeatable [default: all with a band].")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each text.")] = 4096,
+    start: Annotated[int, typer.Option("--from", help="First position scored.")] = 512,
+    chunk: Annotated[int, typer.Option(help="Tokens fed at a time; one page or less is exact decoding.")] = 128,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda [default: a GPU if there is one].")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. Bands hold for float32.")] = "float32",
+    backend: Annotated[str | None, typer.Option(help="torch or triton [default: by device].")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
+) -> None:
+    """Measure presets on the bundled model and texts, compare with the bands, and record the rows."""
+    where = torch.device(device) if device else default_device()
+    model, tokenizer = load_model(None, getattr(torch, dtype), where)
+    texts = default_texts()
+    overrides = {"backend": backend} if backend else None
+    rows = run(preset or list(BANDS), texts, model, tokenizer, context, start, chunk, overrides=overrides)
+    setting = {
+        "model": BUNDLED_MODEL,
+        "texts": [path.name for path in texts],
+        "context": context,
+        "start": start,
+        "chunk": chunk,
+        "dtype": dtype,
+        "device": device_name(where),
+    }
+    for row in rows:
+        append_record(out, row | setting | provenance(commit))
+    wide_console().print(table(rows))
+    if any(not BANDS[row["preset"]].holds(row) for row in rows if row["preset"] in BANDS):
+        raise typer.Exit(1)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The rows, with their bands."""
+    out = Table("preset", "bits", "ppl", "ppl_full", "KL", "band", "top-1", "")
+    for row in rows:
+        band = BANDS.get(row["preset"])
+        numbers = (f"{row['bits_per_value']:.2f}", f"{row['ppl']:.2f}", f"{row['ppl_full']:.2f}", f"{row['kl']:.5f}")
+        limits = f"{band.kl_min:.4g} to {band.kl_max:.4g}" if band else "none"
+        verdict = "" if band is None else ("within" if band.holds(row) else "OUTSIDE")
+        out.add_row(row["preset"], *numbers, limits, f"{row['top1']:.3f}", verdict)
+    return out
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,202 @@
+"""Decode attention over packed history against 16-bit attention: `python -m hf_lowbit_kv.eval.bench_decode`.
+
+It checks before it times: a preset whose output or packed bytes are wrong is reported and never timed. Peers and packed
+steps are timed in the same rounds, so their ratio is meant; absolute times drift between machines and days.
+
+- `ms`: one step's attention over everything stored. `append_ms`: storing one token in every row, packing included,
+  averaged over the steps in which a page fills.
+- `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
+  bandwidth measured in the same run, and did nothing else.
+- `relerr`: relative error against float32 attention over the same packed bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from hf_lowbit_kv.backend import choose_backend
+from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind
+from hf_lowbit_kv.eval.peers import Inputs, usable_peers
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
+from hf_lowbit_kv.presets import get_preset
+
+PRESETS = (
+    "dense",
+    "kv8",
+    "kivi-4",
+    "bitdecoding-kc-4",
+    "bitdecoding-kt-4",
+    "kv4",
+    "k4v2",
+    "kivi-2",
+    "bitdecoding-kc-2",
+)
+console = wide_console()
+
+
+class WrongResultError(RuntimeError):
+    """A check failed, so nothing was timed."""
+
+
+def measure(
+    shape: Shape,
+    preset: str,
+    backend: str,
+    peers: dict[str, Any],
+    bandwidth: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = 128,
+    query_length: int = 1,
+    rounds: int = 20,
+) -> dict[str, Any]:
+    """Check, then time one preset on one shape.
+
+    Args:
+        peers: calls to time along, by name. bandwidth: bytes a second that can be read.
+
+    Returns:
+        A record without provenance, see the module's description.
+
+    Raises:
+        WrongResultError: the output or the packed bytes are wrong.
+    """
+    spec = get_preset(preset).spec()
+    geometry = (shape, spec, head_dim, query_length, dtype, device)
+    cases = [build(*geometry)]
+    cases += [build(*geometry) for _ in range(sets_needed(cases[0].nbytes, device) - 1)]
+    relerr, bound = attend_error(cases[0], backend)
+    if not relerr <= bound:  # NaN is not
+        raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
+    if fault := append_fault(cases[0], backend):
+        raise WrongResultError(f"append: {fault}")
+
+    calls = [lambda case=case: case.attend(backend) for case in cases]
+    graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
+    candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
+    times = time_interleaved(candidates, device, rounds)
+    ms = times.pop("ours")
+    peer = min(times, key=times.__getitem__) if times else None
+    peer_ms = times[peer] if peer else None
+    append_ms = time_append(cases[0], backend, graph, device, rounds)
+    nbytes = cases[0].nbytes
+    return {
+        "shape": shape.name,
+        "preset": preset,
+        "keys": spec.key_format.name,
+        "values": spec.value_format.name,
+        "backend": backend,
+        "ms": ms,
+        "peer": peer,
+        "peer_ms": peer_ms,
+        "ratio": peer_ms / ms if peer_ms else None,
+        "byte_limit_ratio": peer_ms * 1e-3 * bandwidth / nbytes if peer_ms else None,
+        "relerr": relerr,
+        "append_ms": append_ms,
+        "append_share": append_ms / ms,
+        "bytes": nbytes,
+        "bandwidth": bandwidth,
+        "peers_ms": times,
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_dim": head_dim,
+        "query_length": query_length,
+    }
+
+
+def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> float:
+    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens."""
+    counters = case.state.length.clone(), case.state.paged.clone()
+    steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
+    candidate = Candidate("append", steps, graph, before=lambda: rewind(case, counters))
+    return time_interleaved([candidate], device, rounds)["append"]
+
+
+def runs(shapes: list[str], presets: list[str], backends: list[str], **options) -> Iterator[tuple[Any, ...]]:
+    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape."""
+    dtype, device = options["dtype"], options["device"]
+    bandwidth = read_bandwidth(device)
+    console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
+    for shape in (Shape.parse(name) for name in shapes):
+        inputs = Inputs.random(*shape[1:], options["head_dim"], options["query_length"], dtype, device)
+        peers, reasons = usable_peers(inputs)
+        for name, reason in reasons.items():
+            console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+        for preset in presets:
+            for backend in backends:
+                what = f"{shape.name} {preset} {backend}"
+                record = fault = None
+                try:
+                    record = measure(shape, preset, backend, peers, bandwidth, **options)
+                except WrongResultError as error:
+                    fault = str(error)
+                except Exception as error:  # what fails here must not cost the measurements that follow
+                    traceback.print_exc()
+                    fault = f"{type(error).__name__}: {error}"
+                yield what, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
+                gc.collect()
+        del inputs, peers
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help="Name, or BATCHxHEADSxKVHEADSxTOKENS; repeatable.")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="torch, triton; repeatable [default: by device].")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "float16",
+    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
+    query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/decode-<device>.jsonl].")] = None,
+) -> None:
+    """Check and time packed decode attention, and append a JSON line for each measurement."""
+    torch.manual_seed(torch.seed())  # fresh data every time
+    where = torch.device(device)
+    shapes, presets = shape or list(SHAPES), preset or list(PRESETS)
+    asked: list[str | None] = [*backend] if backend else [None]
+    backends = [choose_backend(name, where) for name in asked]
+    for name in presets:
+        get_preset(name)
+    out = out or results_path("decode", device_name(where))
+    records: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds}
+    found = runs(shapes, presets, backends, dtype=getattr(torch, dtype), device=where, **options)
+    total = len(shapes) * len(presets) * len(backends)
+    for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):
+        if fault:
+            wrong.append(f"{what}: {fault}")
+            continue
+        record |= {"gpu": device_name(where)} | provenance(commit)
+        records.append(record)
+        append_record(out, record)
+    console.print(table(records))
+    for fault in wrong:
+        console.print(f"FAILED, not recorded: {fault}", markup=False)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """The records in short."""
+    out = Table("shape", "preset", "backend", "ms", "peer", "ratio", "limit", "TB/s", "relerr", "append")
+    for r in records:
+        against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
+        speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
+        names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
+        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", f"{r['append_share']:.1%}")
+    return out
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,176 @@
+"""Device memory that `generate` takes beyond the model: `python -m hf_lowbit_kv.eval.bench_memory`.
+
+A model of the 8B Llama 3.1 shape with random weights reads a long prompt and writes a few tokens. The allocator's peak
+above the weights may be at most
+
+    the cache's bytes + 10 % + one layer's prompt (its keys and values in the model's dtype)
+
+Reading a prompt also takes memory for the model's own activations, whatever the cache: over 20 GB here, in the MLP,
+when the prompt is read whole. So the figure is taken in two ways, and both must hold:
+
+- read in chunks (`prefill_chunk_size`), where activations are small: nothing is subtracted;
+- read whole: less the peak of the same model reading the same prompt without any cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+
+
+def llama_8b(layers: int = 32) -> LlamaConfig:
+    """The shape of Llama 3.1 8B."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    )
+
+
+class PeakMemory:
+    """`with PeakMemory(device) as peak: ...`; then `peak.growth`: the most bytes allocated inside beyond what was
+    allocated before. `None` on the CPU, which has no allocator to ask."""
+
+    growth: int | None = None
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.device.type == "cuda":
+            self.growth = torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+@torch.no_grad()
+def measure(
+    model: Any, preset: str, batch: int, tokens: int, new_tokens: int, prefill_chunk: int | None, **options
+) -> dict[str, Any]:
+    """One `generate` from a random prompt `[batch, tokens]`, read whole or in chunks.
+
+    Args:
+        **options: for `from_preset`.
+
+    Returns:
+        A record without provenance. Bytes: `growth` (peak), `model_alone` (peak without a cache; only for whole
+        prompts), `counted` (their difference), `limit`, the cache's `nbytes` and its parts, `layer_prompt`; `within`.
+    """
+    config, device = model.config, model.device
+    prompt = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
+    model_alone: int | None = 0
+    if prefill_chunk is None:
+        with PeakMemory(device) as alone:
+            model(prompt, use_cache=False, logits_to_keep=1)
+        model_alone = alone.growth
+    cache = lb.from_preset(preset, model, **options)
+    begin = time.perf_counter()
+    with PeakMemory(device) as peak:
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            prefill_chunk_size=prefill_chunk,
+            pad_token_id=0,
+        )
+    seconds = time.perf_counter() - begin
+    assert out.shape == (batch, tokens + new_tokens)
+    nbytes = cache.nbytes
+    layer_prompt = 2 * batch * tokens * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    limit = int(1.1 * nbytes) + layer_prompt
+    counted = None if peak.growth is None or model_alone is None else peak.growth - model_alone
+    return {
+        "preset": preset,
+        "layers": config.num_hidden_layers,
+        "batch": batch,
+        "tokens": tokens,
+        "new_tokens": new_tokens,
+        "prefill_chunk": prefill_chunk,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "growth": peak.growth,
+        "model_alone": model_alone,
+        "counted": counted,
+        "limit": limit,
+        "within": None if counted is None else counted <= limit,
+        "nbytes": int(nbytes),
+        "codes": nbytes.codes,
+        "metadata": nbytes.metadata,
+        "window": nbytes.window,
+        "unused": nbytes.unused,
+        "layer_prompt": layer_prompt,
+        "bits_per_value": cache.bits_per_value,
+        "seconds": seconds,
+    }
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model with random weights, made on the device."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def main(
+    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: kivi-4, kivi-2].")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 32768,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 16,
+    chunk: Annotated[int, typer.Option(help="Tokens read at a time, in the chunked run.")] = 512,
+    device: Annotated[str, typer.Option(help="A GPU; the CPU runs but measures nothing.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/memory-<device>.jsonl].")] = None,
+) -> None:
+    """Measure, and append a JSON line for each preset and way of reading the prompt."""
+    where = torch.device(device)
+    presets = preset or ["kivi-4", "kivi-2"]
+    for name in presets:
+        lb.get_preset(name)
+    model = random_model(llama_8b(layers), torch.bfloat16, where)
+    out = out or results_path("memory", device_name(where))
+    # kernels are compiled, and libraries take their workspaces, before anything is counted
+    measure(model, presets[0], 1, min(tokens, 1024), 2, None)
+    table = Table("preset", "read", "growth", "model alone", "counted", "limit", "cache", "s", "within")
+    failed = False
+    for name in presets:
+        for prefill_chunk in (chunk, None):
+            record = measure(model, name, batch, tokens, new_tokens, prefill_chunk)
+            append_record(out, record | {"gpu": device_name(where)} | provenance(commit))
+            failed |= record["within"] is False
+            sizes = (decimal(record[key] or 0) for key in ("growth", "model_alone", "counted", "limit", "nbytes"))
+            how = "whole" if prefill_chunk is None else f"by {prefill_chunk}"
+            table.add_row(name, how, *sizes, f"{record['seconds']:.1f}", str(record["within"]))
+    wide_console().print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

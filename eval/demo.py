@@ -1,0 +1,93 @@
+"""The same greedy continuation from the full-precision cache and from each preset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+import hf_lowbit_kv as lb
+
+from .models import essay
+
+
+class Continuation(NamedTuple):
+    """What one cache made of the prompt."""
+
+    tokens: list[int]
+    text: str
+    seconds: float
+
+
+def default_prompt() -> str:
+    """Part of an essay, a second essay, and the beginning of a sentence that only the first can complete.
+
+    About 1200 tokens of the bundled model: what the sentence asks for stands in packed pages by then.
+    """
+    first, second = (essay(name).read_text(encoding="utf-8") for name in ("island", "weird"))
+    first = first[: first.rindex("\n", 0, 3000)]
+    return f"{first}\n\n{second.strip()}\n\nTo sum up, the four things I take to the island are"
+
+
+def compare(
+    presets: Iterable[str],
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    report: Callable[[str], None] = lambda name: None,
+) -> tuple[Continuation, list[dict[str, Any]]]:
+    """Continue `prompt` greedily, first with `DynamicCache`, then with each preset.
+
+    Args:
+        model: loaded with the attention implementation `lowbit_kv`.
+        report: called with the name of each cache before it runs.
+
+    Returns:
+        The full-precision continuation, and one row per preset: `preset, text, agreeing_tokens` (length of the common
+        prefix with the full-precision tokens), `bits_per_value, kv_bytes, kv_bytes_full, seconds`.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    report("full precision")
+    reference = _continue(model, tokenizer, inputs, DynamicCache(config=model.config), max_new_tokens)
+    rows = []
+    for preset in presets:
+        report(preset)
+        cache = lb.from_preset(preset, model)
+        found = _continue(model, tokenizer, inputs, cache, max_new_tokens)
+        rows.append(
+            {
+                "preset": preset,
+                "text": found.text,
+                "agreeing_tokens": common_prefix(found.tokens, reference.tokens),
+                "bits_per_value": round(float(cache.bits_per_value), 4),
+                "kv_bytes": int(cache.nbytes),
+                "kv_bytes_full": int(cache.nbytes_full),
+                "seconds": round(found.seconds, 3),
+            }
+        )
+    return reference, rows
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two continuations share before they part."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _continue(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_tokens: int) -> Continuation:
+    config = model.generation_config
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(**inputs, generation_config=greedy, past_key_values=cache)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    seconds = time.perf_counter() - start
+    return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), seconds)

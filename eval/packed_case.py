@@ -1,0 +1,231 @@
+"""A packed layer filled with random tokens, to time and to check: what `bench_decode.py` works on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.formats import Format
+from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
+
+#: numbers encoded at a time when pages are filled
+SLAB = 2**26
+
+
+class Shape(NamedTuple):
+    """One decode step: `tokens` are attended to, the query's own included."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, name: str) -> Shape:
+        """A known name, or `<batch>x<heads>x<kv_heads>x<tokens>`."""
+        if name in SHAPES:
+            return SHAPES[name]
+        if (match := re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", name)) is None:
+            raise ValueError(
+                f"shape={name!r} is not known; allowed: {', '.join(SHAPES)}, or BATCHxHEADSxKVHEADSxTOKENS"
+            )
+        return cls(name, *(int(number) for number in match.groups()))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gqa_b1_128k", 1, 32, 8, 131072),
+        Shape("gqa_b8_32k", 8, 32, 8, 32768),
+        Shape("gqa_b32_8k", 32, 32, 8, 8192),
+        Shape("mha_b8_8k", 8, 32, 32, 8192),
+    )
+}
+
+
+@dataclass
+class Case:
+    """A filled layer and a step's inputs: `q` `[B, Hq, S, D]`, `k` and `v` `[B, H, S, D]`."""
+
+    store: PagedStore
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    new_k: torch.Tensor
+    """`[page_size, B, H, 1, D]`: tokens to append one by one"""
+    new_v: torch.Tensor
+
+    @property
+    def state(self) -> LayerState:
+        return self.store.state
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.store.spec
+
+    @property
+    def scaling(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a step must read: pages and window in use."""
+        parts = self.store.nbytes()
+        return parts["codes"] + parts["metadata"] + parts["window"]
+
+    def attend(self, backend: str) -> torch.Tensor:
+        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, self.scaling, None, None, backend)
+
+    def append(self, token: int, backend: str) -> None:
+        ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
+
+    def append_page(self, backend: str) -> None:
+        """As many tokens as a page has, one by one."""
+        for token in range(self.spec.page_size):
+            self.append(token, backend)
+
+
+def build(shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device) -> Case:
+    """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets."""
+    page = spec.page_size
+    history = shape.tokens - query_length
+    if history < spec.sink + spec.tail_size:
+        raise ValueError(f"tokens={shape.tokens} is too few; nothing would be packed with sink and residual of {spec}")
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, head_dim, device=device).to(dtype)
+
+    heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
+    store = PagedStore(spec, *kv_heads, head_dim, head_dim, dtype, device, capacity=shape.tokens + 2 * page)
+    case = Case(
+        store,
+        draw(*heads, query_length),
+        *(draw(*kv_heads, query_length) for _ in "kv"),
+        *(draw(page, *kv_heads, 1) for _ in "kv"),
+    )
+    fill(store, history)
+    return case
+
+
+def fill(store: PagedStore, length: int) -> None:
+    """Make every row hold `length` random tokens, by encoding whole pages at once. Channels differ in scale and offset,
+    as those of real keys do."""
+    state, spec = store.state, store.spec
+    sides = zip(spec.formats, (store.head_dim_k, store.head_dim_v), strict=True)
+    parts = spec.part_bytes(store.head_dim_k, store.head_dim_v, store.dtype)
+    first = 0
+    for (fmt, head_dim), size in zip(sides, parts, strict=True):
+        _fill_side(fmt, head_dim, state.pool[0][..., first : first + size], spec.page_size, store.dtype)
+        first += size
+    for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
+        window.copy_(torch.randn_like(window, dtype=torch.float32))
+    state.length.fill_(length)
+    state.paged.fill_(spec.paged_after(length - spec.sink))
+
+
+def _fill_side(fmt: Format, head_dim: int, pages: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
+    """`pages` `[n, H, part_bytes]` get random tokens, encoded."""
+    count, heads, device = pages.shape[0], pages.shape[1], pages.device
+    scale = (0.5 * torch.randn(heads, 1, head_dim, device=device)).exp()
+    offset = torch.randn(heads, 1, head_dim, device=device)
+    slab = max(SLAB // (heads * page_size * head_dim), 1)
+    for low in range(0, count, slab):
+        high = min(low + slab, count)
+        x = torch.randn(high - low, heads, page_size, head_dim, device=device) * scale + offset
+        pages[low:high] = fmt.encode(x.to(dtype))
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def attend_error(case: Case, backend: str) -> tuple[float, float]:
+    """Relative error of the backend's step against float32 attention over the same packed bytes, and its bound: twice
+    the error of plain 16-bit attention over the unpacked tokens (of the first row), or the dtype's resolution.
+
+    Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
+    """
+    exact = case.q.float(), case.k.float(), case.v.float()
+    expected = reference.attend(*exact, None, case.state, case.spec, case.scaling)
+    out = _poisoned(lambda: case.attend(backend)).float()
+    plain = _plain_attention(case, row=0).float()
+    bound = max(2 * _relative(plain, expected[:1]), torch.finfo(case.q.dtype).eps)
+    return _relative(out, expected), bound
+
+
+def _relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).norm() / expected.norm())
+
+
+def _poisoned(work):
+    """Run `work` with every new tensor filled with NaN."""
+    settings: Any = torch.utils.deterministic  # sets its attribute through a module class that type checkers cannot see
+    fill, before = settings.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # operations without a deterministic variant are none of our business
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
+        try:
+            return work()
+        finally:
+            torch.use_deterministic_algorithms(before)
+            settings.fill_uninitialized_memory = fill
+
+
+def _plain_attention(case: Case, row: int) -> torch.Tensor:
+    """`[1, S, Hq, D]` in the model's dtype: one row, unpacked, through PyTorch's attention."""
+    rows = slice(row, row + 1)
+    state = LayerState(case.state.pool, *(tensor[rows] for tensor in case.state[1:]))
+    length = int(state.length[0, 0])
+    stored = reference.read(state, case.spec, case.store.head_dim_k, case.store.head_dim_v, length)
+    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, (case.k, case.v), strict=True))
+    queries = case.q.shape[2]
+    causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)
+    out = F.scaled_dot_product_attention(
+        case.q[rows], k, v, attn_mask=None if queries == 1 else causal, enable_gqa=case.q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+def append_fault(case: Case, backend: str) -> str | None:
+    """What is wrong with the backend's append: after a page's worth of steps the counters must have advanced, and the
+    page that was packed must hold exactly the bytes the format defines. The counters are set back at the end."""
+    state, spec = case.state, case.spec
+    page, before = spec.page_size, (state.length.clone(), state.paged.clone())
+    tokens = _oldest_in_tail(case)
+    _poisoned(lambda: case.append_page(backend))
+    steps, packed = (after - old for after, old in zip((state.length, state.paged), before, strict=True))
+    fault = None
+    if not (steps == page).all() or not (packed == page).all():
+        fault = f"{page} steps advanced the counters by {steps.unique().tolist()} and {packed.unique().tolist()}"
+    elif tokens is not None:
+        ids = state.page_table.gather(1, before[1][:, :1].long() // page)[:, 0].long()
+        expected = torch.cat([fmt.encode(x) for fmt, x in zip(spec.formats, tokens, strict=True)], dim=-1)
+        if differing := int((state.pool[0][ids] != expected).sum()):
+            fault = f"{differing} of {expected.numel()} packed bytes differ from the format's"
+    rewind(case, before)
+    return fault
+
+
+def rewind(case: Case, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Set the counters back, to append the same steps again."""
+    case.state.length.copy_(counters[0])
+    case.state.paged.copy_(counters[1])
+
+
+def _oldest_in_tail(case: Case) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values `[B, H, page_size, D]` of the tail's oldest page, the next one to be packed; `None` without a
+    tail, or where the tail does not hold a whole page yet."""
+    state, spec = case.state, case.spec
+    paged, tokens = int(state.paged[0, 0]), int(state.length[0, 0]) - spec.sink
+    if spec.direct or tokens - paged < spec.page_size:
+        return None
+    slots = torch.arange(paged, paged + spec.page_size, device=state.tail_k.device) % spec.tail_size
+    return state.tail_k[:, :, slots], state.tail_v[:, :, slots]

@@ -1,0 +1,115 @@
+"""Times of device work: medians over interleaved rounds, and the memory bandwidth they are held against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: device time that one sample should take at least, so that an event's resolution does not show
+SAMPLE_MS = 3.0
+MAX_CALLS = 64
+
+
+@dataclass
+class Candidate:
+    """Something to time.
+
+    Args:
+        calls: the same work on different inputs, done in turn. As many as are needed for the inputs not to stay in the
+            device's cache, see `sets_needed`.
+        graph: replay a CUDA graph, so that what launches cost on the host is not counted. Needs calls that do not
+            wait for the device.
+        before: done before each sample, outside the timing.
+    """
+
+    name: str
+    calls: Sequence[Callable[[], Any]]
+    graph: bool = True
+    before: Callable[[], Any] | None = None
+
+
+class _Sampler:
+    """One candidate, warmed up and ready to be sampled."""
+
+    def __init__(self, candidate: Candidate, device: torch.device):
+        self.device, self.before = device, candidate.before or (lambda: None)
+        calls = list(candidate.calls)
+        self.launch: Callable[[], Any] = lambda: [call() for call in calls]
+        self.count = len(calls)
+        self.before()
+        self.launch()  # compilation and allocation happen here
+        if device.type != "cuda":
+            return
+        if candidate.graph:
+            self.launch = _capture(self.launch, self.before)
+        if candidate.before is None:  # otherwise a sample is the whole of the calls, once
+            once = min(self.sample() for _ in range(3)) * self.count
+            calls *= max(min(int(SAMPLE_MS / once) + 1, MAX_CALLS // len(calls)), 1)
+            self.count = len(calls)
+            if candidate.graph:
+                self.launch = _capture(lambda: [call() for call in calls], self.before)
+        self.sample()
+
+    def sample(self) -> float:
+        """Milliseconds a call."""
+        self.before()
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            self.launch()
+            return (time.perf_counter() - start) * 1e3 / self.count
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # the device is busy until all is queued: what the launch takes is not counted
+        begin.record()
+        self.launch()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / self.count
+
+
+def _capture(work: Callable[[], Any], before: Callable[[], Any]) -> Callable[[], None]:
+    """A CUDA graph of `work`, as a function that replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a first time outside the graph, on a stream like the one it is captured on
+        before()
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def time_interleaved(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
+    """Median milliseconds a call, by name. Each round samples every candidate: drifting clocks meet all alike."""
+    samplers = {candidate.name: _Sampler(candidate, device) for candidate in candidates}
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    for _ in range(rounds):
+        for name, sampler in samplers.items():
+            samples[name].append(sampler.sample())
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def sets_needed(nbytes: int, device: torch.device, most: int = 16) -> int:
+    """How many input sets of `nbytes` to rotate among, so that each is read from memory and not from the L2 cache."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(max(-(-4 * cache // nbytes), 1), most)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that can be read: the better of a plain sum and a copy (reads and writes counted)."""
+    size = 2**31 if device.type == "cuda" else 2**24
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    rows = source.view(-1, 2**16)  # a sum a row: the reduction then needs no second pass
+    calls = {"copy": lambda: target.copy_(source), "sum": lambda: rows.sum(-1), "max": lambda: rows.amax(-1)}
+    found = time_interleaved([Candidate(name, [call]) for name, call in calls.items()], device, rounds=10)
+    moved = {"copy": 2 * size, "sum": size, "max": size}
+    return max(moved[name] / (ms * 1e-3) for name, ms in found.items())

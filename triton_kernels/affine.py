@@ -1,0 +1,350 @@
+"""Device functions of `formats.affine`, layout `planar-1`. The interface is described in `registry`.
+
+Codes are never converted: the bits of field `j`, masked but not shifted to the bottom, are read as a float16. They make a
+subnormal number, `code * 2^position * 2^-24`, exact, and tensor cores take those at full speed. The power of two is folded
+into q for keys, and into the accumulator's unit for values. A 16-bit word holds the fields of its low byte in place, those of
+its high byte after one shift: the largest, 0x00ff, is still subnormal.
+
+Scales and zero points are folded away as well, where a group spans the tile (`mode`):
+
+- `"channel"`: keys: scale into q, zero into one bias per query row. Values: scale and zero onto the tile's product.
+- `"token"` (whole head): keys: onto the column of scores. Values: the scale goes into the weights' *exponent*, so that the
+  float16 weights are normalised by what a token contributes, and no range of scales can overflow or vanish.
+- `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .common import DTYPES, load_plane, load_tokens, padded_width
+
+#: elements of a tile in `encode`
+ENCODE_TILE = 8192
+FP16_MAX = tl.constexpr(65504.0)
+#: what 1 in the lowest bit of a float16 stands for
+TWO_24 = tl.constexpr(16777216.0)
+#: adding and subtracting it rounds a small float32 to an integer, half to even
+ROUND = tl.constexpr(12582912.0)
+
+
+class Params(NamedTuple):
+    bits: int
+    head_dim: int
+    page_size: int
+    mode: str
+    per_channel: bool
+    #: tokens of a group (per channel), or channels of a group (per token)
+    group: int
+    #: groups along the grouped axis
+    groups: int
+    planes: int
+    width: int
+    padded: int
+    #: bytes from the start of the part
+    scale_at: int
+    zero_at: int
+    #: of each plane: right shift of the word, mask after it, factor on the code that is left
+    shifts: tuple[int, ...]
+    masks: tuple[int, ...]
+    factors: tuple[float, ...]
+    units: tuple[float, ...]
+    max_block: int
+    encode_rows: int
+    encode_width: int
+    #: whether to use inline PTX, one instruction sequence a plane that takes it out of two words at a time
+    ptx: bool
+    asm: tuple[str, ...]
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    planes, width = fmt.planes, head_dim // fmt.planes
+    padded = padded_width(width)
+    per_channel = fmt.axis == "channel"
+    extent = page_size if per_channel else head_dim
+    group = fmt.group_size or extent
+    mode = "channel" if per_channel else "token" if group == head_dim else "general"
+    fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    shifts = tuple(j * fmt.bits // 8 * 8 for j in range(planes))
+    positions = tuple(j * fmt.bits % 8 for j in range(planes))
+    masks = tuple(fmt.levels << position for position in positions)
+    factors = tuple(2.0**position for position in positions)
+    return Params(
+        bits=fmt.bits,
+        head_dim=head_dim,
+        page_size=page_size,
+        mode=mode,
+        per_channel=per_channel,
+        group=group,
+        groups=extent // group,
+        planes=planes,
+        width=width,
+        padded=padded,
+        scale_at=fields["scale"],
+        zero_at=fields["zero"],
+        shifts=shifts,
+        masks=masks,
+        factors=factors,
+        # the general mode adds true values, the others codes as they lie
+        units=tuple(1.0 if mode != "token" else 2.0**24 / factor for factor in factors),
+        max_block=group if per_channel else page_size,
+        encode_rows=max(ENCODE_TILE // (planes * padded), 1),
+        encode_width=max(min(ENCODE_TILE // (planes * group), padded), 1) if per_channel else padded,
+        ptx=ptx,
+        asm=tuple(map(_asm, shifts, masks)),
+    )
+
+
+def _asm(shift: int, mask: int) -> str:
+    both = f"{mask << 16 | mask:#010x}"
+    if shift == 0:
+        return f"and.b32 $0, $1, {both};"
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, {both}; }}"
+
+
+@triton.jit
+def _extract(words, j: tl.constexpr, P: tl.constexpr):
+    """Plane `j` of words (int16) as float16: `code * factors[j] * 2^-24`."""
+    if P.ptx:
+        x = tl.inline_asm_elementwise(P.asm[j], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        x = ((words >> P.shifts[j]) & P.masks[j]).to(tl.int16).to(tl.float16, bitcast=True)
+    return x
+
+
+@triton.jit
+def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed. Codes of unused tokens are harmless."""
+    codes = page.to(tl.pointer_type(tl.int16)) + n0 * P.width
+    token = tl.arange(0, BLOCK_N)
+    word = tl.arange(0, P.padded)
+    if TRANSPOSED:
+        place = word[:, None] + token[None, :] * P.width
+    else:
+        place = token[:, None] * P.width + word[None, :]
+    if P.width == P.padded:
+        return tl.load(codes + place)
+    keep = (word < P.width)[:, None] if TRANSPOSED else (word < P.width)[None, :]
+    return tl.load(codes + place, mask=keep, other=0)
+
+
+@triton.jit
+def _per_channel(page, at: tl.constexpr, n0, j: tl.constexpr, P: tl.constexpr):
+    """Scale or zero of plane `j` for the tile at token `n0`, float16 `[padded]`."""
+    word = tl.arange(0, P.padded)
+    place = (n0 // P.group) * P.head_dim + j * P.width + word
+    pointers = (page + at).to(tl.pointer_type(tl.float16)) + place
+    if P.width == P.padded:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=word < P.width, other=0.0)
+
+
+@triton.jit
+def _per_token(page, at: tl.constexpr, n0, valid, other, BLOCK_N: tl.constexpr):
+    """Scale or zero of each token, float32 `[BLOCK_N]`; `other` in unused slots, which may hold NaN."""
+    pointers = (page + at).to(tl.pointer_type(tl.float16)) + n0 + tl.arange(0, BLOCK_N)
+    return tl.load(pointers, mask=valid, other=other).to(tl.float32)
+
+
+@triton.jit
+def _dequantize(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """Plane `j` of a tile in true size, float32, the shape of `words`; zero in unused slots."""
+    token = n0 + tl.arange(0, BLOCK_N)
+    channel = j * P.width + tl.arange(0, P.padded)
+    keep = (channel < P.head_dim) & (tl.arange(0, P.padded) < P.width)
+    if P.per_channel:
+        rows = token // P.group * P.head_dim
+        columns = channel
+    else:
+        rows = token * P.groups
+        columns = channel // P.group
+    if TRANSPOSED:
+        place = rows[None, :] + columns[:, None]
+        mask = valid[None, :] & keep[:, None]
+    else:
+        place = rows[:, None] + columns[None, :]
+        mask = valid[:, None] & keep[None, :]
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
+    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
+    code = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+    return code * scale.to(tl.float32) + zero.to(tl.float32)
+
+
+@triton.jit
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
+    """`"general"`: the planes of q in the model's dtype. Else `(size, sum, *planes)`: q = size * planes, where `size`
+    `[M]` is a power of two that brings a row within 1, so that no scale can push q times scale out of float16."""
+    if P.mode == "general":
+        out = ()
+        for j in tl.static_range(P.planes):
+            out = out + (load_plane(q_rows, stride, rows_valid, j, P).to(DOT),)
+    else:
+        largest = tl.max(tl.abs(load_plane(q_rows, stride, rows_valid, 0, P).to(tl.float32)), 1)
+        total = tl.sum(load_plane(q_rows, stride, rows_valid, 0, P).to(tl.float32), 1)
+        for j in tl.static_range(1, P.planes):
+            x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+            total += tl.sum(x, 1)
+        # the power of two above the largest, and its exact inverse, from the exponent's bits
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        size = exponent.to(tl.float32, bitcast=True) * 2.0
+        inverse = tl.where(exponent > 0, (0x7E800000 - exponent).to(tl.float32, bitcast=True), 0.0)
+        out = (size, total)
+        for j in tl.static_range(P.planes):
+            x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32)
+            x = x * inverse[:, None] * (1.0 / P.factors[j])
+            out = out + (x.to(tl.float32 if DOT == tl.float32 else tl.float16),)
+    return out
+
+
+@triton.jit
+def scores(page, prepared, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    words = _words(page, n0, valid, True, BLOCK_N, P)
+    if P.mode == "general":
+        q = prepared[0]
+        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        for j in tl.static_range(P.planes):
+            k = _dequantize(page, words, n0, valid, j, True, BLOCK_N, P).to(DOT)
+            s = tl.dot(prepared[j], k, s, input_precision="ieee")
+        s = s * factor
+    else:
+        q = prepared[2]
+        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        size = prepared[0] * factor
+        if P.mode == "channel":
+            bias = tl.zeros((q.shape[0],), tl.float32)
+            for j in tl.static_range(P.planes):
+                q = prepared[2 + j]
+                zero = _per_channel(page, P.zero_at, n0, j, P).to(tl.float32) * P.factors[j]
+                bias += tl.sum(q.to(tl.float32) * zero[None, :], 1)
+                scaled = q * _per_channel(page, P.scale_at, n0, j, P).to(q.dtype)[None, :]
+                s = tl.dot(scaled, _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
+            s = s * (size * TWO_24)[:, None] + (bias * size)[:, None]
+        else:
+            for j in tl.static_range(P.planes):
+                q = prepared[2 + j]
+                s = tl.dot(q, _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
+            scale = _per_token(page, P.scale_at, n0, valid, 0.0, BLOCK_N)
+            zero = _per_token(page, P.zero_at, n0, valid, 0.0, BLOCK_N)
+            s = s * (size * TWO_24)[:, None] * scale[None, :] + (prepared[1] * factor)[:, None] * zero[None, :]
+    return s
+
+
+@triton.jit
+def weigh(page, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    if P.mode == "token":
+        scale = _per_token(page, P.scale_at, n0, valid, 1.0, BLOCK_N)
+        # a scale of zero goes with codes of zero: any positive number will do
+        scale = tl.maximum(scale, 1.0 / TWO_24)
+        # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
+        zero = _per_token(page, P.zero_at, n0, valid, 0.0, BLOCK_N) / scale
+        return s + tl.log2(scale)[None, :], (1.0 / scale)[None, :], zero[None, :]
+    else:
+        return s, 1.0, 0.0
+
+
+@triton.jit
+def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    words = _words(page, n0, valid, False, BLOCK_N, P)
+    out = ()
+    if P.mode == "general":
+        p = weights.to(DOT)
+        for j in tl.static_range(P.planes):
+            v = _dequantize(page, words, n0, valid, j, False, BLOCK_N, P).to(DOT)
+            out = out + (tl.dot(p, v, acc[j] * decay[:, None], input_precision="ieee"),)
+    else:
+        p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
+        if P.mode == "channel":
+            total = tl.sum(weights, 1)
+            for j in tl.static_range(P.planes):
+                part = tl.dot(p, _extract(words, j, P).to(p.dtype), input_precision="ieee")
+                scale = _per_channel(page, P.scale_at, n0, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+                zero = _per_channel(page, P.zero_at, n0, j, P).to(tl.float32)
+                part = part * scale[None, :] + total[:, None] * zero[None, :]
+                out = out + (acc[j] * decay[:, None] + part,)
+        else:
+            for j in tl.static_range(P.planes):
+                code = _extract(words, j, P).to(p.dtype)
+                out = out + (tl.dot(p, code, acc[j] * decay[:, None], input_precision="ieee"),)
+    return out
+
+
+@triton.jit
+def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    words = _words(page, n0, valid, False, BLOCK_N, P)
+    return _dequantize(page, words, n0, valid, j, False, BLOCK_N, P)
+
+
+@triton.jit
+def _quantize(x, low, high, P: tl.constexpr):
+    """Scale and zero (float16, shape of `low`) and codes (int32, shape of `x`), rounded as the reference rounds them."""
+    LEVELS: tl.constexpr = 2.0**P.bits - 1.0
+    # div_rn, because `/` on float32 is approximate on a GPU
+    scale = tl.minimum(tl.math.div_rn(high - low, tl.zeros_like(low) + LEVELS), FP16_MAX).to(tl.float16)
+    # adding 0 makes one of the two zeros: which of them a minimum picks is not defined
+    zero = (tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX) + 0.0).to(tl.float16)
+    step = scale.to(tl.float32)
+    offset = x - zero.to(tl.float32)
+    code = tl.math.div_rn(offset, tl.zeros_like(offset) + tl.where(step > 0, step, 1.0))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
+    code = (code + ROUND) - ROUND
+    code = tl.where(step > 0, code, 0.0).to(tl.int32)
+    return scale, zero, code
+
+
+@triton.jit
+def _store_codes(page, code, token, word, keep, P: tl.constexpr):
+    """Codes `[T, planes, W]` of tokens `[T, 1]` -> words `[1, W]` of theirs."""
+    shift = (tl.arange(0, P.planes) * P.bits)[None, :, None]
+    words = tl.sum(code << shift, 1).to(tl.int16)  # fields do not overlap: the sum is the union
+    tl.store(page.to(tl.pointer_type(tl.int16)) + token * P.width + word, words, mask=keep)
+
+
+@triton.jit
+def encode(
+    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+):
+    """Store tokens `start` to `stop` of a page (per channel: all of it); token 0 of the page has index `base`."""
+    scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))
+    zeros = (page + P.zero_at).to(tl.pointer_type(tl.float16))
+    plane = tl.arange(0, P.planes)
+    if P.per_channel:
+        CHUNKS: tl.constexpr = (P.width + P.encode_width - 1) // P.encode_width
+        for i in range(P.groups * CHUNKS):
+            group = i // CHUNKS
+            word = (i % CHUNKS) * P.encode_width + tl.arange(0, P.encode_width)
+            keep = word < P.width
+            token = group * P.group + tl.arange(0, P.group)
+            channel = plane[:, None] * P.width + word[None, :]
+            x = load_tokens(
+                source, base + token[:, None, None], channel[None, :, :], keep[None, None, :], HAS_ORDER, TAIL
+            )
+            scale, zero, code = _quantize(x, tl.min(x, 0)[None, :, :], tl.max(x, 0)[None, :, :], P)
+            place = (group * P.head_dim + channel)[None, :, :]
+            tl.store(scales + place, scale, mask=keep[None, None, :])
+            tl.store(zeros + place, zero, mask=keep[None, None, :])
+            _store_codes(page, code, token[:, None], word[None, :], keep[None, :], P)
+    else:
+        word = tl.arange(0, P.padded)
+        keep = word < P.width
+        channel = (plane[:, None] * P.width + word[None, :])[None, :, :]
+        for t0 in range(start, stop, ROWS):
+            token = t0 + tl.arange(0, ROWS)
+            mask = (token < stop)[:, None, None] & keep[None, None, :]
+            x = load_tokens(source, base + token[:, None, None], channel, mask, HAS_ORDER, TAIL)
+            low = tl.zeros_like(x)
+            high = tl.zeros_like(x)
+            for g in tl.static_range(P.groups):
+                mine = (channel // P.group == g) & keep[None, None, :]
+                low_g = tl.min(tl.min(tl.where(mine, x, float("inf")), 2), 1)
+                high_g = tl.max(tl.max(tl.where(mine, x, float("-inf")), 2), 1)
+                scale, zero, _ = _quantize(low_g, low_g, high_g, P)
+                tl.store(scales + token * P.groups + g, scale, mask=token < stop)
+                tl.store(zeros + token * P.groups + g, zero, mask=token < stop)
+                low = tl.where(mine, low_g[:, None, None], low)
+                high = tl.where(mine, high_g[:, None, None], high)
+            scale, zero, code = _quantize(x, low, high, P)
+            _store_codes(page, code, token[:, None], word[None, :], (token < stop)[:, None] & keep[None, :], P)

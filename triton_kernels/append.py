@@ -1,0 +1,177 @@
+"""Storing new tokens: into sink, tail ring and open pages, and packing each page that is due.
+
+A program over one (row, head) owns that row's counters of that head. One token is one launch. A chunk is three (pages, then
+sink and tail, then counters), because a page is packed from ring slots that the chunk's newest tokens take over.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _paged_after(tokens, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr):
+    """`LayerSpec.paged_after`."""
+    if DIRECT:
+        return tl.maximum(tokens, 0)
+    else:
+        return tl.maximum(tokens - RESIDUAL, 0) // PAGE * PAGE
+
+
+@triton.jit
+def _encode_page(
+    pool, table, h, page, source_k, source_v, start, stop,
+    ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr,
+    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
+):  # fmt: skip
+    """Store those of the tokens `start` to `stop` (indices, sink not counted) that belong to a row's page number `page`."""
+    base = page * PAGE
+    low, high = tl.maximum(start - base, 0), tl.minimum(stop - base, PAGE)
+    part = pool + tl.multiple_of(tl.load(table + page) + h * PAGE_BYTES, 16)
+    ENCODE_K(part, source_k, low, high, base, ROWS_K, HAS_ORDER, TAIL, KP)
+    ENCODE_V(part + VALUE_AT, source_v, low, high, base, ROWS_V, HAS_ORDER, TAIL, VP)
+
+
+@triton.jit
+def _store_window(x, sink, tail, bh, place, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr):
+    """Tokens `[N, D_PADDED]` whose place in the row is `place` `[N]` -> sink or tail; keep `[N]`."""
+    channel = tl.arange(0, D_PADDED)[None, :]
+    columns = channel < D
+    if SINK > 0:
+        rows = sink + (bh * SINK + place) * D
+        tl.store(rows[:, None] + channel, x, mask=(keep & (place < SINK))[:, None] & columns)
+    if TAIL > 0:
+        rows = tail + (bh * TAIL + (place - SINK) % TAIL) * D
+        tl.store(rows[:, None] + channel, x, mask=(keep & (place >= SINK))[:, None] & columns)
+
+
+@triton.jit(do_not_specialize=["pages", "room"])
+def append_one_kernel(
+    k, v, mask, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged,
+    k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d, mask_stride_b, heads, pages, room,
+    ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_MASK: tl.constexpr,
+    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
+):  # fmt: skip
+    """Store one token a row, k and v `[B, H, 1, D]`. Grid (row * head)."""
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    stored = tl.load(length + bh)
+    fits = stored < room
+    if HAS_MASK:
+        fits = fits & (tl.load(mask + b * mask_stride_b) != 0)
+    if fits:
+        new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
+        place = stored + tl.arange(0, 1)
+        keep = place < room
+        channel = tl.arange(0, DK_PADDED)[None, :]
+        x = tl.load(new_k + channel * k_stride_d, mask=channel < DK, other=0.0)
+        _store_window(x, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
+        channel = tl.arange(0, DV_PADDED)[None, :]
+        x = tl.load(new_v + channel * v_stride_d, mask=channel < DV, other=0.0)
+        _store_window(x, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
+
+        first = stored - SINK
+        before = tl.load(paged + bh)
+        after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
+        # the new token is read from the chunk, not from the tail, where this program has only just put it
+        source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)
+        source_v = (tail_v + bh * TAIL * DV, DV, new_v, 0, v_stride_d, length, first, 0)
+        for page in range(before // PAGE, (after + PAGE - 1) // PAGE if after > before else before // PAGE):
+            _encode_page(
+                pool, address + b * pages, h, page, source_k, source_v, before, after, ENCODE_K, ENCODE_V, KP, VP, PAGE,
+                PAGE_BYTES, VALUE_AT, False, TAIL, ROWS_K, ROWS_V,
+            )  # fmt: skip
+        tl.store(length + bh, stored + 1)
+        tl.store(paged + bh, after)
+
+
+@triton.jit
+def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr,
+            DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr):  # fmt: skip
+    """Of a row before a chunk is stored: length, paged tokens; tokens of the chunk that fit; paged tokens after."""
+    stored, before = tl.load(length + bh), tl.load(paged + bh)
+    if HAS_ORDER:
+        tokens = tl.load(count + b)
+    fits = tl.maximum(tl.minimum(tokens, room - stored), 0)
+    after = tl.maximum(before, _paged_after(stored + fits - SINK, RESIDUAL, PAGE, DIRECT))
+    return stored, before, fits, after
+
+
+@triton.jit(do_not_specialize=["tokens", "pages", "room"])
+def pack_kernel(
+    k, v, order, count, pool, address, tail_k, tail_v, length, paged,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    heads, tokens, pages, room,
+    ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
+):  # fmt: skip
+    """Pack each page that a chunk `[B, H, tokens, D]` makes due. Grid (row * head, number of such a page)."""
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    stored, before, fits, after = _counts(
+        length, paged, count, bh, b, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER
+    )
+    page = before // PAGE + tl.program_id(1)
+    if (after > before) & (page * PAGE < after):
+        to_sink = tl.minimum(tl.maximum(SINK - stored, 0), fits)
+        first = tl.maximum(stored - SINK, 0)
+        new_order = order + b * tokens
+        source_k = (
+            tail_k + bh * TAIL * DK, DK, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, new_order, first, to_sink
+        )  # fmt: skip
+        source_v = (
+            tail_v + bh * TAIL * DV, DV, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, new_order, first, to_sink
+        )  # fmt: skip
+        _encode_page(
+            pool, address + b * pages, h, page, source_k, source_v, before, after, ENCODE_K, ENCODE_V, KP, VP, PAGE, PAGE_BYTES,
+            VALUE_AT, HAS_ORDER, TAIL, ROWS_K, ROWS_V,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "room"])
+def window_kernel(
+    k, v, order, count, sink_k, sink_v, tail_k, tail_v, length, paged,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, heads, tokens, room,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
+    TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store those tokens of a chunk that belong into sink or tail. Grid (row * head, block of tokens)."""
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    stored, before, fits, after = _counts(
+        length, paged, count, bh, b, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER
+    )
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = stored + number
+    keep = (number < fits) & ((place < SINK) | (place - SINK >= after))
+    if HAS_ORDER:
+        number = tl.load(order + b * tokens + number, mask=keep, other=0)
+    number = number.to(tl.int64)
+    channel = tl.arange(0, DK_PADDED)[None, :]
+    rows = k + b * k_stride_b + h * k_stride_h + number * k_stride_s
+    x = tl.load(rows[:, None] + channel * k_stride_d, mask=keep[:, None] & (channel < DK), other=0.0)
+    _store_window(x, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
+    channel = tl.arange(0, DV_PADDED)[None, :]
+    rows = v + b * v_stride_b + h * v_stride_h + number * v_stride_s
+    x = tl.load(rows[:, None] + channel * v_stride_d, mask=keep[:, None] & (channel < DV), other=0.0)
+    _store_window(x, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
+
+
+@triton.jit(do_not_specialize=["tokens", "room"])
+def counters_kernel(
+    length, paged, count, heads, tokens, room,
+    SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Count a stored chunk. Grid (row * head)."""
+    bh = tl.program_id(0)
+    stored, before, fits, after = _counts(
+        length, paged, count, bh, bh // heads, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER
+    )
+    tl.store(length + bh, stored + fits)
+    tl.store(paged + bh, after)

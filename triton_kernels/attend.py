@@ -1,0 +1,248 @@
+"""The attend kernel: one template for every pair of formats, for decode, several query tokens, and prefill over history.
+
+Rows of a tile are the query heads of one KV head times query tokens (token-major). Per row the walk carries the running
+maximum `m` of the weighing scores in binary logarithms, the sum of weights `l`, the offset `z` common to all channels, and
+the accumulator `acc`, one tensor `[M, padded]` per plane of the value format, in that format's units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOG2E, LOWEST, load_plane
+
+
+@triton.jit
+def _capped(s, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in binary logarithms; with a softcap from natural ones, without it they are binary already."""
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        power = tl.exp2(tl.minimum(s * (2.0 * LOG2E / softcap), 100.0))
+        s = softcap * LOG2E * (1.0 - 2.0 / (power + 1.0))
+    return s
+
+
+@triton.jit
+def _start(BLOCK_M: tl.constexpr, VP: tl.constexpr):
+    acc = ()
+    for _ in tl.static_range(VP.planes):
+        acc = acc + (tl.zeros((BLOCK_M, VP.padded), tl.float32),)
+    return tl.full((BLOCK_M,), LOWEST, tl.float32), tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32), acc
+
+
+@triton.jit
+def _walk_pages(
+    carried, q_rows, q_stride_d, rows_valid, pool, table, offset, first, last, paged, factor, softcap,
+    PREPARE: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr, ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    VALUE_AT: tl.constexpr, PAGE: tl.constexpr, OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Pages `first` to `last` of a row. table: its page addresses; offset: bytes from a page to this head's part."""
+    TILES: tl.constexpr = PAGE // BLOCK_N
+    m, l, z, acc = carried
+    prepared = PREPARE(q_rows, q_stride_d, rows_valid, DOT, KP)
+    address = tl.load(table + first, mask=first < last, other=0)
+    for i in range(first * TILES, last * TILES):
+        page = pool + tl.multiple_of(address + offset, 16)
+        n0 = (i % TILES) * BLOCK_N
+        # fetched one tile ahead: a page's loads need not wait for its address
+        following = (i + 1) // TILES
+        address = tl.load(table + following, mask=following < last, other=0)
+        valid = (i * BLOCK_N + tl.arange(0, BLOCK_N)) < paged
+        s = _capped(SCORES(page, prepared, n0, valid, factor, DOT, BLOCK_N, KP), softcap, HAS_SOFTCAP)
+        s, inverse, zero = WEIGH(page + VALUE_AT, s, n0, valid, BLOCK_N, VP)
+        if OPEN_PAGES:
+            s = tl.where(valid[None, :], s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        decay = tl.exp2(m - new_m)
+        weights = tl.exp2(s - new_m[:, None])
+        l = l * decay + tl.sum(weights * inverse, 1)
+        z = z * decay + tl.sum(weights * zero, 1)
+        acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, VP)
+        m = new_m
+    return m, l, z, acc
+
+
+@triton.jit
+def _window_tile(
+    carried, q, k_rows, v_rows, k_stride, v_stride, tokens_valid, visible, factor, softcap,
+    DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens in the model's dtype: pointers `[N]`; tokens_valid `[N]`; visible: broadcastable to `[M, N]`."""
+    m, l, z, acc = carried
+    k = load_plane(k_rows, k_stride, tokens_valid, 0, DQ).to(DOT)
+    s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, softcap, HAS_SOFTCAP)
+    s = tl.where(visible, s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, 1))
+    decay = tl.exp2(m - new_m)
+    weights = tl.exp2(s - new_m[:, None])
+    l = l * decay + tl.sum(weights, 1)
+    z = z * decay
+    p = weights.to(DOT)
+    out = ()
+    for j in tl.static_range(VP.planes):
+        v = load_plane(v_rows, v_stride, tokens_valid, j, VP).to(DOT)
+        part = tl.dot(p, v, input_precision="ieee") * (1.0 / VP.units[j])
+        out = out + (acc[j] * decay[:, None] + part,)
+    return new_m, l, z, out
+
+
+@triton.jit
+def _walk_window(
+    carried, q, q_token, last_token, bh, length, paged, factor, softcap,
+    k, k_stride_s, k_stride_d, v, v_stride_s, v_stride_d, mask, mask_stride_s,
+    sink_k, sink_v, tail_k, tail_v, tokens,
+    DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sink, tail ring, and the chunk itself up to the tile's `last_token`."""
+    DK: tl.constexpr = DQ.width
+    block = tl.arange(0, BLOCK_N)
+    if SINK > 0:
+        for n0 in range(0, tl.minimum(length, SINK), BLOCK_N):
+            index = n0 + block
+            valid = (index < length) & (index < SINK)
+            place = bh * SINK + index
+            carried = _window_tile(
+                carried, q, sink_k + place * DK, sink_v + place * DV, 1, 1, valid, valid[None, :], factor, softcap,
+                DQ, VP, DOT, HAS_SOFTCAP,
+            )  # fmt: skip
+    if TAIL > 0:
+        stored = length - SINK
+        for n0 in range(paged, stored, BLOCK_N):
+            index = n0 + block
+            valid = index < stored
+            place = bh * TAIL + index % TAIL
+            carried = _window_tile(
+                carried, q, tail_k + place * DK, tail_v + place * DV, 1, 1, valid, valid[None, :], factor, softcap,
+                DQ, VP, DOT, HAS_SOFTCAP,
+            )  # fmt: skip
+    for n0 in range(0, last_token + 1, BLOCK_N):
+        index = n0 + block
+        valid = index < tokens
+        if HAS_MASK:
+            valid = valid & (tl.load(mask + index * mask_stride_s, mask=valid, other=0) != 0)
+        place = index.to(tl.int64)
+        carried = _window_tile(
+            carried, q, k + place * k_stride_s, v + place * v_stride_s, k_stride_d, v_stride_d, valid,
+            valid[None, :] & (index[None, :] <= q_token[:, None]), factor, softcap, DQ, VP, DOT, HAS_SOFTCAP,
+        )  # fmt: skip
+    return carried
+
+
+@triton.jit
+def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, VP: tl.constexpr):
+    """Divide by the sum of weights and store; rows: pointers `[M]`. Zero where nothing was attended."""
+    m, l, z, acc = carried
+    total = tl.where(l > 0, l, 1.0)
+    channel = tl.arange(0, VP.padded)
+    for j in tl.static_range(VP.planes):
+        x = (acc[j] * VP.units[j] + z[:, None]) / total[:, None]
+        keep = rows_valid[:, None] & (channel < VP.width)[None, :]
+        tl.store(rows[:, None] + (j * VP.width + channel)[None, :], x.to(out_type), mask=keep)
+    if SPLIT:
+        tl.store(lse_rows, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
+
+
+@triton.jit(do_not_specialize=["tokens", "pages", "splits"])
+def attend_kernel(
+    q, k, v, mask, sinks, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, out, lse,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
+    v_stride_b, v_stride_h, v_stride_s, v_stride_d, mask_stride_b, mask_stride_s,
+    heads, tokens, pages, splits, scaling, softcap,
+    PREPARE: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr, ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (row * head, split, block of BLOCK_M query rows).
+
+    SPLIT: program 0 of axis 1 takes what is not packed, the others a share of the row's pages each; out is float32
+    `[B * H, splits + 1, GROUPS * tokens, DV]` and lse `[B * H, splits + 1, GROUPS * tokens]`, binary logarithms. Else one
+    program takes all; out is `[B, tokens, H * GROUPS, DV]`.
+    KP, VP: constants of the two formats (`registry`); DQ: constants of dense tokens as wide as a key.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows_valid = row < GROUPS * tokens
+    q_token, group = row // GROUPS, row % GROUPS
+    q_head = h * GROUPS + group
+    q_rows = q + b * q_stride_b + q_head * q_stride_h + q_token.to(tl.int64) * q_stride_s
+    stored, packed = tl.load(length + bh), tl.load(paged + bh)
+    factor = scaling if HAS_SOFTCAP else scaling * LOG2E
+
+    part = tl.program_id(1)
+    lse_rows = lse
+    if SPLIT:
+        partial_row = (bh * (splits + 1) + part) * (GROUPS * tokens) + row
+        out_rows = out + partial_row * DV
+        lse_rows = lse + partial_row
+    else:
+        out_rows = out + ((b * tokens + q_token) * (heads * GROUPS) + q_head) * DV
+
+    carried = _start(BLOCK_M, VP)
+    if (not SPLIT) or part > 0:
+        total_pages = (packed + PAGE - 1) // PAGE
+        share = tl.maximum(part - 1, 0)
+        first = (total_pages * share // splits).to(tl.int32)
+        last = (total_pages * (share + 1) // splits).to(tl.int32)
+        carried = _walk_pages(
+            carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES, first, last, packed, factor,
+            softcap, PREPARE, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+    if (not SPLIT) or part == 0:
+        last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)
+        carried = _walk_window(
+            carried, load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), q_token, last_token, bh, stored, packed,
+            factor, softcap, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d,
+            v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, mask + b * mask_stride_b, mask_stride_s,
+            sink_k, sink_v, tail_k, tail_v, tokens, DQ, DV, VP, SINK, TAIL, HAS_MASK, DOT, HAS_SOFTCAP, WINDOW_N,
+        )  # fmt: skip
+    if HAS_SINKS and not SPLIT:
+        m, l, z, acc = carried
+        logit = tl.load(sinks + q_head, mask=rows_valid, other=0.0).to(tl.float32) * LOG2E
+        new_m = tl.maximum(m, logit)
+        decay = tl.exp2(m - new_m)
+        scaled = ()
+        for j in tl.static_range(VP.planes):
+            scaled = scaled + (acc[j] * decay[:, None],)
+        carried = new_m, l * decay + tl.exp2(logit - new_m), z * decay, scaled
+    _finish(carried, out_rows, rows_valid, lse_rows, out.dtype.element_ty, SPLIT, VP)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def merge_kernel(
+    partial, lse, sinks, out, heads, rows, parts,
+    DV: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits' outputs by their log-sum-exp. Grid (row * head, query row): out `[B, tokens, H * GROUPS, DV]`."""
+    bh, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_head = (bh % heads) * GROUPS + row % GROUPS
+    channel = tl.arange(0, DV_PADDED)
+    m = LOWEST
+    l = 0.0
+    acc = tl.zeros((DV_PADDED,), tl.float32)
+    for first in range(0, parts, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        place = (bh * parts + part) * rows + row
+        weight = tl.load(lse + place, mask=part < parts, other=float("-inf"))
+        keep = (part < parts)[:, None] & (channel < DV)[None, :]
+        x = tl.load(partial + place[:, None] * DV + channel[None, :], mask=keep, other=0.0)
+        new_m = tl.maximum(m, tl.max(weight, 0))
+        decay = tl.exp2(m - new_m)
+        weight = tl.exp2(weight - new_m)
+        l = l * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(x * weight[:, None], 0)
+        m = new_m
+    if HAS_SINKS:
+        logit = tl.load(sinks + q_head).to(tl.float32) * LOG2E
+        new_m = tl.maximum(m, logit)
+        decay = tl.exp2(m - new_m)
+        l, acc = l * decay + tl.exp2(logit - new_m), acc * decay
+    acc = acc / tl.where(l > 0, l, 1.0)
+    token = row // GROUPS
+    place = ((bh // heads * (rows // GROUPS) + token) * (heads * GROUPS) + q_head) * DV
+    tl.store(out + place + channel, acc.to(out.dtype.element_ty), mask=channel < DV)

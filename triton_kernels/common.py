@@ -1,0 +1,65 @@
+"""What several kernels share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+#: stands for a maximum over nothing: finite, so that a difference of two maxima is never NaN
+LOWEST = tl.constexpr(-1.0e30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def padded_width(width: int) -> int:
+    """Power of two that a tile of `width` channels is padded to; 16 is the least that a dot takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def constants(params):
+    """A NamedTuple with every number in it marked as a constant of the compilation, for Triton 3.6 takes plain numbers
+    inside a constant for values. The interpreter knows no such marks."""
+
+    def mark(x):
+        return tuple(map(mark, x)) if isinstance(x, tuple) else tl.constexpr(x)
+
+    return params if interpreted() else type(params)(*map(mark, params))
+
+
+@triton.jit
+def load_plane(rows, stride, rows_valid, j: tl.constexpr, P: tl.constexpr):
+    """Channels `j * width` and up of dense tokens: pointers `[N]` to their first channels -> `[N, padded]`."""
+    channel = tl.arange(0, P.padded)
+    keep = rows_valid[:, None]
+    if P.width != P.padded:
+        keep = keep & (channel < P.width)[None, :]
+    return tl.load(rows[:, None] + (j * P.width + channel)[None, :] * stride, mask=keep, other=0.0)
+
+
+@triton.jit
+def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr):
+    """Unpacked tokens of one row and head as float32, from the tail ring or from the chunk that is being stored.
+
+    source: `(tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped)`. Tokens with an index below
+        `first` stand in the tail; token `first` is the chunk's number `skipped`, counted without padding, and `order`
+        gives the place in the chunk of each number.
+    index: token indices, sink not counted. channel, keep: shapes that broadcast with it.
+    """
+    tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped = source
+    number = index - first + skipped
+    if HAS_ORDER:
+        number = tl.load(order + number, mask=(index >= first) & keep, other=0)
+    place = number.to(tl.int64) * token_stride + channel * channel_stride
+    x = tl.load(chunk + place, mask=keep & (index >= first), other=0.0).to(tl.float32)
+    if TAIL > 0:
+        old = keep & (index < first)
+        y = tl.load(tail + (index % TAIL) * head_dim + channel, mask=old, other=0.0).to(tl.float32)
+        x = tl.where(old, y, x)
+    return x

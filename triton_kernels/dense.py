@@ -1,0 +1,72 @@
+"""Device functions of `formats.dense`: tokens in the model's dtype. The interface is described in `registry`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .common import DTYPES, load_plane, load_tokens, padded_width
+
+
+class Params(NamedTuple):
+    dtype: tl.dtype
+    width: int
+    padded: int
+    planes: int = 1
+    units: tuple[float, ...] = (1.0,)
+    max_block: int = 256
+    encode_rows: int = 32
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    padded = padded_width(head_dim)
+    return Params(DTYPES[dtype], head_dim, padded, encode_rows=4096 // padded)
+
+
+@triton.jit
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
+    return (load_plane(q_rows, stride, rows_valid, 0, P).to(DOT),)
+
+
+@triton.jit
+def scores(page, prepared, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
+    return tl.dot(prepared[0], tl.trans(k), input_precision="ieee") * factor
+
+
+@triton.jit
+def weigh(page, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    return s, 1.0, 0.0
+
+
+@triton.jit
+def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    v = _load(page, n0, valid, BLOCK_N, P).to(DOT)
+    return (tl.dot(weights.to(DOT), v, acc[0] * decay[:, None], input_precision="ieee"),)
+
+
+@triton.jit
+def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    return _load(page, n0, valid, BLOCK_N, P).to(tl.float32)
+
+
+@triton.jit
+def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """A tile of tokens, `[BLOCK_N, padded]`; zero where not valid, for such rows may hold NaN."""
+    rows = page.to(tl.pointer_type(P.dtype)) + (n0 + tl.arange(0, BLOCK_N)) * P.width
+    return load_plane(rows, 1, valid, 0, P)
+
+
+@triton.jit
+def encode(
+    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+):
+    channel = tl.arange(0, P.padded)[None, :]
+    target = page.to(tl.pointer_type(P.dtype))
+    for t0 in range(start, stop, ROWS):
+        token = (t0 + tl.arange(0, ROWS))[:, None]
+        keep = (token < stop) & (channel < P.width)
+        x = load_tokens(source, base + token, channel, keep, HAS_ORDER, TAIL)
+        tl.store(target + token * P.width + channel, x.to(P.dtype), mask=keep)

@@ -1,0 +1,288 @@
+"""Entry points: `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+
+Nothing here waits for the device, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..formats.base import FIELD_ALIGNMENT
+from ..pages import LayerSpec, LayerState
+from ..reference import max_length as row_capacity
+from . import dense
+from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
+from .attend import attend_kernel, merge_kernel
+from .common import DTYPES, constants, interpreted, padded_width
+from .config import attend_config, processors, split_count
+from .read import read_pages_kernel, read_window_kernel
+from .registry import kernels
+
+#: launches since import, by kernel name: tests assert that kernels ran
+launches: dict[str, int] = {}
+#: fused multiply-adds are what the arithmetic was written for (and packing has none); newer Triton asks for a choice
+OPTIONS = {"enable_fp_fusion": True}
+
+
+def _launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constants) -> None:
+    name = kernel.fn.__name__
+    launches[name] = launches.get(name, 0) + 1
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*args, **constants, **OPTIONS)
+
+
+class _Sides(NamedTuple):
+    """What kernels need to know of a layer at compile time; kp, vp: constants of the two formats."""
+
+    keys: Any
+    values: Any
+    kp: Any
+    vp: Any
+    dq: Any
+    page_bytes: int
+    value_at: int
+    #: largest tile of tokens, for keys and for values
+    max_block: tuple[int, int]
+    #: tokens that packing takes at a time
+    encode_rows: tuple[int, int]
+
+
+@functools.cache
+def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, ptx: bool) -> _Sides:
+    part_k, part_v = spec.part_bytes(head_dim_k, head_dim_v, dtype)
+    assert part_k % FIELD_ALIGNMENT == 0
+    keys, values = kernels(spec.key_format), kernels(spec.value_format)
+    kp = keys.params(spec.key_format, head_dim_k, spec.page_size, dtype, ptx)
+    vp = values.params(spec.value_format, head_dim_v, spec.page_size, dtype, ptx)
+    return _Sides(
+        keys=keys,
+        values=values,
+        kp=constants(kp),
+        vp=constants(vp),
+        dq=constants(dense.params(None, head_dim_k, spec.page_size, dtype, ptx)),
+        page_bytes=part_k + part_v,
+        value_at=part_k,
+        max_block=(kp.max_block, vp.max_block),
+        encode_rows=(kp.encode_rows, vp.encode_rows),
+    )
+
+
+def _prepare(k, v, spec: LayerSpec) -> _Sides:
+    ptx = k.device.type == "cuda" and torch.version.hip is None and not interpreted()
+    return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, ptx)
+
+
+def _dot_type(dtype: torch.dtype):
+    """Type of the operands of products. The interpreter computes wrongly in bfloat16."""
+    return DTYPES[torch.float32 if interpreted() and dtype == torch.bfloat16 else dtype]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
+    (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
+    sides = _prepare(k, v, spec)
+    groups, pages = q_heads // heads, state.page_address.shape[1]
+    rows = groups * tokens
+    config = attend_config(rows, max(head_dim_k, head_dim_v), q.dtype == torch.float32)
+    blocks = triton.cdiv(rows, config.block_m)
+    programs = batch * heads * blocks
+    splits = split_count(programs, pages, config.programs * processors(q.device))
+    out = q.new_empty(batch, tokens, q_heads, head_dim_v)
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(batch * heads, splits + 1, rows, head_dim_v, dtype=torch.float32)
+        lse = q.new_empty(batch * heads, splits + 1, rows, dtype=torch.float32)
+    _launch(
+        attend_kernel,
+        (batch * heads, splits + 1 if splits > 1 else 1, blocks),
+        *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
+        *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
+        *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        *(heads, tokens, pages, splits, scaling, 1.0 if softcap is None else softcap),
+        device=q.device,
+        PREPARE=sides.keys.prepare,
+        SCORES=sides.keys.scores,
+        WEIGH=sides.values.weigh,
+        ADD=sides.values.add,
+        KP=sides.kp,
+        VP=sides.vp,
+        DQ=sides.dq,
+        DV=head_dim_v,
+        GROUPS=groups,
+        SINK=spec.sink,
+        TAIL=spec.tail_size,
+        PAGE=spec.page_size,
+        PAGE_BYTES=sides.page_bytes,
+        VALUE_AT=sides.value_at,
+        OPEN_PAGES=spec.direct,
+        SPLIT=splits > 1,
+        HAS_MASK=mask is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap is not None,
+        DOT=_dot_type(q.dtype),
+        BLOCK_M=config.block_m,
+        BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
+        WINDOW_N=config.window_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        _launch(
+            merge_kernel,
+            (batch * heads, rows),
+            *(partial, lse, q if sinks is None else sinks, out, heads, rows, splits + 1),
+            device=q.device,
+            DV=head_dim_v,
+            DV_PADDED=triton.next_power_of_2(head_dim_v),
+            GROUPS=groups,
+            HAS_SINKS=sinks is not None,
+            BLOCK=16,
+            num_warps=4,
+        )
+    return out
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+    batch, heads, tokens, _ = k.shape
+    if tokens == 0:
+        return
+    sides = _prepare(k, v, spec)
+    pages = state.page_address.shape[1]
+    room = row_capacity(spec, pages)
+    common = {
+        "SINK": spec.sink,
+        "RESIDUAL": spec.residual,
+        "PAGE": spec.page_size,
+        "DIRECT": spec.direct,
+    }
+    dims = {"DK": k.shape[-1], "DV": v.shape[-1]}
+    padded = {"DK_PADDED": padded_width(k.shape[-1]), "DV_PADDED": padded_width(v.shape[-1])}
+    encoding = {
+        "ENCODE_K": sides.keys.encode,
+        "ENCODE_V": sides.values.encode,
+        "KP": sides.kp,
+        "VP": sides.vp,
+        "PAGE_BYTES": sides.page_bytes,
+        "VALUE_AT": sides.value_at,
+        "ROWS_K": 1 if spec.direct and tokens == 1 else sides.encode_rows[0],
+        "ROWS_V": 1 if spec.direct and tokens == 1 else sides.encode_rows[1],
+    }
+    window = (state.sink_k, state.sink_v, state.tail_k, state.tail_v)
+    if tokens == 1:
+        _launch(
+            append_one_kernel,
+            (batch * heads,),
+            *(k, v, k if mask is None else mask.view(torch.uint8), state.pool[0], state.page_address, *window),
+            *(state.length, state.paged, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
+            *(0 if mask is None else mask.stride(0), heads, pages, room),
+            device=k.device,
+            HAS_MASK=mask is not None,
+            TAIL=spec.tail_size,
+            num_warps=4 if spec.direct else 8,
+            **(common | dims | padded | encoding),
+        )
+        return
+    order, count = k, state.length
+    if mask is not None:
+        # the places of the tokens that are no padding, in order
+        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
+        count = mask.sum(1, dtype=torch.int32)
+    # at most the tail and the chunk are packed, and an open page may stand before them
+    due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
+    _launch(
+        pack_kernel,
+        (batch * heads, due),
+        *(k, v, order, count, state.pool[0], state.page_address, state.tail_k, state.tail_v, state.length, state.paged),
+        *(*k.stride(), *v.stride(), heads, tokens, pages, room),
+        device=k.device,
+        HAS_ORDER=mask is not None,
+        TAIL=spec.tail_size,
+        num_warps=8,
+        **(common | dims | encoding),
+    )
+    if spec.sink or spec.tail_size:
+        _launch(
+            window_kernel,
+            (batch * heads, triton.cdiv(tokens, 32)),
+            *(k, v, order, count, *window, state.length, state.paged, *k.stride(), *v.stride(), heads, tokens, room),
+            device=k.device,
+            HAS_ORDER=mask is not None,
+            TAIL=spec.tail_size,
+            BLOCK=32,
+            **(common | dims | padded),
+        )
+    _launch(
+        counters_kernel,
+        (batch * heads,),
+        *(state.length, state.paged, count, heads, tokens, room),
+        device=k.device,
+        HAS_ORDER=mask is not None,
+        num_warps=1,
+        **common,
+    )
+
+
+def _strides(x: torch.Tensor, *axes: int) -> tuple[int, ...]:
+    return tuple(x.stride(axis) for axis in axes)
+
+
+def read(
+    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
+    sides = _prepare(state.sink_k, state.sink_v, spec)
+    (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
+    outs = []
+    for module, p, part_at, head_dim, sink, tail, max_block in (
+        (sides.keys, sides.kp, 0, head_dim_k, state.sink_k, state.tail_k, sides.max_block[0]),
+        (sides.values, sides.vp, sides.value_at, head_dim_v, state.sink_v, state.tail_v, sides.max_block[1]),
+    ):
+        out = torch.zeros(batch, heads, max_length, head_dim, dtype=sink.dtype, device=device)
+        outs.append(out)
+        if max_length == 0:
+            continue
+        block = min(32, max_block)
+        _launch(
+            read_pages_kernel,
+            (batch * heads, triton.cdiv(min(pages * spec.page_size, max_length), block)),
+            *(state.pool[0], state.page_address, state.paged, out, heads, pages, max_length),
+            device=device,
+            DECODE=module.decode,
+            P=p,
+            D=head_dim,
+            SINK=spec.sink,
+            PAGE=spec.page_size,
+            PAGE_BYTES=sides.page_bytes,
+            PART_AT=part_at,
+            BLOCK_N=block,
+        )
+        if slots := spec.sink + spec.tail_size:
+            _launch(
+                read_window_kernel,
+                (batch * heads, triton.cdiv(slots, 32)),
+                *(sink, tail, state.length, state.paged, out, max_length),
+                device=device,
+                D=head_dim,
+                D_PADDED=padded_width(head_dim),
+                SINK=spec.sink,
+                TAIL=spec.tail_size,
+                BLOCK=32,
+            )
+    return outs[0], outs[1]
