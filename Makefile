@@ -58,5 +58,5 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 
 $(OLDEST)/.ready: $(VENV)/.ready
 	rm -rf $(OLDEST)
-	$(PIP) --no-deps --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	$(PIP) --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
