@@ -122,7 +122,7 @@ def demo(
     if as_json:
         _print_json(rows)
     else:
-        _print_demo(prompt, reference, rows, tokenizer)
+        _print_demo(prompt, reference, rows, tokenizer, str(loaded.dtype).removeprefix("torch."))
 
 
 @eval_app.command()
@@ -203,7 +203,7 @@ def _progress(total: int) -> Iterator[Any]:
         yield report
 
 
-def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]], tokenizer: Any) -> None:
+def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]], tokenizer: Any, dtype: str) -> None:
     console = Console()
     console.print(Text(f"... {prompt[-200:].strip()}", style="dim"))
     console.print()
@@ -223,7 +223,7 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
         }
         for row in rows
     ]
-    _print_table("Against the full-precision cache, in the model's dtype", cells, numbers_from=1)
+    _print_table(f"Against the full-precision cache in {dtype}, the dtype of the window too", cells, numbers_from=1)
 
 
 def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:

@@ -78,6 +78,7 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # what is made inside inference mode must be writable outside it
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
         heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])

@@ -138,6 +138,8 @@ class PagedStore:
         capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
     """
 
+    # A store made inside `torch.inference_mode()` must still be writable outside it, hence the decorators.
+    @torch.inference_mode(False)
     def __init__(self, spec, batch_size, num_heads, head_dim_k, head_dim_v, dtype, device, capacity=None):
         self.spec, self.capacity = spec, capacity
         self.batch_size, self.num_heads = batch_size, num_heads
@@ -182,6 +184,7 @@ class PagedStore:
     def _new_block(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
 
+    @torch.inference_mode(False)
     def _add_pages(self, pages_per_row: int) -> None:
         """Give every row that many more pages, in one new block. Nothing packed is copied."""
         state = self.state
@@ -241,13 +244,14 @@ class PagedStore:
         state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
         self._refresh_addresses()
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row `b` becomes what row `rows[b]` was. Full pages are shared, never copied; windows and an open page are.
 
         Beyond the pages it shares, a row's table names free pages: those that no row refers to any more. Nothing
         synchronises with the device unless the number of rows changes (or has changed before).
         """
-        state, rows = self.state, rows.to(self.device)
+        state, rows = self.state, rows.to(self.device).clone()  # a tensor of inference mode cannot index outside it
         if self.capacity is not None and len(rows) != self.batch_size:
             raise ValueError(
                 f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "

@@ -41,12 +41,13 @@ def _has_host_layers(cache) -> bool:
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "batch"),
+    # the host offers prompt lookup for batch size 1 alone
+    [(mode, batch) for mode in MODES for batch in (1, 4) if (mode, batch) != ("prompt_lookup", 4)],
+)
 def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cache_len):
     ours, theirs = models
-    if mode == "prompt_lookup" and batch > 1:
-        pytest.skip("the host offers prompt lookup for batch size 1 alone")
     ids, mask = left_padded(batch, 100)
     if mode == "prompt_lookup":
         ids = ids[:, :25].repeat(1, 4)  # something to look up
@@ -132,6 +133,21 @@ def test_reset_and_copies_start_afresh(llama):
         cache.reset()
         short = _generate(ours, cache, ids[:1], mask[:1])  # another batch size
         assert torch.equal(short[0], want[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
+def test_a_cache_filled_in_inference_mode_can_be_used_outside(llama, options, max_cache_len):
+    ours, _ = llama
+    ids, mask = left_padded(1, 100)
+    rows = options.get("num_beams", 1)
+    caches = [lb.from_preset("kivi-2", ours, max_cache_len=max_cache_len, **SMALL_PAGES) for _ in range(2)]
+    for cache, mode in zip(caches, (torch.inference_mode, torch.no_grad), strict=True):
+        with mode():
+            ours(ids[:, :80].repeat(rows, 1), past_key_values=cache)
+            cache.reorder_cache(torch.arange(rows))
+    results = [_generate(ours, cache, ids, mask, **options) for cache in caches]
+    assert torch.equal(*results)
 
 
 def test_a_copied_prompt_can_be_continued_twice(llama):
