@@ -92,9 +92,7 @@ def _attend(
     paged: torch.Tensor,
 ) -> torch.Tensor:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    out = _module(backend).attend(
-        q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks
-    )
+    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks)
     return out.contiguous()
 
 

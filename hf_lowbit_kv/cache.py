@@ -15,7 +15,6 @@ from .formats import Affine, Dense, Format, parse_format
 from .layer import LowBitLayer
 from .pages import LayerSpec
 
-
 BYTE_KINDS = ("codes", "metadata", "window", "unused", "host")
 
 
@@ -122,9 +121,7 @@ class LowBitCache(Cache):
     def nbytes_full(self) -> int:
         """Bytes the tokens of the packed layers would take in the model's dtype."""
         stores = [layer.store for layer in self.packed_layers if layer.store is not None]
-        return sum(
-            int(s.state.length.sum()) * (s.head_dim_k + s.head_dim_v) * s.dtype.itemsize for s in stores
-        )
+        return sum(int(s.state.length.sum()) * (s.head_dim_k + s.head_dim_v) * s.dtype.itemsize for s in stores)
 
     @property
     def bits_per_value(self) -> float:
@@ -174,7 +171,9 @@ class LowBitCache(Cache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
-            raise ValueError(f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})")
+            raise ValueError(
+                f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -211,10 +210,12 @@ class IntCache(LowBitCache):
 def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
     """The decoder's configuration, after checking that a low-bit cache can serve the model."""
     if isinstance(model_or_config, PreTrainedModel):
-        config, cls = model_or_config.config, type(model_or_config)
+        config = model_or_config.config
+        cls: Any = type(model_or_config)
     elif isinstance(model_or_config, PreTrainedConfig):
         config = model_or_config
-        cls = AutoModelForCausalLM._model_mapping.get(type(config), None)  # None: code from a hub repository
+        mapping: Any = AutoModelForCausalLM._model_mapping
+        cls = mapping.get(type(config), None)  # None: code from a hub repository
     else:
         raise TypeError(f"model_or_config must be a transformers model or configuration, not {type(model_or_config)}")
     if config.is_encoder_decoder:

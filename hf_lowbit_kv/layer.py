@@ -259,7 +259,9 @@ class LowBitLayer(CacheLayerMixin):
             low, high = max(start, end - count), min(start + mask.shape[1], end)
             if low < high:
                 padding = padding + (~mask[:, low - start : high - start]).sum(1, keepdim=True, dtype=torch.int32)
-        self._padding = [(start, mask[:, : end - count - start]) for start, mask in self._padding if start < end - count]
+        self._padding = [
+            (start, mask[:, : end - count - start]) for start, mask in self._padding if start < end - count
+        ]
         return count - padding
 
     # ---- bad input ------------------------------------------------------------------------------------------------
@@ -284,7 +286,9 @@ class LowBitLayer(CacheLayerMixin):
                 if not torch.compiler.is_compiling() and self._seen_at_least == 0:
                     self.is_initialized = False  # nothing stored: allocate anew
                     return
-                raise ValueError(f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first")
+                raise ValueError(
+                    f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
+                )
         if self._mode not in (None, mode):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "

@@ -7,7 +7,7 @@ import difflib
 from dataclasses import dataclass
 
 from .cache import LowBitCache
-from .formats import Affine, parse_format
+from .formats import Affine, Format, parse_format
 from .pages import LayerSpec
 
 #: sink tokens of a `*-sink` preset
@@ -84,12 +84,12 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     """
     preset = get_preset(name)
     group = overrides.pop("group_size", None)
-    formats = {}
+    formats: dict[str, Format] = {}
     for side, bits in (("key_format", overrides.pop("bits_k", None)), ("value_format", overrides.pop("bits_v", None))):
         fmt = parse_format(overrides.pop(side, getattr(preset, side)))
         changes = {key: value for key, value in (("bits", bits), ("group_size", group)) if value is not None}
         if changes and not isinstance(fmt, Affine):
             raise ValueError(f"{', '.join(changes)} cannot be set: {side} {fmt.name!r} of preset {name!r} has none")
         formats[side] = dataclasses.replace(fmt, **changes) if isinstance(fmt, Affine) else fmt
-    options = {"sink": preset.sink, "residual": preset.residual, **overrides}
-    return LowBitCache(model_or_config, **formats, preset=preset.name, **options)
+    options = {"sink": preset.sink, "residual": preset.residual, "preset": preset.name, **overrides}
+    return LowBitCache(model_or_config, formats["key_format"], formats["value_format"], **options)

@@ -37,9 +37,10 @@ class _Softmax:
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if valid.dim() == 2:
-            valid = valid[:, None, None, :]
+            valid = valid[:, None]
         else:
-            valid = valid.repeat(1, scores.shape[2] // self.tokens, 1)[:, None]
+            valid = valid.repeat(1, scores.shape[2] // self.tokens, 1)  # rows are query heads times tokens
+        valid = valid[:, None]
         scores = scores.masked_fill(~valid, float("-inf"))
         new_max = torch.maximum(self.max, scores.amax(-1))
         shift = torch.where(new_max.isfinite(), new_max, 0.0)
@@ -191,7 +192,9 @@ def _pack_row(keys, values, row: int, start: int, stop: int, state: LayerState, 
             _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype)
 
 
-def _write_tokens(fmt: Format, x: torch.Tensor, at: int, part: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
+def _write_tokens(
+    fmt: Format, x: torch.Tensor, at: int, part: torch.Tensor, page_size: int, dtype: torch.dtype
+) -> None:
     """Encode `x` `[H, n, D]` as tokens `at` and up of a page; fewer than a page only where the format allows it."""
     heads, count, head_dim = x.shape
     if count == page_size:

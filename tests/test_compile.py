@@ -51,7 +51,8 @@ def test_one_graph_equal_to_eager(preset, residual):
         if turn:
             more_mask = torch.cat([torch.ones(2, int(caches[0].get_seq_length()), dtype=torch.long), more_mask], dim=1)
         results = [
-            _decode(model, each, cache, more_ids, more_mask, 5) for each, cache in zip((model, step), caches, strict=True)
+            _decode(model, each, cache, more_ids, more_mask, 5)
+            for each, cache in zip((model, step), caches, strict=True)
         ]
         assert torch.equal(*results)
     assert counter.frame_count == 1

@@ -32,7 +32,9 @@ def _next_logits(model, cache):
         return model(torch.tensor([[5]]), past_key_values=cache).logits
 
 
-@pytest.mark.parametrize(("name", "close"), [("kivi2", "kivi-2"), ("k4v22", "k4v2"), ("bitdecoding", "bitdecoding-kc-4")])
+@pytest.mark.parametrize(
+    ("name", "close"), [("kivi2", "kivi-2"), ("k4v22", "k4v2"), ("bitdecoding", "bitdecoding-kc-4")]
+)
 def test_unknown_preset_names_the_close_ones(model, name, close):
     with pytest.raises(ValueError, match=f"preset='{name}' is not known; did you mean.*'{close}'"):
         lb.from_preset(name, model)
@@ -68,7 +70,7 @@ def test_bits_of_a_format_without_bits(model):
 def test_named_caches_check_too(model):
     with pytest.raises(ValueError, match="bits=3 is not offered"):
         lb.KIVICache(model, bits=3)
-    with pytest.raises(ValueError, match="group_size=128.*does not divide head_dim=64"):
+    with pytest.raises(ValueError, match=r"group_size=128.*does not divide head_dim=64"):
         lb.IntCache(model, bits=4, group_size=128)
     with pytest.raises(TypeError, match="must be a transformers model or configuration"):
         lb.KIVICache("meta-llama/Llama-3.1-8B")
@@ -133,7 +135,7 @@ def test_attention_implementation_changed_mid_way():
     model, _ = tiny_models("llama")
     cache = _filled(model)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="attention implementation changed to 'sdpa'.*reset"):
+    with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa'.*reset"):
         _next_logits(model, cache)
     cache.reset()
     _next_logits(model, cache)
@@ -170,7 +172,7 @@ def test_training_with_gradients():
     model, _ = tiny_models("llama")
     model.train()
     cache = lb.from_preset("kivi-2", model, **PAGES)
-    with pytest.raises(ValueError, match="no gradients: call model.eval"):
+    with pytest.raises(ValueError, match=r"no gradients: call model.eval"):
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     assert cache.get_seq_length() == 0
     model.eval()
@@ -221,7 +223,9 @@ def test_offloading_is_refused(model):
 
 def test_keys_touched_before_the_attention_function(model):
     key, _ = lb.from_preset("kivi-2", model).layers[0].update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))
-    with pytest.raises(AttributeError, match="this architecture computes with them between the cache and the attention"):
+    with pytest.raises(
+        AttributeError, match="this architecture computes with them between the cache and the attention"
+    ):
         key.transpose(1, 2)
 
 

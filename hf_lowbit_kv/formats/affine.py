@@ -120,6 +120,6 @@ class Affine(Format):
         words, scale, zero = arrays["codes"].to(torch.int32), arrays["scale"].float(), arrays["zero"].float()
         shifts = torch.arange(self.planes, device=words.device, dtype=torch.int32)[:, None] * self.bits
         codes = ((words.unsqueeze(-2) >> shifts) & self.levels).flatten(-2, -1).float()
-        grouped = self._grouped(codes, tuple(scale.shape[-2:]))
+        grouped = self._grouped(codes, (scale.shape[-2], scale.shape[-1]))
         x = grouped * scale[..., :, None, :, None] + zero[..., :, None, :, None]
         return x.flatten(-4, -3).flatten(-2, -1)

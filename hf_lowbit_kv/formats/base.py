@@ -51,7 +51,9 @@ class Format(ABC):
         return False
 
     @abstractmethod
-    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def arrays(
+        self, head_dim: int, page_size: int, dtype: torch.dtype
+    ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of each array of a page, in order; `code` arrays first, metadata after."""
 
     @abstractmethod
