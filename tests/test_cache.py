@@ -168,6 +168,7 @@ def test_it_tells_what_it_is(model):
     summary = cache.summary()
     for word in ("kivi-2-sink", "int2-channel / int2-token", "sink 32, residual 128", "300 tokens x 2 rows", "growing"):
         assert word in summary
+    assert "\x1b" not in summary  # plain text, in a terminal and in a notebook
     assert "preallocated" in lb.from_preset("kivi-2", model, max_cache_len=64).summary()
 
 
