@@ -36,10 +36,8 @@ class _Softmax:
         scores = self.q @ k.float().transpose(-1, -2) * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if valid.dim() == 2:
-            valid = valid[:, None]
-        else:
-            valid = valid.repeat(1, scores.shape[2] // self.tokens, 1)  # rows are query heads times tokens
+        groups = scores.shape[2] // self.tokens  # rows are query heads times tokens
+        valid = valid[:, None] if valid.dim() == 2 else valid.repeat(1, groups, 1)
         valid = valid[:, None]
         scores = scores.masked_fill(~valid, float("-inf"))
         new_max = torch.maximum(self.max, scores.amax(-1))

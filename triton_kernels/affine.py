@@ -7,9 +7,11 @@ its high byte after one shift: the largest, 0x00ff, is still subnormal.
 
 Scales and zero points are folded away as well, where a group spans the tile (`mode`):
 
-- `"channel"`: keys: scale into q, zero into one bias per query row. Values: scale and zero onto the tile's product.
 - `"token"` (whole head): keys: onto the column of scores. Values: the scale goes into the weights' *exponent*, so that the
   float16 weights are normalised by what a token contributes, and no range of scales can overflow or vanish.
+- `"channel"`: values: scale and zero onto the tile's product. Keys are dequantized in registers, three instructions for
+  two codes: scaling q instead would be fewer, but Triton moves the scaled q through shared memory once a plane, which costs
+  far more (at 2 bits twice the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 """
 
@@ -55,9 +57,12 @@ class Params(NamedTuple):
     max_block: int
     encode_rows: int
     encode_width: int
-    #: whether to use inline PTX, one instruction sequence a plane that takes it out of two words at a time
+    #: whether `weigh` returns an offset
+    offset: bool
+    #: whether to use inline PTX, by plane: take it out of two words at a time; the same, dequantized
     ptx: bool
-    asm: tuple[str, ...]
+    extract: tuple[str, ...]
+    dequantize: tuple[str, ...]
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
@@ -93,25 +98,50 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         max_block=group if per_channel else page_size,
         encode_rows=max(ENCODE_TILE // (planes * padded), 1),
         encode_width=max(min(ENCODE_TILE // (planes * group), padded), 1) if per_channel else padded,
+        offset=mode == "token",
         ptx=ptx,
-        asm=tuple(map(_asm, shifts, masks)),
+        extract=tuple(map(_extract_asm, shifts, masks)),
+        dequantize=tuple(_dequantize_asm(j * fmt.bits, fmt.levels) for j in range(planes)),
     )
 
 
-def _asm(shift: int, mask: int) -> str:
+def _extract_asm(shift: int, mask: int) -> str:
     both = f"{mask << 16 | mask:#010x}"
     if shift == 0:
         return f"and.b32 $0, $1, {both};"
     return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, {both}; }}"
 
 
+def _dequantize_asm(shift: int, mask: int) -> str:
+    """code * $2 + $3, rounded once: 0x6400 read as float16 is 1024, and the code in its lowest bits adds to it."""
+    return f"""{{ .reg .b32 t, magic;
+        mov.b32 magic, 0x64006400;
+        shr.b32 t, $1, {shift};
+        lop3.b32 t, t, {mask << 16 | mask:#010x}, magic, 0xea;
+        sub.f16x2 t, t, magic;
+        fma.rn.f16x2 $0, t, $2, $3; }}"""
+
+
 @triton.jit
 def _extract(words, j: tl.constexpr, P: tl.constexpr):
     """Plane `j` of words (int16) as float16: `code * factors[j] * 2^-24`."""
     if P.ptx:
-        x = tl.inline_asm_elementwise(P.asm[j], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+        x = tl.inline_asm_elementwise(P.extract[j], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
         x = ((words >> P.shifts[j]) & P.masks[j]).to(tl.int16).to(tl.float16, bitcast=True)
+    return x
+
+
+@triton.jit
+def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl.constexpr):
+    """Plane `j` of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16 or float32."""
+    if P.ptx and DTYPE == tl.float16:
+        x = tl.inline_asm_elementwise(
+            P.dequantize[j], "=r,r,r,r", [words, scale, zero], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        x = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+        x = (x * scale.to(tl.float32) + zero.to(tl.float32)).to(DTYPE)
     return x
 
 
@@ -143,14 +173,19 @@ def _per_channel(page, at: tl.constexpr, n0, j: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _per_token(page, at: tl.constexpr, n0, valid, other, BLOCK_N: tl.constexpr):
-    """Scale or zero of each token, float32 `[BLOCK_N]`; `other` in unused slots, which may hold NaN."""
-    pointers = (page + at).to(tl.pointer_type(tl.float16)) + n0 + tl.arange(0, BLOCK_N)
-    return tl.load(pointers, mask=valid, other=other).to(tl.float32)
+def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """`"token"`: scale and zero of each token, float16 `[BLOCK_N]`; 0 in unused slots, which may hold NaN."""
+    if P.mode == "token":
+        pointers = (page + P.scale_at).to(tl.pointer_type(tl.float16)) + n0 + tl.arange(0, BLOCK_N)
+        scale = tl.load(pointers, mask=valid, other=0.0)
+        pointers = (page + P.zero_at).to(tl.pointer_type(tl.float16)) + n0 + tl.arange(0, BLOCK_N)
+        return scale, tl.load(pointers, mask=valid, other=0.0)
+    else:
+        return ()
 
 
 @triton.jit
-def _dequantize(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """Plane `j` of a tile in true size, float32, the shape of `words`; zero in unused slots."""
     token = n0 + tl.arange(0, BLOCK_N)
     channel = j * P.width + tl.arange(0, P.padded)
@@ -176,7 +211,7 @@ def _dequantize(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexp
 @triton.jit
 def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
     """`"general"`: the planes of q in the model's dtype. Else `(size, sum, *planes)`: q = size * planes, where `size`
-    `[M]` is a power of two that brings a row within 1, so that no scale can push q times scale out of float16."""
+    `[M]` is a power of two that brings a row within 1, for float16 may not hold q (bfloat16) or what it is multiplied with."""
     if P.mode == "general":
         out = ()
         for j in tl.static_range(P.planes):
@@ -194,53 +229,51 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
         inverse = tl.where(exponent > 0, (0x7E800000 - exponent).to(tl.float32, bitcast=True), 0.0)
         out = (size, total)
         for j in tl.static_range(P.planes):
-            x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32)
-            x = x * inverse[:, None] * (1.0 / P.factors[j])
+            x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32) * inverse[:, None]
+            if P.mode == "token":
+                x = x * (1.0 / P.factors[j])
             out = out + (x.to(tl.float32 if DOT == tl.float32 else tl.float16),)
     return out
 
 
 @triton.jit
-def scores(page, prepared, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     words = _words(page, n0, valid, True, BLOCK_N, P)
     if P.mode == "general":
         q = prepared[0]
         s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
         for j in tl.static_range(P.planes):
-            k = _dequantize(page, words, n0, valid, j, True, BLOCK_N, P).to(DOT)
+            k = _general(page, words, n0, valid, j, True, BLOCK_N, P).to(DOT)
             s = tl.dot(prepared[j], k, s, input_precision="ieee")
         s = s * factor
+    elif P.mode == "channel":
+        q = prepared[2]
+        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+        for j in tl.static_range(P.planes):
+            # a quarter of the keys: rounding of the scale may push the largest beyond float16
+            scale = _per_channel(page, P.scale_at, n0, j, P) * 0.25
+            zero = _per_channel(page, P.zero_at, n0, j, P) * 0.25
+            k = _dequantized(words, j, scale[:, None], zero[:, None], q.dtype, P)
+            s = tl.dot(prepared[2 + j], k, s, input_precision="ieee")
+        s = s * (prepared[0] * (4.0 * factor))[:, None]
     else:
         q = prepared[2]
         s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-        size = prepared[0] * factor
-        if P.mode == "channel":
-            bias = tl.zeros((q.shape[0],), tl.float32)
-            for j in tl.static_range(P.planes):
-                q = prepared[2 + j]
-                zero = _per_channel(page, P.zero_at, n0, j, P).to(tl.float32) * P.factors[j]
-                bias += tl.sum(q.to(tl.float32) * zero[None, :], 1)
-                scaled = q * _per_channel(page, P.scale_at, n0, j, P).to(q.dtype)[None, :]
-                s = tl.dot(scaled, _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
-            s = s * (size * TWO_24)[:, None] + (bias * size)[:, None]
-        else:
-            for j in tl.static_range(P.planes):
-                q = prepared[2 + j]
-                s = tl.dot(q, _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
-            scale = _per_token(page, P.scale_at, n0, valid, 0.0, BLOCK_N)
-            zero = _per_token(page, P.zero_at, n0, valid, 0.0, BLOCK_N)
-            s = s * (size * TWO_24)[:, None] * scale[None, :] + (prepared[1] * factor)[:, None] * zero[None, :]
+        for j in tl.static_range(P.planes):
+            s = tl.dot(prepared[2 + j], _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
+        scale, zero = fetched
+        s = s * (prepared[0] * (factor * TWO_24))[:, None] * scale.to(tl.float32)[None, :]
+        s = s + (prepared[1] * factor)[:, None] * zero.to(tl.float32)[None, :]
     return s
 
 
 @triton.jit
-def weigh(page, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     if P.mode == "token":
-        scale = _per_token(page, P.scale_at, n0, valid, 1.0, BLOCK_N)
         # a scale of zero goes with codes of zero: any positive number will do
-        scale = tl.maximum(scale, 1.0 / TWO_24)
+        scale = tl.maximum(fetched[0].to(tl.float32), 1.0 / TWO_24)
         # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
-        zero = _per_token(page, P.zero_at, n0, valid, 0.0, BLOCK_N) / scale
+        zero = fetched[1].to(tl.float32) / scale
         return s + tl.log2(scale)[None, :], (1.0 / scale)[None, :], zero[None, :]
     else:
         return s, 1.0, 0.0
@@ -253,7 +286,7 @@ def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.con
     if P.mode == "general":
         p = weights.to(DOT)
         for j in tl.static_range(P.planes):
-            v = _dequantize(page, words, n0, valid, j, False, BLOCK_N, P).to(DOT)
+            v = _general(page, words, n0, valid, j, False, BLOCK_N, P).to(DOT)
             out = out + (tl.dot(p, v, acc[j] * decay[:, None], input_precision="ieee"),)
     else:
         p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
@@ -275,7 +308,7 @@ def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.con
 @triton.jit
 def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     words = _words(page, n0, valid, False, BLOCK_N, P)
-    return _dequantize(page, words, n0, valid, j, False, BLOCK_N, P)
+    return _general(page, words, n0, valid, j, False, BLOCK_N, P)
 
 
 @triton.jit

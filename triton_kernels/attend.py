@@ -33,34 +33,61 @@ def _start(BLOCK_M: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _walk_pages(
-    carried, q_rows, q_stride_d, rows_valid, pool, table, offset, first, last, paged, factor, softcap,
-    PREPARE: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr, ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    VALUE_AT: tl.constexpr, PAGE: tl.constexpr, OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    carried, q_rows, q_stride_d, rows_valid, pool, table, part, first, last, paged, factor, softcap,
+    PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
+    ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, VALUE_AT: tl.constexpr, PAGE: tl.constexpr,
+    OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DEFER: tl.constexpr,
 ):  # fmt: skip
-    """Pages `first` to `last` of a row. table: its page addresses; offset: bytes from a page to this head's part."""
+    """Pages `first` to `last` of a row. table: its page addresses; part: bytes from a page to this head's share of it.
+
+    DEFER: `l` and `z` are summed across the tile's columns once at the end, not in every tile.
+    """
     TILES: tl.constexpr = PAGE // BLOCK_N
+    SUMS: tl.constexpr = (BLOCK_M, BLOCK_N) if DEFER else (BLOCK_M,)
     m, l, z, acc = carried
     prepared = PREPARE(q_rows, q_stride_d, rows_valid, DOT, KP)
+    column = tl.arange(0, BLOCK_N)
+    end = tl.minimum(last * PAGE, paged)
+    sum_l, sum_z = tl.zeros(SUMS, tl.float32), tl.zeros(SUMS, tl.float32)
+    # what a tile's other loads wait for is fetched one tile ahead, and addresses two
     address = tl.load(table + first, mask=first < last, other=0)
+    page = pool + tl.multiple_of(address + part, 16)
+    valid = first * PAGE + column < end
+    keys = FETCH_K(page, 0, valid, BLOCK_N, KP)
+    values = FETCH_V(page + VALUE_AT, 0, valid, BLOCK_N, VP)
+    address = tl.load(table + (first * TILES + 1) // TILES, mask=(first * TILES + 1) // TILES < last, other=0)
     for i in range(first * TILES, last * TILES):
-        page = pool + tl.multiple_of(address + offset, 16)
         n0 = (i % TILES) * BLOCK_N
-        # fetched one tile ahead: a page's loads need not wait for its address
-        following = (i + 1) // TILES
-        address = tl.load(table + following, mask=following < last, other=0)
-        valid = (i * BLOCK_N + tl.arange(0, BLOCK_N)) < paged
-        s = _capped(SCORES(page, prepared, n0, valid, factor, DOT, BLOCK_N, KP), softcap, HAS_SOFTCAP)
-        s, inverse, zero = WEIGH(page + VALUE_AT, s, n0, valid, BLOCK_N, VP)
+        next_page = pool + tl.multiple_of(address + part, 16)
+        address = tl.load(table + (i + 2) // TILES, mask=(i + 2) // TILES < last, other=0)
+        next_valid = (i + 1) * BLOCK_N + column < end
+        next_n0 = ((i + 1) % TILES) * BLOCK_N
+        next_keys = FETCH_K(next_page, next_n0, next_valid, BLOCK_N, KP)
+        next_values = FETCH_V(next_page + VALUE_AT, next_n0, next_valid, BLOCK_N, VP)
+
+        s = _capped(SCORES(page, prepared, keys, n0, valid, factor, DOT, BLOCK_N, KP), softcap, HAS_SOFTCAP)
+        s, inverse, offset = WEIGH(page + VALUE_AT, values, s, n0, valid, BLOCK_N, VP)
         if OPEN_PAGES:
             s = tl.where(valid[None, :], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1))
         decay = tl.exp2(m - new_m)
         weights = tl.exp2(s - new_m[:, None])
-        l = l * decay + tl.sum(weights * inverse, 1)
-        z = z * decay + tl.sum(weights * zero, 1)
+        if DEFER:
+            sum_l = sum_l * decay[:, None] + weights * inverse
+            if VP.offset:
+                sum_z = sum_z * decay[:, None] + weights * offset
+        else:
+            sum_l = sum_l * decay + tl.sum(weights * inverse, 1)
+            if VP.offset:
+                sum_z = sum_z * decay + tl.sum(weights * offset, 1)
         acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, VP)
-        m = new_m
+        m, page, valid, keys, values = new_m, next_page, next_valid, next_keys, next_values
+    # nothing was carried in: pages come first
+    if DEFER:
+        l, z = tl.sum(sum_l, 1), tl.sum(sum_z, 1)
+    else:
+        l, z = sum_l, sum_z
     return m, l, z, acc
 
 
@@ -151,11 +178,12 @@ def attend_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, mask_stride_b, mask_stride_s,
     heads, tokens, pages, splits, scaling, softcap,
-    PREPARE: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr, ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
+    ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW_N: tl.constexpr,
+    WINDOW_N: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
     """Grid (row * head, split, block of BLOCK_M query rows).
 
@@ -191,7 +219,8 @@ def attend_kernel(
         last = (total_pages * (share + 1) // splits).to(tl.int32)
         carried = _walk_pages(
             carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES, first, last, packed, factor,
-            softcap, PREPARE, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP, BLOCK_N,
+            softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP,
+            BLOCK_M, BLOCK_N, DEFER,
         )  # fmt: skip
     if (not SPLIT) or part == 0:
         last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)

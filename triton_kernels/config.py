@@ -21,6 +21,8 @@ class Config(NamedTuple):
     num_stages: int
     #: programs that a multiprocessor should be given
     programs: int
+    #: registers a thread may use, or `None`: the compiler's choice
+    registers: int | None = None
 
 
 @functools.cache

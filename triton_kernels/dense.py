@@ -18,6 +18,7 @@ class Params(NamedTuple):
     units: tuple[float, ...] = (1.0,)
     max_block: int = 256
     encode_rows: int = 32
+    offset: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
@@ -31,13 +32,18 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def scores(page, prepared, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
     return tl.dot(prepared[0], tl.trans(k), input_precision="ieee") * factor
 
 
 @triton.jit
-def weigh(page, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    return ()
+
+
+@triton.jit
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     return s, 1.0, 0.0
 
 

@@ -117,6 +117,8 @@ def attend(
         *(heads, tokens, pages, splits, scaling, 1.0 if softcap is None else softcap),
         device=q.device,
         PREPARE=sides.keys.prepare,
+        FETCH_K=sides.keys.fetch,
+        FETCH_V=sides.values.fetch,
         SCORES=sides.keys.scores,
         WEIGH=sides.values.weigh,
         ADD=sides.values.add,
@@ -139,8 +141,10 @@ def attend(
         BLOCK_M=config.block_m,
         BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
         WINDOW_N=config.window_n,
+        DEFER=config.block_m == 16 and config.num_warps > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.registers,
     )
     if splits > 1:
         _launch(
