@@ -105,8 +105,9 @@ class Affine(Format):
         page_size, head_dim = x.shape[-2:]
         x = self._grouped(x.float(), self.groups(head_dim, page_size))
         low, high = x.amin((-3, -1), keepdim=True), x.amax((-3, -1), keepdim=True)
-        scale = ((high - low) / self.levels).clamp(max=FP16_MAX).half()
-        zero = low.clamp(-FP16_MAX, FP16_MAX).half()
+        # a tensor as divisor: on a GPU, PyTorch multiplies by the reciprocal of a number, which rounds differently
+        scale = ((high - low) / torch.full_like(high, self.levels)).clamp(max=FP16_MAX).half()
+        zero = low.clamp(-FP16_MAX, FP16_MAX).half() + 0.0  # which of +0 and -0 a minimum picks is undefined: always +0
         step = scale.float()
         codes = ((x - zero.float()) / step).clamp(0, self.levels).round()
         # a scale of 0 (constant group, or a range below fp16) has no steps: every code is 0
