@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import (  # noqa: E402
+from kernel_cases import (
     Case,
     assert_same_state,
     copy_state,
@@ -31,7 +31,7 @@ from kernel_cases import (  # noqa: E402
     store_for,
 )
 
-from hf_lowbit_kv import reference  # noqa: E402
+from hf_lowbit_kv import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -43,8 +43,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the proc
 #: fresh data on every run; a failure shows its seed, and KERNEL_SEED repeats it
 SEED = int(os.environ.get("KERNEL_SEED") or int.from_bytes(os.urandom(3), "little"))
 
-if GPU or INTERPRETED:
-    from hf_lowbit_kv.triton_kernels import launch
+from hf_lowbit_kv.triton_kernels import launch  # noqa: E402
 
 
 def attend_poisoned(*args) -> torch.Tensor:
@@ -65,7 +64,9 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
     step = random_step(case, gen)
     wide, here = step.float(), step.to(DEVICE)
-    exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks)
+    exact = reference.attend(
+        wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks
+    )
     out = attend_poisoned(
         here.q, here.k, here.v, here.mask, dev.state, case.spec, here.scaling, case.softcap, here.sinks
     )
@@ -154,6 +155,54 @@ def test_small_store(case, chunks):
     check_store(case, chunks)
 
 
+POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+
+
+def compile_only(kernel, grid, *args, device, **constants):
+    """In place of `launch._launch`: compile for a GPU that need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    bound = dict(zip(kernel.arg_names, args))
+    bound |= {name: value for name, value in constants.items() if name in kernel.arg_names}
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    signature, values, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = bound[param.name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1 and not param.do_not_specialize):
+            signature[param.name], values[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+    for capability in (80, 90):
+        source = ASTSource(kernel, signature, values, attributes)
+        compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **launch.OPTIONS})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="int2-channel", values="int2-token", head_dim=128, page_size=128, residual=128, lengths=(4000,)),
+        Case(keys="int4-token", values="int8-token-g32", dtype=torch.bfloat16, tokens=100, residual=0, padded=True),
+    ],
+    ids=str,
+)
+def test_compiles(case, monkeypatch):
+    """Every kernel gets through Triton's compiler for sm80 and sm90, without a GPU: the interpreter accepts more."""
+    monkeypatch.setattr(launch, "_launch", compile_only)
+    monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
+    gen = generator(case, SEED)
+    store, step = store_for(case, "cpu"), random_step(case, gen)
+    launch.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
+    launch.append(step.k, step.v, step.mask, store.state, case.spec)
+    launch.read(store.state, case.spec, *case.dims, 50)
+
+
 def _affine_names() -> list[str]:
     groups = ("", "-g32", "-g64", "-g128")
     return [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
@@ -193,8 +242,12 @@ def _matrix() -> list[Case]:
         cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
     for page_size in (32, 64, 256):
         cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
-        cases.append(Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0}))
-    cases.append(Case(head_dim=96, head_dim_v=64, lengths=lengths, **{k: v for k, v in base.items() if k != "head_dim"}))
+        cases.append(
+            Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0})
+        )
+    cases.append(
+        Case(head_dim=96, head_dim_v=64, lengths=lengths, **{k: v for k, v in base.items() if k != "head_dim"})
+    )
     return cases
 
 
@@ -218,7 +271,9 @@ def _stores() -> list[tuple[Case, list[int]]]:
             stores.append((case, [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]))
     for dim in (64, 80, 96, 256):
         for keys, values, residual in (("int4-channel", "int4-token", 128), ("int2-token", "int8-channel", 0)):
-            case = Case(keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1))
+            case = Case(
+                keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
+            )
             stores.append((case, [300, 0, 100, 0]))
     long = Case(head_dim=128, residual=128, page_size=128, sink=32, lengths=(1,))
     stores.append((long, [100, *[0] * 330]))
@@ -240,7 +295,13 @@ def test_store(case, chunks):
 def test_graph(residual):
     """A captured step, replayed over lengths that cross a page, gives what the reference gives."""
     case = Case(
-        keys="int8-token", values="int4-token", head_dim=128, residual=residual, page_size=128, capacity=600, lengths=(250, 380)
+        keys="int8-token",
+        values="int4-token",
+        head_dim=128,
+        residual=residual,
+        page_size=128,
+        capacity=600,
+        lengths=(250, 380),
     )
     gen = generator(case, SEED)
     ref, dev = filled(case, gen, DEVICE)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .common import DTYPES, load_plane, load_tokens, padded_width
+from .common import as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
 
 #: elements of a tile in `encode`
 ENCODE_TILE = 8192
@@ -209,13 +209,13 @@ def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, 
 
 
 @triton.jit
-def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """`"general"`: the planes of q in the model's dtype. Else `(size, sum, *planes)`: q = size * planes, where `size`
     `[M]` is a power of two that brings a row within 1, for float16 may not hold q (bfloat16) or what it is multiplied with."""
     if P.mode == "general":
         out = ()
         for j in tl.static_range(P.planes):
-            out = out + (load_plane(q_rows, stride, rows_valid, j, P).to(DOT),)
+            out = out + (as_operand(load_plane(q_rows, stride, rows_valid, j, P).to(DOT), T),)
     else:
         largest = tl.max(tl.abs(load_plane(q_rows, stride, rows_valid, 0, P).to(tl.float32)), 1)
         total = tl.sum(load_plane(q_rows, stride, rows_valid, 0, P).to(tl.float32), 1)
@@ -232,76 +232,87 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
             x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32) * inverse[:, None]
             if P.mode == "token":
                 x = x * (1.0 / P.factors[j])
-            out = out + (x.to(tl.float32 if DOT == tl.float32 else tl.float16),)
+            out = out + (as_operand(x.to(tl.float32 if DOT == tl.float32 else tl.float16), T),)
     return out
 
 
 @triton.jit
-def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    words = _words(page, n0, valid, True, BLOCK_N, P)
+def scores(
+    page, prepared, fetched, n0, valid, factor,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    words = _words(page, n0, valid, T == 1, BLOCK_N, P)
     if P.mode == "general":
-        q = prepared[0]
-        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-        for j in tl.static_range(P.planes):
-            k = _general(page, words, n0, valid, j, True, BLOCK_N, P).to(DOT)
-            s = tl.dot(prepared[j], k, s, input_precision="ieee")
+        s = query_dot(prepared[0], _general(page, words, n0, valid, 0, T == 1, BLOCK_N, P).to(DOT), None, T)
+        for j in tl.static_range(1, P.planes):
+            k = _general(page, words, n0, valid, j, T == 1, BLOCK_N, P).to(DOT)
+            s = query_dot(prepared[j], k, s, T)
         s = s * factor
     elif P.mode == "channel":
-        q = prepared[2]
-        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-        for j in tl.static_range(P.planes):
-            # a quarter of the keys: rounding of the scale may push the largest beyond float16
-            scale = _per_channel(page, P.scale_at, n0, j, P) * 0.25
-            zero = _per_channel(page, P.zero_at, n0, j, P) * 0.25
-            k = _dequantized(words, j, scale[:, None], zero[:, None], q.dtype, P)
-            s = tl.dot(prepared[2 + j], k, s, input_precision="ieee")
-        s = s * (prepared[0] * (4.0 * factor))[:, None]
+        TYPE: tl.constexpr = prepared[2].dtype
+        s = query_dot(prepared[2], _key_plane(page, words, n0, 0, TYPE, T, P), None, T)
+        for j in tl.static_range(1, P.planes):
+            s = query_dot(prepared[2 + j], _key_plane(page, words, n0, j, TYPE, T, P), s, T)
+        s = s * tl.expand_dims(prepared[0] * (4.0 * factor), T)
     else:
-        q = prepared[2]
-        s = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-        for j in tl.static_range(P.planes):
-            s = tl.dot(prepared[2 + j], _extract(words, j, P).to(q.dtype), s, input_precision="ieee")
-        scale, zero = fetched
-        s = s * (prepared[0] * (factor * TWO_24))[:, None] * scale.to(tl.float32)[None, :]
-        s = s + (prepared[1] * factor)[:, None] * zero.to(tl.float32)[None, :]
+        TYPE: tl.constexpr = prepared[2].dtype
+        s = query_dot(prepared[2], _extract(words, 0, P).to(TYPE), None, T)
+        for j in tl.static_range(1, P.planes):
+            s = query_dot(prepared[2 + j], _extract(words, j, P).to(TYPE), s, T)
+        scale = tl.expand_dims(fetched[0].to(tl.float32), 1 - T)
+        zero = tl.expand_dims(fetched[1].to(tl.float32), 1 - T)
+        s = s * tl.expand_dims(prepared[0] * (factor * TWO_24), T) * scale
+        s = s + tl.expand_dims(prepared[1] * factor, T) * zero
     return s
 
 
 @triton.jit
-def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    """`"channel"`: plane `j` of a quarter of the keys (rounding of the scale may push the largest beyond float16)."""
+    scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P) * 0.25, T)
+    zero = tl.expand_dims(_per_channel(page, P.zero_at, n0, j, P) * 0.25, T)
+    return _dequantized(words, j, scale, zero, TYPE, P)
+
+
+@triton.jit
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     if P.mode == "token":
         # a scale of zero goes with codes of zero: any positive number will do
         scale = tl.maximum(fetched[0].to(tl.float32), 1.0 / TWO_24)
         # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
-        zero = fetched[1].to(tl.float32) / scale
-        return s + tl.log2(scale)[None, :], (1.0 / scale)[None, :], zero[None, :]
+        offset = fetched[1].to(tl.float32) / scale
+        s = s + tl.expand_dims(tl.log2(scale), 1 - T)
+        return s, tl.expand_dims(1.0 / scale, 1 - T), tl.expand_dims(offset, 1 - T)
     else:
         return s, 1.0, 0.0
 
 
 @triton.jit
-def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    words = _words(page, n0, valid, False, BLOCK_N, P)
+def add(
+    page, weights, decay, acc, n0, valid,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    words = _words(page, n0, valid, T == 0, BLOCK_N, P)
     out = ()
     if P.mode == "general":
         p = weights.to(DOT)
         for j in tl.static_range(P.planes):
-            v = _general(page, words, n0, valid, j, False, BLOCK_N, P).to(DOT)
-            out = out + (tl.dot(p, v, acc[j] * decay[:, None], input_precision="ieee"),)
+            v = _general(page, words, n0, valid, j, T == 0, BLOCK_N, P).to(DOT)
+            out = out + (value_dot(p, v, acc[j] * tl.expand_dims(decay, T), T),)
     else:
         p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
         if P.mode == "channel":
-            total = tl.sum(weights, 1)
+            total = tl.expand_dims(tl.sum(weights, T), T)
             for j in tl.static_range(P.planes):
-                part = tl.dot(p, _extract(words, j, P).to(p.dtype), input_precision="ieee")
+                part = value_dot(p, _extract(words, j, P).to(p.dtype), None, T)
                 scale = _per_channel(page, P.scale_at, n0, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
                 zero = _per_channel(page, P.zero_at, n0, j, P).to(tl.float32)
-                part = part * scale[None, :] + total[:, None] * zero[None, :]
-                out = out + (acc[j] * decay[:, None] + part,)
+                part = part * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
+                out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
         else:
             for j in tl.static_range(P.planes):
                 code = _extract(words, j, P).to(p.dtype)
-                out = out + (tl.dot(p, code, acc[j] * decay[:, None], input_precision="ieee"),)
+                out = out + (value_dot(p, code, acc[j] * tl.expand_dims(decay, T), T),)
     return out
 
 

@@ -35,7 +35,9 @@ def _encode_page(
 
 
 @triton.jit
-def _store_window(x, sink, tail, bh, place, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr):
+def _store_window(
+    x, sink, tail, bh, place, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr
+):
     """Tokens `[N, D_PADDED]` whose place in the row is `place` `[N]` -> sink or tail; keep `[N]`."""
     channel = tl.arange(0, D_PADDED)[None, :]
     columns = channel < D
@@ -65,8 +67,11 @@ def append_one_kernel(
         fits = fits & (tl.load(mask + b * mask_stride_b) != 0)
     if fits:
         new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
+        first = stored - SINK
+        before = tl.load(paged + bh)
+        after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
         place = stored + tl.arange(0, 1)
-        keep = place < room
+        keep = (place < SINK) | (place - SINK >= after)
         channel = tl.arange(0, DK_PADDED)[None, :]
         x = tl.load(new_k + channel * k_stride_d, mask=channel < DK, other=0.0)
         _store_window(x, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
@@ -74,9 +79,6 @@ def append_one_kernel(
         x = tl.load(new_v + channel * v_stride_d, mask=channel < DV, other=0.0)
         _store_window(x, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
 
-        first = stored - SINK
-        before = tl.load(paged + bh)
-        after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
         # the new token is read from the chunk, not from the tail, where this program has only just put it
         source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)
         source_v = (tail_v + bh * TAIL * DV, DV, new_v, 0, v_stride_d, length, first, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, LOWEST, load_plane
+from .common import LOG2E, LOWEST, as_operand, load_plane, query_dot, value_dot
 
 
 @triton.jit
@@ -24,11 +24,19 @@ def _capped(s, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _start(BLOCK_M: tl.constexpr, VP: tl.constexpr):
+def _start(BLOCK_M: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
     acc = ()
     for _ in tl.static_range(VP.planes):
-        acc = acc + (tl.zeros((BLOCK_M, VP.padded), tl.float32),)
-    return tl.full((BLOCK_M,), LOWEST, tl.float32), tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32), acc
+        if T == 1:
+            acc = acc + (tl.zeros((BLOCK_M, VP.padded), tl.float32),)
+        else:
+            acc = acc + (tl.zeros((VP.padded, BLOCK_M), tl.float32),)
+    return (
+        tl.full((BLOCK_M,), LOWEST, tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
+        acc,
+    )
 
 
 @triton.jit
@@ -37,19 +45,22 @@ def _walk_pages(
     PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, VALUE_AT: tl.constexpr, PAGE: tl.constexpr,
     OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DEFER: tl.constexpr,
+    DEFER: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Pages `first` to `last` of a row. table: its page addresses; part: bytes from a page to this head's share of it.
 
     DEFER: `l` and `z` are summed across the tile's columns once at the end, not in every tile.
     """
     TILES: tl.constexpr = PAGE // BLOCK_N
-    SUMS: tl.constexpr = (BLOCK_M, BLOCK_N) if DEFER else (BLOCK_M,)
     m, l, z, acc = carried
-    prepared = PREPARE(q_rows, q_stride_d, rows_valid, DOT, KP)
+    prepared = PREPARE(q_rows, q_stride_d, rows_valid, DOT, T, KP)
     column = tl.arange(0, BLOCK_N)
     end = tl.minimum(last * PAGE, paged)
-    sum_l, sum_z = tl.zeros(SUMS, tl.float32), tl.zeros(SUMS, tl.float32)
+    if DEFER:
+        sum_l = tl.zeros((BLOCK_M, BLOCK_N) if T == 1 else (BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        sum_l = tl.zeros((BLOCK_M,), tl.float32)
+    sum_z = sum_l
     # what a tile's other loads wait for is fetched one tile ahead, and addresses two
     address = tl.load(table + first, mask=first < last, other=0)
     page = pool + tl.multiple_of(address + part, 16)
@@ -66,26 +77,26 @@ def _walk_pages(
         next_keys = FETCH_K(next_page, next_n0, next_valid, BLOCK_N, KP)
         next_values = FETCH_V(next_page + VALUE_AT, next_n0, next_valid, BLOCK_N, VP)
 
-        s = _capped(SCORES(page, prepared, keys, n0, valid, factor, DOT, BLOCK_N, KP), softcap, HAS_SOFTCAP)
-        s, inverse, offset = WEIGH(page + VALUE_AT, values, s, n0, valid, BLOCK_N, VP)
+        s = _capped(SCORES(page, prepared, keys, n0, valid, factor, DOT, BLOCK_N, T, KP), softcap, HAS_SOFTCAP)
+        s, inverse, offset = WEIGH(page + VALUE_AT, values, s, n0, valid, BLOCK_N, T, VP)
         if OPEN_PAGES:
-            s = tl.where(valid[None, :], s, float("-inf"))
-        new_m = tl.maximum(m, tl.max(s, 1))
+            s = tl.where(tl.expand_dims(valid, 1 - T), s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, T))
         decay = tl.exp2(m - new_m)
-        weights = tl.exp2(s - new_m[:, None])
+        weights = tl.exp2(s - tl.expand_dims(new_m, T))
         if DEFER:
-            sum_l = sum_l * decay[:, None] + weights * inverse
+            sum_l = sum_l * tl.expand_dims(decay, T) + weights * inverse
             if VP.offset:
-                sum_z = sum_z * decay[:, None] + weights * offset
+                sum_z = sum_z * tl.expand_dims(decay, T) + weights * offset
         else:
-            sum_l = sum_l * decay + tl.sum(weights * inverse, 1)
+            sum_l = sum_l * decay + tl.sum(weights * inverse, T)
             if VP.offset:
-                sum_z = sum_z * decay + tl.sum(weights * offset, 1)
-        acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, VP)
+                sum_z = sum_z * decay + tl.sum(weights * offset, T)
+        acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, VP)
         m, page, valid, keys, values = new_m, next_page, next_valid, next_keys, next_values
     # nothing was carried in: pages come first
     if DEFER:
-        l, z = tl.sum(sum_l, 1), tl.sum(sum_z, 1)
+        l, z = tl.sum(sum_l, T), tl.sum(sum_z, T)
     else:
         l, z = sum_l, sum_z
     return m, l, z, acc
@@ -94,24 +105,24 @@ def _walk_pages(
 @triton.jit
 def _window_tile(
     carried, q, k_rows, v_rows, k_stride, v_stride, tokens_valid, visible, factor, softcap,
-    DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens in the model's dtype: pointers `[N]`; tokens_valid `[N]`; visible: broadcastable to `[M, N]`."""
+    """One tile of tokens in the model's dtype: pointers `[N]`; tokens_valid `[N]`; visible: broadcastable to the scores."""
     m, l, z, acc = carried
     k = load_plane(k_rows, k_stride, tokens_valid, 0, DQ).to(DOT)
-    s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, softcap, HAS_SOFTCAP)
-    s = tl.where(visible, s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, 1))
+    s = query_dot(q, tl.trans(k) if T == 1 else k, None, T)
+    s = tl.where(visible, _capped(s * factor, softcap, HAS_SOFTCAP), float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, T))
     decay = tl.exp2(m - new_m)
-    weights = tl.exp2(s - new_m[:, None])
-    l = l * decay + tl.sum(weights, 1)
+    weights = tl.exp2(s - tl.expand_dims(new_m, T))
+    l = l * decay + tl.sum(weights, T)
     z = z * decay
     p = weights.to(DOT)
     out = ()
     for j in tl.static_range(VP.planes):
         v = load_plane(v_rows, v_stride, tokens_valid, j, VP).to(DOT)
-        part = tl.dot(p, v, input_precision="ieee") * (1.0 / VP.units[j])
-        out = out + (acc[j] * decay[:, None] + part,)
+        part = value_dot(p, v if T == 1 else tl.trans(v), None, T) * (1.0 / VP.units[j])
+        out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
     return new_m, l, z, out
 
 
@@ -119,33 +130,46 @@ def _window_tile(
 def _walk_window(
     carried, q, q_token, last_token, bh, length, paged, factor, softcap,
     k, k_stride_s, k_stride_d, v, v_stride_s, v_stride_d, mask, mask_stride_s,
-    sink_k, sink_v, tail_k, tail_v, tokens,
-    DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_MASK: tl.constexpr,
-    DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    sink_k, sink_v, tail_k, tail_v, tokens, part,
+    DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, TAIL_SHARE: tl.constexpr, SINK: tl.constexpr,
+    TAIL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Sink, tail ring, and the chunk itself up to the tile's `last_token`."""
+    """Sink, tail ring, and the chunk itself up to the tile's `last_token`.
+
+    TAIL_SHARE: 0, or part 0 takes sink and chunk, and each part after it that many tokens of the tail.
+    """
     DK: tl.constexpr = DQ.width
     block = tl.arange(0, BLOCK_N)
+    sink_end = tl.minimum(length, SINK)
+    chunk_end = last_token + 1
+    tail_first = paged
+    tail_end = length - SINK
+    if TAIL_SHARE > 0:
+        sink_end = tl.where(part == 0, sink_end, 0)
+        chunk_end = tl.where(part == 0, chunk_end, 0)
+        tail_first += (part - 1) * TAIL_SHARE
+        tail_end = tl.where(part == 0, tail_first, tl.minimum(tail_end, tail_first + TAIL_SHARE))
     if SINK > 0:
-        for n0 in range(0, tl.minimum(length, SINK), BLOCK_N):
+        for n0 in tl.range(0, sink_end, BLOCK_N, num_stages=STAGES):
             index = n0 + block
-            valid = (index < length) & (index < SINK)
+            valid = index < sink_end
             place = bh * SINK + index
             carried = _window_tile(
-                carried, q, sink_k + place * DK, sink_v + place * DV, 1, 1, valid, valid[None, :], factor, softcap,
-                DQ, VP, DOT, HAS_SOFTCAP,
+                carried, q, sink_k + place * DK, sink_v + place * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
+                factor, softcap, DQ, VP, DOT, HAS_SOFTCAP, T,
             )  # fmt: skip
     if TAIL > 0:
-        stored = length - SINK
-        for n0 in range(paged, stored, BLOCK_N):
+        for n0 in tl.range(tail_first, tail_end, BLOCK_N, num_stages=STAGES):
             index = n0 + block
-            valid = index < stored
+            valid = index < tail_end
             place = bh * TAIL + index % TAIL
             carried = _window_tile(
-                carried, q, tail_k + place * DK, tail_v + place * DV, 1, 1, valid, valid[None, :], factor, softcap,
-                DQ, VP, DOT, HAS_SOFTCAP,
+                carried, q, tail_k + place * DK, tail_v + place * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
+                factor, softcap, DQ, VP, DOT, HAS_SOFTCAP, T,
             )  # fmt: skip
-    for n0 in range(0, last_token + 1, BLOCK_N):
+    for n0 in tl.range(0, chunk_end, BLOCK_N, num_stages=STAGES):
         index = n0 + block
         valid = index < tokens
         if HAS_MASK:
@@ -153,21 +177,22 @@ def _walk_window(
         place = index.to(tl.int64)
         carried = _window_tile(
             carried, q, k + place * k_stride_s, v + place * v_stride_s, k_stride_d, v_stride_d, valid,
-            valid[None, :] & (index[None, :] <= q_token[:, None]), factor, softcap, DQ, VP, DOT, HAS_SOFTCAP,
+            tl.expand_dims(valid, 1 - T) & (tl.expand_dims(index, 1 - T) <= tl.expand_dims(q_token, T)), factor, softcap,
+            DQ, VP, DOT, HAS_SOFTCAP, T,
         )  # fmt: skip
     return carried
 
 
 @triton.jit
-def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, VP: tl.constexpr):
+def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
     """Divide by the sum of weights and store; rows: pointers `[M]`. Zero where nothing was attended."""
     m, l, z, acc = carried
     total = tl.where(l > 0, l, 1.0)
     channel = tl.arange(0, VP.padded)
     for j in tl.static_range(VP.planes):
-        x = (acc[j] * VP.units[j] + z[:, None]) / total[:, None]
-        keep = rows_valid[:, None] & (channel < VP.width)[None, :]
-        tl.store(rows[:, None] + (j * VP.width + channel)[None, :], x.to(out_type), mask=keep)
+        x = (acc[j] * VP.units[j] + tl.expand_dims(z, T)) / tl.expand_dims(total, T)
+        keep = tl.expand_dims(rows_valid, T) & tl.expand_dims(channel < VP.width, 1 - T)
+        tl.store(tl.expand_dims(rows, T) + tl.expand_dims(j * VP.width + channel, 1 - T), x.to(out_type), mask=keep)
     if SPLIT:
         tl.store(lse_rows, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
@@ -183,13 +208,13 @@ def attend_kernel(
     DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW_N: tl.constexpr, DEFER: tl.constexpr,
+    WINDOW_N: tl.constexpr, WINDOW_PARTS: tl.constexpr, TAIL_SHARE: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Grid (row * head, split, block of BLOCK_M query rows).
 
-    SPLIT: program 0 of axis 1 takes what is not packed, the others a share of the row's pages each; out is float32
-    `[B * H, splits + 1, GROUPS * tokens, DV]` and lse `[B * H, splits + 1, GROUPS * tokens]`, binary logarithms. Else one
-    program takes all; out is `[B, tokens, H * GROUPS, DV]`.
+    SPLIT: the first WINDOW_PARTS programs of axis 1 take what is not packed (`_walk_window`), the `splits` others a share of
+    the row's pages each; out is float32 `[B * H, WINDOW_PARTS + splits, GROUPS * tokens, DV]` and lse the same without DV,
+    binary logarithms. Else one program takes all; out is `[B, tokens, H * GROUPS, DV]`.
     KP, VP: constants of the two formats (`registry`); DQ: constants of dense tokens as wide as a key.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -205,30 +230,35 @@ def attend_kernel(
     part = tl.program_id(1)
     lse_rows = lse
     if SPLIT:
-        partial_row = (bh * (splits + 1) + part) * (GROUPS * tokens) + row
+        partial_row = (bh * (WINDOW_PARTS + splits) + part) * (GROUPS * tokens) + row
         out_rows = out + partial_row * DV
         lse_rows = lse + partial_row
     else:
         out_rows = out + ((b * tokens + q_token) * (heads * GROUPS) + q_head) * DV
 
-    carried = _start(BLOCK_M, VP)
-    if (not SPLIT) or part > 0:
+    carried = _start(BLOCK_M, T, VP)
+    if (not SPLIT) or part >= WINDOW_PARTS:
         total_pages = (packed + PAGE - 1) // PAGE
-        share = tl.maximum(part - 1, 0)
+        share = tl.maximum(part - WINDOW_PARTS, 0)
         first = (total_pages * share // splits).to(tl.int32)
         last = (total_pages * (share + 1) // splits).to(tl.int32)
         carried = _walk_pages(
             carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES, first, last, packed, factor,
             softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP,
-            BLOCK_M, BLOCK_N, DEFER,
+            BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
-    if (not SPLIT) or part == 0:
+    if (not SPLIT) or part < WINDOW_PARTS:
+        # with splits few programs come here, and buffers for them would keep the others off the multiprocessor. Not with
+        # 64 rows: Triton 3.6 on Hopper (wgmma) then gives wrong results
+        STAGES: tl.constexpr = 1 if SPLIT and BLOCK_M < 64 else 2
         last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)
+        dense_q = as_operand(load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), T)
         carried = _walk_window(
-            carried, load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), q_token, last_token, bh, stored, packed,
-            factor, softcap, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d,
+            carried, dense_q, q_token, last_token, bh, stored, packed, factor, softcap,
+            k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d,
             v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, mask + b * mask_stride_b, mask_stride_s,
-            sink_k, sink_v, tail_k, tail_v, tokens, DQ, DV, VP, SINK, TAIL, HAS_MASK, DOT, HAS_SOFTCAP, WINDOW_N,
+            sink_k, sink_v, tail_k, tail_v, tokens, part, DQ, DV, VP, TAIL_SHARE if SPLIT else 0, SINK, TAIL, HAS_MASK,
+            DOT, HAS_SOFTCAP, WINDOW_N, STAGES, T,
         )  # fmt: skip
     if HAS_SINKS and not SPLIT:
         m, l, z, acc = carried
@@ -237,23 +267,26 @@ def attend_kernel(
         decay = tl.exp2(m - new_m)
         scaled = ()
         for j in tl.static_range(VP.planes):
-            scaled = scaled + (acc[j] * decay[:, None],)
+            scaled = scaled + (acc[j] * tl.expand_dims(decay, T),)
         carried = new_m, l * decay + tl.exp2(logit - new_m), z * decay, scaled
-    _finish(carried, out_rows, rows_valid, lse_rows, out.dtype.element_ty, SPLIT, VP)
+    _finish(carried, out_rows, rows_valid, lse_rows, out.dtype.element_ty, SPLIT, T, VP)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def merge_kernel(
     partial, lse, sinks, out, heads, rows, parts,
-    DV: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr,
+    DV: tl.constexpr, GROUPS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits' outputs by their log-sum-exp. Grid (row * head, query row): out `[B, tokens, H * GROUPS, DV]`."""
+    """Merge the splits' outputs by their log-sum-exp, BLOCK splits at a time, into out `[B, tokens, H * GROUPS, DV]`.
+
+    Grid (row * head, query row, block of CHANNELS channels).
+    """
     bh, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_head = (bh % heads) * GROUPS + row % GROUPS
-    channel = tl.arange(0, DV_PADDED)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     m = LOWEST
     l = 0.0
-    acc = tl.zeros((DV_PADDED,), tl.float32)
+    acc = tl.zeros((CHANNELS,), tl.float32)
     for first in range(0, parts, BLOCK):
         part = first + tl.arange(0, BLOCK)
         place = (bh * parts + part) * rows + row

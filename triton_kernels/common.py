@@ -43,6 +43,35 @@ def load_plane(rows, stride, rows_valid, j: tl.constexpr, P: tl.constexpr):
     return tl.load(rows[:, None] + (j * P.width + channel)[None, :] * stride, mask=keep, other=0.0)
 
 
+# The attend kernel works in one of two orientations. T is the axis of a tile of scores along which tokens run: with T = 1
+# tiles are `[M, N]` (query rows by tokens) and accumulators `[M, channels]`; with T = 0 both are transposed. What belongs to
+# a query row broadcasts by `expand_dims(x, T)`, what belongs to a token or a channel by `expand_dims(x, 1 - T)`.
+
+
+@triton.jit
+def as_operand(q, T: tl.constexpr):
+    """Queries `[M, channels]` as `query_dot` takes them."""
+    return q if T == 1 else tl.trans(q)
+
+
+@triton.jit
+def query_dot(q, k, s, T: tl.constexpr):
+    """s + q.k; k: `[channels, N]`, or `[N, channels]` for T = 0."""
+    if T == 1:
+        return tl.dot(q, k, s, input_precision="ieee")
+    else:
+        return tl.dot(k, q, s, input_precision="ieee")
+
+
+@triton.jit
+def value_dot(weights, v, acc, T: tl.constexpr):
+    """acc + weights.v; v: `[N, channels]`, or `[channels, N]` for T = 0."""
+    if T == 1:
+        return tl.dot(weights, v, acc, input_precision="ieee")
+    else:
+        return tl.dot(v, weights, acc, input_precision="ieee")
+
+
 @triton.jit
 def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr):
     """Unpacked tokens of one row and head as float32, from the tail ring or from the chunk that is being stored.

@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+#: tokens of the tail that one program takes where a row's work is split
+TAIL_SHARE = 64
+#: splits, and channels, that a program of the merge takes at a time
+MERGE_SPLITS = 256
+MERGE_CHANNELS = 32
 #: multiprocessors assumed where the device cannot be asked (interpreter)
 DEFAULT_PROCESSORS = 132
 
@@ -23,6 +28,8 @@ class Config(NamedTuple):
     programs: int
     #: registers a thread may use, or `None`: the compiler's choice
     registers: int | None = None
+    #: whether tokens are the left operand of products, and query rows the narrow right one (`common`: T = 0)
+    swapped: bool = False
 
 
 @functools.cache
@@ -32,17 +39,29 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+#: one token or a few, at most 16 query rows a KV head: by the width of a plane of values, up to which each row holds. Measured
+#: on an H200 at head size 128 (docs/kernels.md); one warp suits 16 channels, for more would compute the same product twice.
+#: Nothing in it needs more than 48 KiB of shared memory, so devices from sm80 on take the same table.
+DECODE = (
+    (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
+    (32, Config(16, 64, 32, num_warps=2, num_stages=3, programs=8, swapped=True)),
+    (64, Config(16, 64, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
+    (256, Config(16, 32, 16, num_warps=4, num_stages=2, programs=6, swapped=True)),
+)
+
+
 @functools.cache
-def attend_config(rows: int, widest: int, is_float32: bool) -> Config:
-    """rows: query rows of a KV head; widest: the larger head size."""
+def attend_config(rows: int, widest: int, value_width: int, is_float32: bool) -> Config:
+    """rows: query rows of a KV head; widest: the larger head size; value_width: padded channels of a plane of values."""
     if is_float32:
-        return Config(16, 32, 32, 4, 1, 4)
-    block_n = 64 if widest <= 128 else 32
+        return Config(16, 32, 32, num_warps=4, num_stages=1, programs=4)
     if rows <= 16:
-        return Config(16, 2 * block_n, block_n, 4, 3, 4)
+        config = next(config for width, config in DECODE if value_width <= width)
+        return config._replace(block_m=8) if rows <= 8 else config
+    block_n = 64 if widest <= 128 else 32
     if rows <= 32 or widest > 128:
-        return Config(32, block_n, block_n, 4, 2, 2)
-    return Config(64, block_n, block_n, 4, 2, 2)
+        return Config(32, block_n, block_n, num_warps=4, num_stages=2, programs=2)
+    return Config(64, block_n, block_n, num_warps=4, num_stages=2, programs=2)
 
 
 def split_count(programs: int, pages: int, wanted: int) -> int:

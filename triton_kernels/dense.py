@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .common import DTYPES, load_plane, load_tokens, padded_width
+from .common import DTYPES, as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
 
 
 class Params(NamedTuple):
@@ -27,14 +27,8 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
-    return (load_plane(q_rows, stride, rows_valid, 0, P).to(DOT),)
-
-
-@triton.jit
-def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
-    return tl.dot(prepared[0], tl.trans(k), input_precision="ieee") * factor
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    return (as_operand(load_plane(q_rows, stride, rows_valid, 0, P).to(DOT), T),)
 
 
 @triton.jit
@@ -43,14 +37,26 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def scores(
+    page, prepared, fetched, n0, valid, factor,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
+    return query_dot(prepared[0], tl.trans(k) if T == 1 else k, None, T) * factor
+
+
+@triton.jit
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     return s, 1.0, 0.0
 
 
 @triton.jit
-def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def add(
+    page, weights, decay, acc, n0, valid,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     v = _load(page, n0, valid, BLOCK_N, P).to(DOT)
-    return (tl.dot(weights.to(DOT), v, acc[0] * decay[:, None], input_precision="ieee"),)
+    return (value_dot(weights.to(DOT), v if T == 1 else tl.trans(v), acc[0] * tl.expand_dims(decay, T), T),)
 
 
 @triton.jit

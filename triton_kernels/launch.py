@@ -19,7 +19,7 @@ from . import dense
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import DTYPES, constants, interpreted, padded_width
-from .config import attend_config, processors, split_count
+from .config import MERGE_CHANNELS, MERGE_SPLITS, TAIL_SHARE, attend_config, processors, split_count
 from .read import read_pages_kernel, read_window_kernel
 from .registry import kernels
 
@@ -48,6 +48,8 @@ class _Sides(NamedTuple):
     value_at: int
     #: largest tile of tokens, for keys and for values
     max_block: tuple[int, int]
+    #: channels of a plane of values, padded
+    value_width: int
     #: tokens that packing takes at a time
     encode_rows: tuple[int, int]
 
@@ -68,13 +70,17 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
         page_bytes=part_k + part_v,
         value_at=part_k,
         max_block=(kp.max_block, vp.max_block),
+        value_width=vp.padded,
         encode_rows=(kp.encode_rows, vp.encode_rows),
     )
 
 
+def _takes_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and not interpreted()
+
+
 def _prepare(k, v, spec: LayerSpec) -> _Sides:
-    ptx = k.device.type == "cuda" and torch.version.hip is None and not interpreted()
-    return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, ptx)
+    return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, _takes_ptx(k.device))
 
 
 def _dot_type(dtype: torch.dtype):
@@ -98,18 +104,20 @@ def attend(
     sides = _prepare(k, v, spec)
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
-    config = attend_config(rows, max(head_dim_k, head_dim_v), q.dtype == torch.float32)
+    config = attend_config(rows, max(head_dim_k, head_dim_v), sides.value_width, q.dtype == torch.float32)
     blocks = triton.cdiv(rows, config.block_m)
     programs = batch * heads * blocks
     splits = split_count(programs, pages, config.programs * processors(q.device))
+    window_parts = 1 + triton.cdiv(spec.tail_size, TAIL_SHARE)
+    parts = splits + window_parts if splits > 1 else 1
     out = q.new_empty(batch, tokens, q_heads, head_dim_v)
     partial, lse = out, out
     if splits > 1:
-        partial = q.new_empty(batch * heads, splits + 1, rows, head_dim_v, dtype=torch.float32)
-        lse = q.new_empty(batch * heads, splits + 1, rows, dtype=torch.float32)
+        partial = q.new_empty(batch * heads, parts, rows, head_dim_v, dtype=torch.float32)
+        lse = q.new_empty(batch * heads, parts, rows, dtype=torch.float32)
     _launch(
         attend_kernel,
-        (batch * heads, splits + 1 if splits > 1 else 1, blocks),
+        (batch * heads, parts, blocks),
         *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
         *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
         *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
@@ -141,7 +149,10 @@ def attend(
         BLOCK_M=config.block_m,
         BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
         WINDOW_N=config.window_n,
-        DEFER=config.block_m == 16 and config.num_warps > 1,
+        WINDOW_PARTS=window_parts,
+        TAIL_SHARE=TAIL_SHARE,
+        DEFER=config.block_m <= 16 and config.num_warps > 1,
+        T=0 if config.swapped else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.registers,
@@ -149,14 +160,14 @@ def attend(
     if splits > 1:
         _launch(
             merge_kernel,
-            (batch * heads, rows),
-            *(partial, lse, q if sinks is None else sinks, out, heads, rows, splits + 1),
+            (batch * heads, rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
+            *(partial, lse, q if sinks is None else sinks, out, heads, rows, parts),
             device=q.device,
             DV=head_dim_v,
-            DV_PADDED=triton.next_power_of_2(head_dim_v),
             GROUPS=groups,
             HAS_SINKS=sinks is not None,
-            BLOCK=16,
+            BLOCK=min(triton.next_power_of_2(parts), MERGE_SPLITS),
+            CHANNELS=MERGE_CHANNELS,
             num_warps=4,
         )
     return out
