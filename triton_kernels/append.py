@@ -61,23 +61,22 @@ def append_one_kernel(
     """Store one token a row, k and v `[B, H, 1, D]`. Grid (row * head)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    stored = tl.load(length + bh)
+    new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
+    # all loads before the first branch: they wait for memory together
+    stored, before = tl.load(length + bh), tl.load(paged + bh)
+    channel_k, channel_v = tl.arange(0, DK_PADDED)[None, :], tl.arange(0, DV_PADDED)[None, :]
+    x_k = tl.load(new_k + channel_k * k_stride_d, mask=channel_k < DK, other=0.0)
+    x_v = tl.load(new_v + channel_v * v_stride_d, mask=channel_v < DV, other=0.0)
     fits = stored < room
     if HAS_MASK:
         fits = fits & (tl.load(mask + b * mask_stride_b) != 0)
     if fits:
-        new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
         first = stored - SINK
-        before = tl.load(paged + bh)
         after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
         place = stored + tl.arange(0, 1)
         keep = (place < SINK) | (place - SINK >= after)
-        channel = tl.arange(0, DK_PADDED)[None, :]
-        x = tl.load(new_k + channel * k_stride_d, mask=channel < DK, other=0.0)
-        _store_window(x, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
-        channel = tl.arange(0, DV_PADDED)[None, :]
-        x = tl.load(new_v + channel * v_stride_d, mask=channel < DV, other=0.0)
-        _store_window(x, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
+        _store_window(x_k, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
+        _store_window(x_v, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
 
         # the new token is read from the chunk, not from the tail, where this program has only just put it
         source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)

@@ -12,6 +12,8 @@ TAIL_SHARE = 64
 #: splits, and channels, that a program of the merge takes at a time
 MERGE_SPLITS = 256
 MERGE_CHANNELS = 32
+#: warps of a program that stores one token, and packs a page when it is due
+APPEND_WARPS = 4
 #: multiprocessors assumed where the device cannot be asked (interpreter)
 DEFAULT_PROCESSORS = 132
 
@@ -48,15 +50,22 @@ DECODE = (
     (64, Config(16, 64, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=4, num_stages=2, programs=6, swapped=True)),
 )
+#: the same, where a plane of keys is wider than one of values (finer keys)
+DECODE_FINER_KEYS = (
+    (16, Config(16, 128, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
+    (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
+)
 
 
 @functools.cache
-def attend_config(rows: int, widest: int, value_width: int, is_float32: bool) -> Config:
-    """rows: query rows of a KV head; widest: the larger head size; value_width: padded channels of a plane of values."""
+def attend_config(rows: int, widest: int, key_width: int, value_width: int, is_float32: bool) -> Config:
+    """rows: query rows of a KV head; widest: the larger head size; key_width, value_width: padded channels of a plane."""
     if is_float32:
         return Config(16, 32, 32, num_warps=4, num_stages=1, programs=4)
     if rows <= 16:
-        config = next(config for width, config in DECODE if value_width <= width)
+        # the finer table was measured for planes up to 64 channels; dense keys over packed values take the usual one
+        table = DECODE_FINER_KEYS if value_width < key_width <= 64 else DECODE
+        config = next(config for width, config in table if value_width <= width)
         return config._replace(block_m=8) if rows <= 8 else config
     block_n = 64 if widest <= 128 else 32
     if rows <= 32 or widest > 128:

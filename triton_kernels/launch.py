@@ -19,7 +19,7 @@ from . import dense
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import DTYPES, constants, interpreted, padded_width
-from .config import MERGE_CHANNELS, MERGE_SPLITS, TAIL_SHARE, attend_config, processors, split_count
+from .config import APPEND_WARPS, MERGE_CHANNELS, MERGE_SPLITS, TAIL_SHARE, attend_config, processors, split_count
 from .read import read_pages_kernel, read_window_kernel
 from .registry import kernels
 
@@ -49,6 +49,7 @@ class _Sides(NamedTuple):
     #: largest tile of tokens, for keys and for values
     max_block: tuple[int, int]
     #: channels of a plane of values, padded
+    key_width: int
     value_width: int
     #: tokens that packing takes at a time
     encode_rows: tuple[int, int]
@@ -70,6 +71,7 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
         page_bytes=part_k + part_v,
         value_at=part_k,
         max_block=(kp.max_block, vp.max_block),
+        key_width=kp.padded,
         value_width=vp.padded,
         encode_rows=(kp.encode_rows, vp.encode_rows),
     )
@@ -104,7 +106,9 @@ def attend(
     sides = _prepare(k, v, spec)
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
-    config = attend_config(rows, max(head_dim_k, head_dim_v), sides.value_width, q.dtype == torch.float32)
+    config = attend_config(
+        rows, max(head_dim_k, head_dim_v), sides.key_width, sides.value_width, q.dtype == torch.float32
+    )
     blocks = triton.cdiv(rows, config.block_m)
     programs = batch * heads * blocks
     splits = split_count(programs, pages, config.programs * processors(q.device))
@@ -210,7 +214,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
             device=k.device,
             HAS_MASK=mask is not None,
             TAIL=spec.tail_size,
-            num_warps=4 if spec.direct else 8,
+            num_warps=4 if spec.direct else APPEND_WARPS,
             **(common | dims | padded | encoding),
         )
         return
