@@ -104,7 +104,8 @@ def lowbit_mask(
     chunk = attention_mask[:, -q_length:].to(torch.bool)
     if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
         return None
-    return chunk
+    # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
+    return chunk.clone(memory_format=torch.contiguous_format)
 
 
 def register() -> None:
