@@ -6,10 +6,11 @@ import functools
 
 from .affine import Affine
 from .base import HEAD_DIMS, Field, Format
+from .boosted import Boosted
 from .dense import Dense
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted]
 
 
 @functools.cache
@@ -17,10 +18,8 @@ def _parse(name: str) -> Format:
     for cls in FORMATS:
         if (found := cls.parse(name)) is not None:  # type: ignore[attr-defined]
             return found
-    raise ValueError(
-        f"format={name!r} is not known; allowed: 'dense', 'int<2|4|8>-<channel|token>[-g<32|64|128>]'"
-        + "".join(f", {cls.__name__}" for cls in FORMATS if cls not in (Dense, Affine))
-    )
+    allowed = ", ".join(cls.grammar or cls.__name__ for cls in FORMATS)
+    raise ValueError(f"format={name!r} is not known; allowed: {allowed}")
 
 
 def parse_format(format: str | Format) -> Format:
@@ -28,4 +27,4 @@ def parse_format(format: str | Format) -> Format:
     return format if isinstance(format, Format) else _parse(format)
 
 
-__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Dense", "Field", "Format", "parse_format"]
+__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "parse_format"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -36,6 +36,8 @@ class Affine(Format):
     hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels;
     then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
     """
+
+    grammar: ClassVar[str] = "'int<2|4|8>-<channel|token>[-g<32|64|128>]'"
 
     bits: int
     axis: Literal["channel", "token"]
@@ -105,22 +107,44 @@ class Affine(Format):
         page_size, head_dim = x.shape[-2:]
         x = self._grouped(x.float(), self.groups(head_dim, page_size))
         low, high = x.amin((-3, -1), keepdim=True), x.amax((-3, -1), keepdim=True)
-        # a tensor as divisor: on a GPU, PyTorch multiplies by the reciprocal of a number, which rounds differently
-        scale = ((high - low) / torch.full_like(high, self.levels)).clamp(max=FP16_MAX).half()
-        zero = low.clamp(-FP16_MAX, FP16_MAX).half() + 0.0  # which of +0 and -0 a minimum picks is undefined: always +0
-        step = scale.float()
-        codes = ((x - zero.float()) / step).clamp(0, self.levels).round()
-        # a scale of 0 (constant group, or a range below fp16) has no steps: every code is 0
-        codes = torch.where(step > 0, codes, 0.0).to(torch.int32).flatten(-4, -3).flatten(-2, -1)
-        codes = codes.unflatten(-1, (self.planes, head_dim // self.planes))
-        shifts = torch.arange(self.planes, device=x.device, dtype=torch.int32)[:, None] * self.bits
-        words = (codes << shifts).sum(-2, dtype=torch.int32)  # fields do not overlap: the sum is the union
-        return {"codes": words.to(torch.int16), "scale": scale[..., 0, :, 0], "zero": zero[..., 0, :, 0]}
+        codes, scale, zero = quantize(x, low, high, torch.full_like(low, self.levels))
+        words = pack_words(codes.flatten(-4, -3).flatten(-2, -1), self.bits)
+        return {"codes": words, "scale": scale[..., 0, :, 0], "zero": zero[..., 0, :, 0]}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
-        words, scale, zero = arrays["codes"].to(torch.int32), arrays["scale"].float(), arrays["zero"].float()
-        shifts = torch.arange(self.planes, device=words.device, dtype=torch.int32)[:, None] * self.bits
-        codes = ((words.unsqueeze(-2) >> shifts) & self.levels).flatten(-2, -1).float()
+        scale, zero = arrays["scale"].float(), arrays["zero"].float()
+        codes = unpack_words(arrays["codes"], self.bits).float()
         grouped = self._grouped(codes, (scale.shape[-2], scale.shape[-1]))
         x = grouped * scale[..., :, None, :, None] + zero[..., :, None, :, None]
         return x.flatten(-4, -3).flatten(-2, -1)
+
+
+def quantize(
+    x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes (int32, shape of `x`), scale and zero (fp16, shape of `low`) of groups that span `low` to `high` (float32).
+
+    levels: each group's largest code, float32. A tensor as divisor: on a GPU, PyTorch multiplies by the reciprocal of a
+        number, which rounds differently.
+    """
+    scale = ((high - low) / levels).clamp(max=FP16_MAX).half()
+    zero = low.clamp(-FP16_MAX, FP16_MAX).half() + 0.0  # which of +0 and -0 a minimum picks is undefined: always +0
+    step = scale.float()
+    codes = ((x - zero.float()) / step).clamp(min=0).minimum(levels).round()
+    # a scale of 0 (constant group, or a range below fp16) has no steps: every code is 0
+    return torch.where(step > 0, codes, 0.0).to(torch.int32), scale, zero
+
+
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes int32 `[..., n]` -> int16 words `[..., n * bits / 16]`: bits `j * bits` and up of word `w` hold code
+    `j * words + w`."""
+    planes = 16 // bits
+    codes = codes.unflatten(-1, (planes, codes.shape[-1] // planes))
+    shifts = torch.arange(planes, device=codes.device, dtype=torch.int32)[:, None] * bits
+    return (codes << shifts).sum(-2, dtype=torch.int32).to(torch.int16)  # fields do not overlap: the sum is the union
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack_words`."""
+    shifts = torch.arange(16 // bits, device=words.device, dtype=torch.int32)[:, None] * bits
+    return ((words.to(torch.int32).unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-2, -1)

@@ -38,6 +38,10 @@ class Format(ABC):
 
     #: order of the bytes inside a page; a change of order is a new layout name
     layout: ClassVar[str] = "planar-1"
+    #: which arrays of a page hold codes; the others are metadata
+    code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
+    #: how names of this format are written, for messages
+    grammar: ClassVar[str] = ""
 
     @property
     @abstractmethod
@@ -54,7 +58,7 @@ class Format(ABC):
     def arrays(
         self, head_dim: int, page_size: int, dtype: torch.dtype
     ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and shape of each array of a page, in order; `code` arrays first, metadata after."""
+        """Name, dtype and shape of each array of a page, in order; arrays of codes first, metadata after."""
 
     @abstractmethod
     def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,7 +91,7 @@ class Format(ABC):
 
     def code_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page that hold codes (the rest is metadata: scales, zero points, maps)."""
-        return self.fields(head_dim, page_size, dtype)[0].nbytes
+        return sum(field.nbytes for field in self.fields(head_dim, page_size, dtype) if field.name in self.code_arrays)
 
     def bits_per_value(self, head_dim: int, page_size: int = 128, dtype: torch.dtype = torch.float16) -> float:
         """Bits stored per number, metadata included."""

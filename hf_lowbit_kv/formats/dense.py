@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ from .base import Format
 @dataclass(frozen=True, repr=False)
 class Dense(Format):
     """The model's own dtype, token after token."""
+
+    grammar: ClassVar[str] = "'dense'"
 
     @property
     def name(self) -> str:

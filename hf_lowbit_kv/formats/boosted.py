@@ -1,0 +1,168 @@
+"""Kitty: integers per channel, with the channels that matter most kept at twice the bits (paper section 3).
+
+In each page, for each KV head, the top `int(head_dim * ratio)` channels by score get 4 bits, the others 2:
+
+    scale = (max - min) / 15 for a boosted channel, (max - min) / 3 otherwise      zero = min
+
+rounded and stored as in `affine`. Which channels is decided by the page's own tokens alone. A channel's code is
+`low + 4 * high`: the low two bits of every channel stand in one plane, as in `int2-channel`, and the high two bits of the
+boosted ones in a compact second plane, so that a kernel treats them as a few more channels: with q' the query times the
+scales, q.k = low . q' + high . (4 q')[map] + zero . q.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from .affine import pack_words, quantize, unpack_words
+from .base import Format
+
+Score = Literal["magnitude", "variance", "range", "random"]
+SCORES: tuple[str, ...] = get_args(Score)
+#: bits of a channel's code, and of a boosted one's
+BITS, BOOSTED_BITS = 2, 4
+
+
+@dataclass(frozen=True, repr=False)
+class Boosted(Format):
+    """2-bit integers per channel, with a share of the channels at 4 bits.
+
+    Args:
+        ratio: share of the channels that are boosted, 0 to 1; rounded down to whole channels.
+        score: which channels. `"magnitude"`: the largest mean of |x| over the page. `"variance"`, `"range"`: the largest
+            variance, or difference of maximum and minimum. `"random"`: a hash of `seed`, the channel's number and its
+            minimum over the page (the control of the paper's ablation). Of equal scores the lower channel wins.
+        seed: for `"random"`.
+        bits, boosted_bits: 2 and 4 are what is offered.
+
+    Page: `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high` int16
+    `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits of token
+    `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
+    """
+
+    code_arrays: ClassVar[tuple[str, ...]] = ("codes", "high")
+    grammar: ClassVar[str] = "'boosted2-r<ratio>[-<variance|range|random[seed]>]'"
+
+    ratio: float
+    score: Score = "magnitude"
+    seed: int = 0
+    bits: int = BITS
+    boosted_bits: int = BOOSTED_BITS
+
+    def __post_init__(self):
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio!r} is not allowed; it must be a number from 0 to 1")
+        if self.score not in SCORES:
+            raise ValueError(f"score={self.score!r} is not known; allowed: {SCORES}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed={self.seed!r} is not allowed; it must be an integer from 0 to 2**31 - 1")
+        if self.boosted_bits <= self.bits:
+            raise ValueError(f"boosted_bits={self.boosted_bits!r} is not above bits={self.bits!r}")
+        if (self.bits, self.boosted_bits) != (BITS, BOOSTED_BITS):
+            raise ValueError(
+                f"bits={self.bits!r} with boosted_bits={self.boosted_bits!r} is not offered; allowed: {BITS} with {BOOSTED_BITS}"
+            )
+
+    @property
+    def name(self) -> str:
+        seed = str(self.seed) if self.seed and self.score == "random" else ""
+        score = "" if self.score == "magnitude" else f"-{self.score}{seed}"
+        return f"boosted{self.bits}-r{str(float(self.ratio)).removesuffix('.0')}{score}"
+
+    @classmethod
+    def parse(cls, name: str) -> Boosted | None:
+        match = re.fullmatch(r"boosted(\d+)-r([\d.]+(?:e-\d+)?)(?:-([a-z]+)(\d+)?)?", name)
+        if match is None:
+            return None
+        bits, ratio, score, seed = match.groups()
+        return cls(float(ratio), score or "magnitude", int(seed or 0), int(bits))  # type: ignore[arg-type]
+
+    def boosted(self, head_dim: int) -> int:
+        """How many channels are boosted. Raises `ValueError` where a ratio above 0 gives none."""
+        count = int(head_dim * self.ratio + 1e-9)  # what a decimal ratio lacks must not cost a channel
+        if count == 0 and self.ratio > 0:
+            raise ValueError(
+                f"ratio={self.ratio!r} of format {self.name!r} gives no whole channel of head_dim={head_dim}; "
+                f"the nearest that does: {1 / head_dim!r}"
+            )
+        return count
+
+    def validate(self, head_dim: int, page_size: int) -> None:
+        super().validate(head_dim, page_size)
+        self.boosted(head_dim)
+
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        count = self.boosted(head_dim)
+        return [
+            ("codes", torch.int16, (page_size, head_dim // 8)),
+            ("high", torch.int16, (count, page_size // 8)),
+            ("scale", torch.float16, (head_dim,)),
+            ("zero", torch.float16, (head_dim,)),
+            ("map", torch.uint8, (count,)),
+        ]
+
+    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x.float()
+        low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
+        channels = self.choose(x)
+        levels = torch.full_like(low, 2**self.bits - 1)
+        levels.scatter_(-1, channels[..., None, :], 2.0**self.boosted_bits - 1)
+        codes, scale, zero = quantize(x, low, high, levels)
+        rows = codes.transpose(-1, -2)
+        rows = rows.gather(-2, channels[..., None].expand(*channels.shape, x.shape[-2]))
+        return {
+            "codes": pack_words(codes & 3, self.bits),
+            "high": pack_words(rows >> self.bits, self.bits),
+            "scale": scale[..., 0, :],
+            "zero": zero[..., 0, :],
+            "map": channels.to(torch.uint8),
+        }
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        codes = unpack_words(arrays["codes"], self.bits)
+        high = unpack_words(arrays["high"], self.bits).transpose(-1, -2) << self.bits
+        # pages that hold nothing are decoded too (and not used): their maps may say anything
+        channels = arrays["map"].long().clamp(max=head_dim - 1)
+        codes = codes.scatter_add(-1, channels[..., None, :].expand(high.shape), high)
+        return codes.float() * arrays["scale"].float()[..., None, :] + arrays["zero"].float()[..., None, :]
+
+    def choose(self, x: torch.Tensor) -> torch.Tensor:
+        """The boosted channels of pages `[..., page_size, head_dim]` (float32): int64 `[..., boosted]`, ascending."""
+        order = self.scores(x).argsort(dim=-1, descending=True, stable=True)  # stable: of equal ones the lower first
+        return order[..., : self.boosted(x.shape[-1])].sort(dim=-1).values
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Score of each channel, float32 `[..., head_dim]`, 0 or more: a mean times page_size, or a hash."""
+        if self.score == "magnitude":
+            return fold_sum(x.abs())
+        if self.score == "variance":
+            off = x - (fold_sum(x) / x.shape[-2]).unsqueeze(-2)
+            return fold_sum(off * off)
+        low = x.amin(-2)
+        if self.score == "range":
+            return x.amax(-2) - low
+        channel = torch.arange(x.shape[-1], device=x.device)
+        # adding 0 makes one of the two zeros; 24 bits are exact in float32
+        mixed = (low + 0.0).view(torch.int32).long() ^ channel * 0x9E3779B1 ^ self.seed * 0x27D4EB2F
+        return (_hash(mixed) >> 8).float()
+
+
+def fold_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over axis -2, whose size is a power of two: halves are added until one row is left. Scores decide which bytes are
+    stored, so the order of additions is part of the format; this one is what a butterfly over lanes computes as well."""
+    while (half := x.shape[-2] // 2) > 0:
+        x = x[..., :half, :] + x[..., half:, :]
+    return x[..., 0, :]
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finaliser on the low 32 bits of int64 numbers: 0 to 2**32 - 1."""
+    mask = 0xFFFFFFFF
+    x = x & mask
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & mask
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & mask
+    return x ^ (x >> 16)
