@@ -41,6 +41,10 @@ BANDS = {
     "k4v2-sink": Band(0.014 * 0.8, 0.014 * 1.2),
     "kivi-2-sink": Band(0.256 * 0.85, 0.256 * 1.15),
     "k2v4-sink": Band(0.22 * 0.85, 0.22 * 1.15),
+    "kitty": Band(0.065 * 0.85, 0.065 * 1.15),
+    "kitty-pro": Band(0.035 * 0.85, 0.035 * 1.15),
+    # simulated on one of the two texts alone, hence wider
+    "kivi-2-hadamard-sink": Band(0.123 * 0.8, 0.123 * 1.2),
 }
 
 

@@ -9,11 +9,12 @@ Importing the package registers the attention implementation `lowbit_kv`.
 """
 
 from .attention import register as _register
-from .cache import CacheBytes, IntCache, KIVICache, LowBitCache
-from .formats import Affine, Dense, Format, parse_format
+from .cache import CacheBytes, IntCache, KittyCache, KIVICache, LowBitCache
+from .formats import Affine, Boosted, Dense, Format, parse_format
 from .layer import ATTENTION_NAME
 from .pages import LayerSpec
 from .presets import Preset, from_preset, get_preset, preset_names
+from .transforms import Hadamard, Transform, parse_transform
 
 __version__ = "0.1.0"
 
@@ -22,16 +23,21 @@ _register()
 __all__ = [
     "ATTENTION_NAME",
     "Affine",
+    "Boosted",
     "CacheBytes",
     "Dense",
     "Format",
+    "Hadamard",
     "IntCache",
     "KIVICache",
+    "KittyCache",
     "LayerSpec",
     "LowBitCache",
     "Preset",
+    "Transform",
     "from_preset",
     "get_preset",
     "parse_format",
+    "parse_transform",
     "preset_names",
 ]

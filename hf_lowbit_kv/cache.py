@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from . import backend as ops
-from .formats import Affine, Dense, Format, parse_format
+from .formats import Affine, Boosted, Dense, Format, parse_format
+from .formats.boosted import Score
 from .layer import LowBitLayer
 from .pages import LayerSpec
+from .transforms import NONE, Transform, parse_transform
 
 BYTE_KINDS = ("codes", "metadata", "window", "unused", "host")
 
@@ -50,6 +52,7 @@ class LowBitCache(Cache):
         sink: first tokens of a row kept in the model's dtype.
         residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
         page_size: tokens packed together.
+        transform: map of keys before they are stored, or its name: `"hadamard"`, `"none"`. Attention is what it is without.
         max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
             the step; `None`: grow by blocks of pages.
         backend: `"torch"`, `"triton"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or what fits the device.
@@ -71,6 +74,7 @@ class LowBitCache(Cache):
         sink: int = 0,
         residual: int = 128,
         page_size: int = 128,
+        transform: str | Transform | None = None,
         max_cache_len: int | None = None,
         backend: str | None = None,
         dense_layers: Sequence[int] = (),
@@ -80,7 +84,8 @@ class LowBitCache(Cache):
         ops.check_backend(backend)
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed; it must be 1 or more (tokens), or None")
-        spec = LayerSpec(parse_format(key_format), parse_format(value_format), sink, residual, page_size)
+        formats = parse_format(key_format), parse_format(value_format)
+        spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
         dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
         if (head_dim := _head_dim(config)) is not None:
             spec.validate(head_dim, head_dim)
@@ -143,6 +148,7 @@ class LowBitCache(Cache):
         table = Table(title=f"{type(self).__name__} {self.preset or ''}".strip(), show_header=False)
         rows = {
             "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",
+            "key transform": str(self.spec.transform),
             "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
             "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
             "capacity": f"{layers[0].max_cache_len} tokens, preallocated" if layers[0].max_cache_len else "growing",
@@ -161,10 +167,11 @@ class LowBitCache(Cache):
 
     def __repr__(self) -> str:
         name = f"preset={self.preset!r}, " if self.preset else ""
+        transform = "" if self.spec.transform == NONE else f"transform={self.spec.transform}, "
         index = self.layers.index(self.packed_layers[0])
         return (
             f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, "
-            f"bits={self.bits_per_value:.2f}, length={int(self.get_seq_length(index))}, bytes={int(self.nbytes)})"
+            f"{transform}bits={self.bits_per_value:.2f}, length={int(self.get_seq_length(index))}, bytes={int(self.nbytes)})"
         )
 
     # ---- the host's contract --------------------------------------------------------------------------------------
@@ -190,6 +197,24 @@ class KIVICache(LowBitCache):
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
         super().__init__(model_or_config, keys, values, **options)
+
+
+class KittyCache(LowBitCache):
+    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values per
+    token; sink and newest tokens in full precision.
+
+    Args:
+        boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
+        score: which channels, see `formats.Boosted`.
+        bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self, model_or_config, boost=0.125, *, score: Score = "magnitude", bits_v=2, group_size=None, sink=32, **options
+    ):
+        keys, values = Boosted(boost, score), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, sink=sink, **options)
 
 
 class IntCache(LowBitCache):

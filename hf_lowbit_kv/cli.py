@@ -33,8 +33,8 @@ eval_app = typer.Typer(help="Measure presets against the full-precision cache.",
 app.add_typer(eval_app, name="eval")
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: columns of the tables whose name in JSON is longer than their content
-_HEADINGS = {"bits_per_value": "bits"}
+#: columns of the tables whose name in JSON is longer than what 80 columns hold
+_HEADINGS = {"bits_per_value": "bits", "residual": "tail"}
 _traceback_wanted = False
 
 PresetOption = Annotated[

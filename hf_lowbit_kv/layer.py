@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import backend as ops
 from .pages import LayerSpec, PagedStore
 from .reference import unpack_into_tail
+from .transforms import apply
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"
@@ -91,12 +92,15 @@ class LowBitLayer(CacheLayerMixin):
         self.spec.validate(*head_dims)
         self.backend = ops.choose_backend(self.requested_backend, key_states.device)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.transform = self.spec.transform.on(head_dims[0], key_states.device)
         self.store = PagedStore(
             self.spec, self.batch_size, heads, *head_dims, self.dtype, self.device, self.max_cache_len
         )
         if isinstance(self.cumulative_length, torch.Tensor):
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.cumulative_length)
+            for matrix in self.transform or ():
+                torch._dynamo.mark_static_address(matrix)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -202,18 +206,24 @@ class LowBitLayer(CacheLayerMixin):
         tokens = key.shape[2]
         first = not torch.compiler.is_compiling() and self._seen_at_least == 0
         self._make_room(tokens, "packed")
-        state = self.store.state
+        state, stored = self.store.state, self._transformed(key)
         if first and tokens > 1 and mask is None and softcap is None and sinks is None:
-            # nothing stored yet: the host's own kernels attend exactly, and need no mask
+            # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
         else:
-            out = ops.attend(query, key, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
-        ops.append(key, value, mask, state, self.spec, self.backend, after=out)
+            if self.transform is not None:
+                query = apply(query, self.transform.queries)
+            out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
+        ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
         return out
+
+    def _transformed(self, key: torch.Tensor) -> torch.Tensor:
+        """Keys as they are stored."""
+        return key if self.transform is None else apply(key, self.transform.keys)
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep what `crop` needs to know without asking the device."""
@@ -245,9 +255,12 @@ class LowBitLayer(CacheLayerMixin):
         store = self.store
         out = (key_states, value_states)
         if past:
-            history = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
-            out = tuple(torch.cat(pair, dim=2) for pair in zip(history, out, strict=True))
-        ops.append(key_states.detach(), value_states.detach(), None, store.state, self.spec, self.backend)
+            keys, values = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
+            if self.transform is not None:
+                keys = apply(keys, self.transform.inverse)
+            out = (torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2))
+        keys = self._transformed(key_states.detach())
+        ops.append(keys, value_states.detach(), None, store.state, self.spec, self.backend)
         self._note_tail(key_states.shape[2], None)
         return out
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from .formats import Format, parse_format
+from .transforms import NONE, Transform, parse_transform
 
 PAGE_SIZES = (32, 64, 128, 256)
 #: growing caches add pages by this many per row
@@ -33,6 +34,7 @@ class LayerSpec:
         sink: first tokens of a row that stay in the model's dtype.
         residual: newest tokens of a row that stay in the model's dtype, at least.
         page_size: tokens of a page.
+        transform: map of keys; what the layer stores, sink and tail included, is transformed keys.
     """
 
     key_format: Format
@@ -40,6 +42,7 @@ class LayerSpec:
     sink: int = 0
     residual: int = 128
     page_size: int = 128
+    transform: Transform = NONE
 
     def __post_init__(self):
         for name in ("sink", "residual"):
@@ -52,13 +55,17 @@ class LayerSpec:
     @functools.cached_property
     def key(self) -> str:
         """Text form, for operations that take only tensors, numbers and strings."""
-        return f"{self.key_format}|{self.value_format}|{self.sink}|{self.residual}|{self.page_size}"
+        parts = (self.key_format, self.value_format, self.sink, self.residual, self.page_size, self.transform)
+        return "|".join(map(str, parts))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        keys, values, sink, residual, page_size = key.split("|")
-        return LayerSpec(parse_format(keys), parse_format(values), int(sink), int(residual), int(page_size))
+        keys, values, *numbers, transform = key.split("|")
+        sink, residual, page_size = map(int, numbers)
+        return LayerSpec(
+            parse_format(keys), parse_format(values), sink, residual, page_size, parse_transform(transform)
+        )
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -85,8 +92,9 @@ class LayerSpec:
         return -(-self.paged_after(length - self.sink) // self.page_size)
 
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
-        """Raise `ValueError` where a format cannot store heads of these sizes."""
+        """Raise `ValueError` where a format or the transform cannot take heads of these sizes."""
         self.key_format.validate(head_dim_k, self.page_size)
+        self.transform.matrices(head_dim_k)
         self.value_format.validate(head_dim_v, self.page_size)
 
     def part_bytes(self, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[int, int]:

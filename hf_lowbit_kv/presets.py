@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .cache import LowBitCache
-from .formats import Affine, Format, parse_format
+from .formats import Affine, Boosted, Format, parse_format
 from .pages import LayerSpec
+from .transforms import parse_transform
 
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
@@ -27,16 +30,16 @@ class Preset:
     transform: str = "none"
 
     def spec(self) -> LayerSpec:
-        return LayerSpec(parse_format(self.key_format), parse_format(self.value_format), self.sink, self.residual)
+        formats = parse_format(self.key_format), parse_format(self.value_format)
+        return LayerSpec(*formats, self.sink, self.residual, transform=parse_transform(self.transform))
 
 
-PRESETS = {
+_PLAIN = {
     preset.name: preset
     for preset in (
         Preset("dense", "dense", "dense", "the model's dtype, paged"),
         Preset("kivi-2", "int2-channel", "int2-token", "KIVI"),
         Preset("kivi-4", "int4-channel", "int4-token", "KIVI"),
-        Preset("kivi-2-sink", "int2-channel", "int2-token", "KIVI with full-precision sinks", sink=SINK_TOKENS),
         Preset("bitdecoding-kc-4", "int4-channel", "int4-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kc-2", "int2-channel", "int2-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kt-4", "int4-token", "int4-token", "BitDecoding, keys per token"),
@@ -45,12 +48,54 @@ PRESETS = {
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
+        Preset("kitty", "boosted2-r0.125", "int2-token", "Kitty", sink=SINK_TOKENS),
+        Preset("kitty-pro", "boosted2-r0.25", "int2-token", "Kitty-Pro", sink=SINK_TOKENS),
     )
 }
 
 
+def _with_score(score: str) -> Callable[[Preset], Preset]:
+    def change(preset: Preset) -> Preset:
+        fmt = parse_format(preset.key_format)
+        if not isinstance(fmt, Boosted):
+            raise ValueError(f"preset={preset.name!r} boosts no channels: '-{score}' has no meaning there")
+        key_format = dataclasses.replace(fmt, score=score).name  # type: ignore[arg-type]
+        return dataclasses.replace(preset, key_format=key_format, note=f"{preset.note}, channels by {score}")
+
+    return change
+
+
+#: what a name's suffixes mean; any preset may carry any of them, in any order
+SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
+    "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
+    "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
+    **{score: _with_score(score) for score in ("variance", "range", "random")},
+}
+
+
+def _derive(name: str) -> Preset | None:
+    """The preset of that name, suffixes and all; `None`: there is none."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    base, _, suffix = name.rpartition("-")
+    if suffix not in SUFFIXES or (preset := _derive(base)) is None:
+        return None
+    return dataclasses.replace(SUFFIXES[suffix](preset), name=name)
+
+
+_NAMES = (
+    *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "kivi-2-hadamard"),
+    *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
+    *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
+    *("kitty", "kitty-pro", "kitty-hadamard"),
+)
+#: what is listed; `get_preset` knows every name with suffixes besides
+PRESETS = {name: preset for name in _NAMES if (preset := _derive(name)) is not None}
+
+
 def preset_names() -> list[str]:
-    """The presets, in the order of the documentation. Any of them may carry the suffix `-sink` (32 sink tokens)."""
+    """The presets, in the order of the documentation. Any of them may carry the suffixes `-sink` (32 sink tokens) and
+    `-hadamard` (rotated keys), and those of Kitty `-variance`, `-range` or `-random` (how channels are chosen)."""
     return list(PRESETS)
 
 
@@ -60,14 +105,13 @@ def get_preset(name: str) -> Preset:
     Raises:
         ValueError: unknown; names the close ones.
     """
-    if name in PRESETS:
-        return PRESETS[name]
-    base = str(name).removesuffix("-sink")
-    if base != name and base in PRESETS:
-        return dataclasses.replace(PRESETS[base], name=name, sink=SINK_TOKENS)
+    if (preset := _derive(str(name))) is not None:
+        return preset
     close = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
-    raise ValueError(f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink')")
+    raise ValueError(
+        f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard')"
+    )
 
 
 def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
@@ -76,20 +120,27 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     Args:
         name: see `preset_names`.
         model_or_config: as for `LowBitCache`.
-        **overrides: any argument of `LowBitCache`; and `bits_k`, `bits_v`, `group_size`, for presets whose formats are
-            integers.
+        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers; `boost`
+            (share of key channels) and `score` for those of Kitty.
 
     Raises:
         ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
     """
     preset = get_preset(name)
-    group = overrides.pop("group_size", None)
-    formats: dict[str, Format] = {}
-    for side, bits in (("key_format", overrides.pop("bits_k", None)), ("value_format", overrides.pop("bits_v", None))):
-        fmt = parse_format(overrides.pop(side, getattr(preset, side)))
-        changes = {key: value for key, value in (("bits", bits), ("group_size", group)) if value is not None}
-        if changes and not isinstance(fmt, Affine):
-            raise ValueError(f"{', '.join(changes)} cannot be set: {side} {fmt.name!r} of preset {name!r} has none")
-        formats[side] = dataclasses.replace(fmt, **changes) if isinstance(fmt, Affine) else fmt
-    options = {"sink": preset.sink, "residual": preset.residual, "preset": preset.name, **overrides}
-    return LowBitCache(model_or_config, formats["key_format"], formats["value_format"], **options)
+    options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
+    options |= {"preset": preset.name, **overrides}
+    group, bits_k, bits_v = (options.pop(key, None) for key in ("group_size", "bits_k", "bits_v"))
+    boosting = {"ratio": options.pop("boost", None), "score": options.pop("score", None)}
+    keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
+    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", bits=bits_k, group_size=group, **boosting)
+    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", bits=bits_v, group_size=group)
+    return LowBitCache(model_or_config, keys, values, **options)
+
+
+def _changed(fmt: Format, what: str, **changes: Any) -> Format:
+    """`fmt` with those parameters that are not `None`; `what` tells which format it is."""
+    changes = {key: value for key, value in changes.items() if value is not None}
+    own = {Affine: ("bits", "group_size"), Boosted: ("ratio", "score")}.get(type(fmt), ())
+    if unknown := [key for key in changes if key not in own]:
+        raise ValueError(f"{', '.join(unknown)} cannot be set: {what} has none")
+    return dataclasses.replace(fmt, **changes) if changes else fmt  # type: ignore[type-var]

@@ -174,15 +174,30 @@ def test_it_tells_what_it_is(model):
 
 def test_presets():
     assert lb.preset_names() == [
-        *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
-        *("kv8", "kv4", "k4v2", "k2v4", "k8v4"),
+        *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "kivi-2-hadamard"),
+        *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
+        *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
+        *("kitty", "kitty-pro", "kitty-hadamard"),
     ]
     for name in lb.preset_names():
         preset = lb.get_preset(name)
+        assert preset.name == name
         assert preset.residual == 128
-        assert preset.sink == (32 if name.endswith("-sink") else 0)
-    assert lb.get_preset("k4v2-sink").sink == 32
-    assert lb.get_preset("k4v2-sink").key_format == lb.get_preset("k4v2").key_format
+        assert preset.sink == (32 if name.endswith("-sink") or name.startswith("kitty") else 0)
+        assert preset.transform == ("hadamard" if name.endswith("-hadamard") else "none")
+
+
+def test_presets_with_suffixes():
+    kv4 = lb.get_preset("kv4-sink")
+    assert (kv4.sink, kv4.key_format) == (32, lb.get_preset("kv4").key_format)
+    both = (lb.get_preset("kivi-4-hadamard-sink"), lb.get_preset("kivi-4-sink-hadamard"))
+    assert [(p.sink, p.transform, p.key_format) for p in both] == [(32, "hadamard", "int4-channel")] * 2
+    assert lb.get_preset("kitty-pro-variance").key_format == "boosted2-r0.25-variance"
+    for name in ("sink", "-sink", "kitty-", "kitty-magnetism", "hadamard-kitty"):
+        with pytest.raises(ValueError, match="is not known"):
+            lb.get_preset(name)
+    with pytest.raises(ValueError, match="preset='kivi-2' boosts no channels: '-random' has no meaning"):
+        lb.get_preset("kivi-2-random")
 
 
 def test_named_caches_and_overrides(model):

@@ -63,9 +63,8 @@ class Boosted(Format):
         if self.boosted_bits <= self.bits:
             raise ValueError(f"boosted_bits={self.boosted_bits!r} is not above bits={self.bits!r}")
         if (self.bits, self.boosted_bits) != (BITS, BOOSTED_BITS):
-            raise ValueError(
-                f"bits={self.bits!r} with boosted_bits={self.boosted_bits!r} is not offered; allowed: {BITS} with {BOOSTED_BITS}"
-            )
+            pair = f"bits={self.bits!r} with boosted_bits={self.boosted_bits!r}"
+            raise ValueError(f"{pair} is not offered; allowed: {BITS} with {BOOSTED_BITS}")
 
     @property
     def name(self) -> str:
