@@ -125,6 +125,11 @@ SMALL = [
     Case(outliers=True, values="int8-token", keys="int8-token", heads=1),
     Case(lengths=(0, 0), heads=1, sinks=True),
     Case(capacity=140, lengths=(100, 90), heads=1),
+    Case(keys="boosted2-r0.125", values="int2-token"),
+    Case(keys="boosted2-r0.25-variance", values="int2-token", head_dim=96, tokens=5, padded=True, lengths=(140, 70), heads=1),
+    Case(keys="boosted2-r1", values="boosted2-r0.25", head_dim=80, head_dim_v=64, heads=1, dtype=torch.float32),
+    Case(keys="boosted2-r0", values="boosted2-r1-random", heads=1),
+    Case(keys="boosted2-r0.125", values="boosted2-r0.125", outliers=True, heads=1),
 ]
 SMALL_STORES = [
     (Case(heads=1), [37, 0, 60, 0, 0]),
@@ -132,6 +137,10 @@ SMALL_STORES = [
     (Case(heads=1, keys="int4-token", values="int8-token-g32", residual=0, sink=3, padded=True), [1, 0, 0, 40, 30]),
     (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
+    (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
+    (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
+    (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
+    (Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32), [40, 30]),
 ]
 
 

@@ -323,17 +323,17 @@ def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.conste
 
 
 @triton.jit
-def _quantize(x, low, high, P: tl.constexpr):
-    """Scale and zero (float16, shape of `low`) and codes (int32, shape of `x`), rounded as the reference rounds them."""
-    LEVELS: tl.constexpr = 2.0**P.bits - 1.0
+def _quantize(x, low, high, levels):
+    """Scale and zero (float16, shape of `low`) and codes (int32, shape of `x`), rounded as the reference rounds them.
+    levels: the largest code, a number or the shape of `low`."""
     # div_rn, because `/` on float32 is approximate on a GPU
-    scale = tl.minimum(tl.math.div_rn(high - low, tl.zeros_like(low) + LEVELS), FP16_MAX).to(tl.float16)
+    scale = tl.minimum(tl.math.div_rn(high - low, tl.zeros_like(low) + levels), FP16_MAX).to(tl.float16)
     # adding 0 makes one of the two zeros: which of them a minimum picks is not defined
-    zero = (tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX) + 0.0).to(tl.float16)
+    zero = tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX).to(tl.float16) + 0.0
     step = scale.to(tl.float32)
     offset = x - zero.to(tl.float32)
     code = tl.math.div_rn(offset, tl.zeros_like(offset) + tl.where(step > 0, step, 1.0))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
+    code = tl.minimum(tl.maximum(code, 0.0), levels)
     code = (code + ROUND) - ROUND
     code = tl.where(step > 0, code, 0.0).to(tl.int32)
     return scale, zero, code
@@ -366,7 +366,7 @@ def encode(
             x = load_tokens(
                 source, base + token[:, None, None], channel[None, :, :], keep[None, None, :], HAS_ORDER, TAIL
             )
-            scale, zero, code = _quantize(x, tl.min(x, 0)[None, :, :], tl.max(x, 0)[None, :, :], P)
+            scale, zero, code = _quantize(x, tl.min(x, 0)[None, :, :], tl.max(x, 0)[None, :, :], 2.0**P.bits - 1.0)
             place = (group * P.head_dim + channel)[None, :, :]
             tl.store(scales + place, scale, mask=keep[None, None, :])
             tl.store(zeros + place, zero, mask=keep[None, None, :])
@@ -385,10 +385,10 @@ def encode(
                 mine = (channel // P.group == g) & keep[None, None, :]
                 low_g = tl.min(tl.min(tl.where(mine, x, float("inf")), 2), 1)
                 high_g = tl.max(tl.max(tl.where(mine, x, float("-inf")), 2), 1)
-                scale, zero, _ = _quantize(low_g, low_g, high_g, P)
+                scale, zero, _ = _quantize(low_g, low_g, high_g, 2.0**P.bits - 1.0)
                 tl.store(scales + token * P.groups + g, scale, mask=token < stop)
                 tl.store(zeros + token * P.groups + g, zero, mask=token < stop)
                 low = tl.where(mine, low_g[:, None, None], low)
                 high = tl.where(mine, high_g[:, None, None], high)
-            scale, zero, code = _quantize(x, low, high, P)
+            scale, zero, code = _quantize(x, low, high, 2.0**P.bits - 1.0)
             _store_codes(page, code, token[:, None], word[None, :], (token < stop)[:, None] & keep[None, :], P)

@@ -25,11 +25,13 @@ from types import ModuleType
 
 from ..formats import Format
 from ..formats.affine import Affine
+from ..formats.boosted import Boosted
 from ..formats.dense import Dense
-from . import affine, dense
+from . import affine, boosted, dense
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
+    Boosted: boosted,
     Dense: dense,
 }
 

@@ -1,0 +1,221 @@
+"""Device functions of `formats.boosted`, layout `planar-1`. The interface is described in `registry`.
+
+The plane of low codes is read as `affine` reads 2-bit codes per channel. As keys, the boosted channels' high codes are so
+many more columns: S = low . q' + high . (4 q')[map] + zero . q. As values (nobody's first choice) codes are put together.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from ..formats.affine import Affine
+from ..formats.base import FIELD_ALIGNMENT
+from . import affine
+from .affine import _extract, _quantize, _store_codes, _words
+from .affine import prepare as _prepare_low
+from .affine import scores as _low_scores
+from .common import load_tokens, padded_width
+
+TWO_24 = affine.TWO_24
+
+#: what `affine` reads of its own, and: boosted channels, the same padded, words of one; bytes from the start of the part,
+#: those of the two arrays' ends too and how many are unused behind each; how to choose
+_OWN = ("count", "rows", "words", "high_at", "map_at", "ends", "gaps", "folds", "score", "seed")
+Params = namedtuple("Params", (*affine.Params._fields, *_OWN))
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    ends = [field.offset + field.nbytes for field in fmt.fields(head_dim, page_size, dtype) if field.name in ("high", "map")]
+    count = fmt.boosted(head_dim)
+    low = affine.params(Affine(fmt.bits, "channel"), head_dim, page_size, dtype, ptx)
+    return Params(
+        **low._asdict() | {"scale_at": fields["scale"], "zero_at": fields["zero"]},
+        count=count,
+        rows=padded_width(max(count, 1)),
+        words=page_size // 8,
+        high_at=fields["high"],
+        map_at=fields["map"],
+        ends=tuple(ends),
+        gaps=tuple(-end % FIELD_ALIGNMENT for end in ends),
+        folds=page_size.bit_length() - 1,
+        score=fmt.score,
+        seed=fmt.seed * 0x27D4EB2F & 0xFFFFFFFF,
+    )
+
+
+@triton.jit
+def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """The boosted channels, int32 `[rows]`; some channel in rows that are not in use, and in a page that holds nothing."""
+    if P.count > 0:
+        row = tl.arange(0, P.rows)
+        channel = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
+        return (tl.minimum(channel, P.head_dim - 1),)
+    else:
+        return ()
+
+
+@triton.jit
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
+    """As `affine` prepares them; and where they are, for boosted channels are another lot in every page."""
+    return _prepare_low(q_rows, stride, rows_valid, DOT, P) + (q_rows, stride, rows_valid)
+
+
+@triton.jit
+def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, P)
+    if P.count > 0:
+        size, dtype = prepared[0], prepared[2].dtype
+        q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
+        row, channel = tl.arange(0, P.rows), fetched[0]
+        keep = rows_valid[:, None] & (row < P.count)[None, :]
+        q = tl.load(q_rows[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+        # size is a power of two, or 0 where all of q is
+        inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
+        q = (q * (4.0 * inverse)[:, None]).to(dtype)
+        scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel).to(tl.float32)
+        # a quarter of the keys, as in `affine`
+        k = (_high(page, row[:, None], n0 + tl.arange(0, BLOCK_N)[None, :], (row < P.count)[:, None], P)).to(tl.float32)
+        k = (k * (scale * 0.25)[:, None]).to(dtype)
+        s += tl.dot(q, k, input_precision="ieee") * (size * (4.0 * factor))[:, None]
+    return s
+
+
+@triton.jit
+def _high(page, row, token, keep, P: tl.constexpr):
+    """High codes (0 to 3, int32) of boosted channels `row` and tokens, which broadcast; 0 where not `keep`."""
+    place = row * P.words + token % P.words
+    words = tl.load((page + P.high_at).to(tl.pointer_type(tl.int16)) + place, mask=keep, other=0)
+    return (words.to(tl.int32) >> (token // P.words * 2)) & 3
+
+
+@triton.jit
+def _tokens(page, n0, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """Plane `j` of a tile: codes, float32 `[BLOCK_N, padded]`, scale and zero, float32 `[padded]`."""
+    words = _words(page, n0, n0, False, BLOCK_N, P)
+    code = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+    word = tl.arange(0, P.padded)
+    channel = j * P.width + word
+    if P.count > 0:
+        row = tl.arange(0, P.rows)[None, :]
+        mapped = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
+        same = ((mapped == channel[:, None]) & (row < P.count) & (word < P.width)[:, None]).to(tl.int32)
+        boosted = tl.sum(same, 1)
+        token = n0 + tl.arange(0, BLOCK_N)[:, None]
+        high = _high(page, tl.sum(same * row, 1)[None, :], token, (boosted > 0)[None, :], P)
+        code += 4.0 * high.to(tl.float32)
+    keep = word < P.width
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel, mask=keep, other=0.0)
+    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + channel, mask=keep, other=0.0)
+    return code, scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    return s, 1.0, 0.0
+
+
+@triton.jit
+def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
+    total = tl.sum(weights, 1)
+    out = ()
+    for j in tl.static_range(P.planes):
+        code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)
+        part = tl.dot(p, code.to(p.dtype), input_precision="ieee") * scale[None, :] + total[:, None] * zero[None, :]
+        out = out + (acc[j] * decay[:, None] + part,)
+    return out
+
+
+@triton.jit
+def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)
+    return code * scale[None, :] + zero[None, :]
+
+
+@triton.jit
+def _fold_sum(x, P: tl.constexpr):
+    """`formats.boosted.fold_sum`: x `[page_size, planes, padded]` -> `[planes, padded]`."""
+    for i in tl.static_range(P.folds):
+        x = tl.sum(tl.reshape(x, (2, P.page_size >> (i + 1), P.planes, P.padded)), 0)
+    return tl.reshape(x, (P.planes, P.padded))
+
+
+@triton.jit
+def _squared(x, P: tl.constexpr):
+    """x * x, rounded: a multiplication that is not fused with the addition of what comes of it."""
+    if P.ptx:
+        y = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = x * x
+    return y
+
+
+@triton.jit
+def _scores(x, low, high, channel, P: tl.constexpr):
+    """`Boosted.scores`: x float32 `[page_size, planes, padded]` -> `[planes, padded]`."""
+    if P.score == "magnitude":
+        score = _fold_sum(tl.abs(x), P)
+    elif P.score == "variance":
+        mean = _fold_sum(x, P) * (1.0 / P.page_size)
+        score = _fold_sum(_squared(x - mean[None, :, :], P), P)
+    elif P.score == "range":
+        score = high - low
+    else:
+        mixed = (low + 0.0).to(tl.uint32, bitcast=True) ^ (channel.to(tl.uint32) * 0x9E3779B1) ^ P.seed
+        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+        mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+        score = ((mixed ^ (mixed >> 16)) >> 8).to(tl.float32)
+    return score + 0.0  # one of the two zeros
+
+
+@triton.jit
+def _largest(keys, COUNT: tl.constexpr):
+    """1 for the COUNT largest of `keys` (int32 `[n]`), of equal ones the first, and 0 for the others; negative ones never."""
+    threshold = 0  # the largest number that COUNT keys reach, bit by bit
+    for i in range(31):
+        candidate = threshold | (1 << (30 - i))
+        reached = tl.sum((keys >= candidate).to(tl.int32), 0)
+        threshold = tl.where(reached >= COUNT, candidate, threshold)
+    above = (keys > threshold).to(tl.int32)
+    equal = (keys == threshold).to(tl.int32)
+    room = COUNT - tl.sum(above, 0)
+    return tl.where(tl.cumsum(equal, 0) <= room, above | equal, above)
+
+
+@triton.jit
+def encode(
+    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+):
+    """Score, choose, quantize and pack a whole page, in one tile; its token 0 has index `base`."""
+    token = tl.arange(0, P.page_size)
+    word = tl.arange(0, P.padded)[None, :]
+    keep = word < P.width
+    channel = tl.arange(0, P.planes)[:, None] * P.width + word
+    x = load_tokens(source, base + token[:, None, None], channel[None, :, :], keep[None, :, :], HAS_ORDER, TAIL)
+    low, high = tl.min(x, 0), tl.max(x, 0)
+    levels = tl.full((P.planes, P.padded), 3.0, tl.float32)
+    if P.count > 0:
+        # a float of 0 or more is ordered as its bits are
+        keys = tl.where(keep, _scores(x, low, high, channel, P).to(tl.int32, bitcast=True), -1)
+        chosen = _largest(tl.reshape(keys, (P.planes * P.padded,)), P.count)
+        row = tl.reshape(tl.cumsum(chosen, 0) - chosen, (P.planes, P.padded))
+        boosted = tl.reshape(chosen, (P.planes, P.padded)) > 0
+        levels = tl.where(boosted, 15.0, levels)
+    scale, zero, code = _quantize(x, low[None, :, :], high[None, :, :], levels[None, :, :])
+    tl.store((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel[None, :, :], scale, mask=keep[None, :, :])
+    tl.store((page + P.zero_at).to(tl.pointer_type(tl.float16)) + channel[None, :, :], zero, mask=keep[None, :, :])
+    _store_codes(page, code & 3, token[:, None], word, keep, P)
+    if P.count > 0:
+        tl.store(page + P.map_at + row, channel.to(tl.uint8), mask=boosted)
+        shift = tl.arange(0, 8)[:, None, None, None] * 2
+        words = tl.sum(tl.reshape(code >> 2, (8, P.words, P.planes, P.padded)) << shift, 0)
+        place = row[None, :, :] * P.words + tl.arange(0, P.words)[:, None, None]
+        target = (page + P.high_at).to(tl.pointer_type(tl.int16))
+        tl.store(target + place, words.to(tl.int16), mask=boosted[None, :, :])
+        for i in tl.static_range(2):
+            gap = tl.arange(0, 16)
+            tl.store(page + P.ends[i] + gap, tl.zeros((16,), tl.uint8), mask=gap < P.gaps[i])
