@@ -15,6 +15,7 @@ FORMATS = [
     ("int8-channel-g32", "int2-token-g32"),
     ("int2-token-g32", "int4-channel"),
     ("int4-channel", "dense"),
+    ("boosted2-r0.125", "int2-token"),
 ]
 
 _SMALL = {

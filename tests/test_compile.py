@@ -12,7 +12,7 @@ from cases import left_padded, tiny_models
 
 import hf_lowbit_kv as lb
 
-PRESETS = ["dense", "kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2"]
+PRESETS = ["dense", "kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2", "kitty-hadamard"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -126,7 +126,15 @@ SMALL = [
     Case(lengths=(0, 0), heads=1, sinks=True),
     Case(capacity=140, lengths=(100, 90), heads=1),
     Case(keys="boosted2-r0.125", values="int2-token"),
-    Case(keys="boosted2-r0.25-variance", values="int2-token", head_dim=96, tokens=5, padded=True, lengths=(140, 70), heads=1),
+    Case(
+        keys="boosted2-r0.25-variance",
+        values="int2-token",
+        head_dim=96,
+        tokens=5,
+        padded=True,
+        lengths=(140, 70),
+        heads=1,
+    ),
     Case(keys="boosted2-r1", values="boosted2-r0.25", head_dim=80, head_dim_v=64, heads=1, dtype=torch.float32),
     Case(keys="boosted2-r0", values="boosted2-r1-random", heads=1),
     Case(keys="boosted2-r0.125", values="boosted2-r0.125", outliers=True, heads=1),
@@ -140,7 +148,10 @@ SMALL_STORES = [
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
-    (Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32), [40, 30]),
+    (
+        Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
+        [40, 30],
+    ),
 ]
 
 
@@ -198,6 +209,10 @@ def compile_only(kernel, grid, *args, device, **constants):
     [
         Case(keys="int2-channel", values="int2-token", head_dim=128, page_size=128, residual=128, lengths=(4000,)),
         Case(keys="int4-token", values="int8-token-g32", dtype=torch.bfloat16, tokens=100, residual=0, padded=True),
+        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128, lengths=(4000,)),
+        Case(
+            keys="boosted2-r0.25-variance", values="boosted2-r1-random", dtype=torch.bfloat16, tokens=100, padded=True
+        ),
     ],
     ids=str,
 )
@@ -212,16 +227,19 @@ def test_compiles(case, monkeypatch):
     launch.read(store.state, case.spec, *case.dims, 50)
 
 
-def _affine_names() -> list[str]:
+def _names() -> list[str]:
+    """Every format; of those with a free parameter its ends and what presets use."""
     groups = ("", "-g32", "-g64", "-g128")
-    return [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+    affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+    ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
 
 
 def _matrix() -> list[Case]:
     page = 128
     base = {"head_dim": 128, "residual": 128, "page_size": page, "sink": 32}
     lengths = (1000, 1, 417)
-    names = [*_affine_names(), "dense"]
+    names = _names()
     cases = []
     for i, name in enumerate(names):
         partner = names[(i * 7 + 5) % len(names)]
@@ -229,6 +247,7 @@ def _matrix() -> list[Case]:
         cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
         cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
     pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
+    pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token")]
     for keys, values in pairs:
         pair = {"keys": keys, "values": values}
         for dim in (64, 80, 96, 128, 256):
@@ -269,7 +288,7 @@ def test_attend(case):
 
 def _stores() -> list[tuple[Case, list[int]]]:
     stores = []
-    names = [*_affine_names(), "dense"]
+    names = _names()
     for i, name in enumerate(names):
         partner = names[(i * 5 + 3) % len(names)]
         for residual in (0, 128):
@@ -279,7 +298,11 @@ def _stores() -> list[tuple[Case, list[int]]]:
             )  # fmt: skip
             stores.append((case, [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]))
     for dim in (64, 80, 96, 256):
-        for keys, values, residual in (("int4-channel", "int4-token", 128), ("int2-token", "int8-channel", 0)):
+        for keys, values, residual in (
+            ("int4-channel", "int4-token", 128),
+            ("int2-token", "int8-channel", 0),
+            ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
+        ):
             case = Case(
                 keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
             )
