@@ -17,7 +17,7 @@ from . import affine
 from .affine import _extract, _quantize, _store_codes, _words
 from .affine import prepare as _prepare_low
 from .affine import scores as _low_scores
-from .common import load_tokens, padded_width
+from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 
 TWO_24 = affine.TWO_24
 
@@ -29,7 +29,9 @@ Params = namedtuple("Params", (*affine.Params._fields, *_OWN))
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
-    ends = [field.offset + field.nbytes for field in fmt.fields(head_dim, page_size, dtype) if field.name in ("high", "map")]
+    ends = [
+        field.offset + field.nbytes for field in fmt.fields(head_dim, page_size, dtype) if field.name in ("high", "map")
+    ]
     count = fmt.boosted(head_dim)
     low = affine.params(Affine(fmt.bits, "channel"), head_dim, page_size, dtype, ptx)
     return Params(
@@ -59,28 +61,32 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, P: tl.constexpr):
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """As `affine` prepares them; and where they are, for boosted channels are another lot in every page."""
-    return _prepare_low(q_rows, stride, rows_valid, DOT, P) + (q_rows, stride, rows_valid)
+    return _prepare_low(q_rows, stride, rows_valid, DOT, T, P) + (q_rows, stride, rows_valid)
 
 
 @triton.jit
-def scores(page, prepared, fetched, n0, valid, factor, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, P)
+def scores(
+    page, prepared, fetched, n0, valid, factor,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
     if P.count > 0:
-        size, dtype = prepared[0], prepared[2].dtype
+        TYPE: tl.constexpr = prepared[2].dtype
+        size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
         q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
-        row, channel = tl.arange(0, P.rows), fetched[0]
         keep = rows_valid[:, None] & (row < P.count)[None, :]
         q = tl.load(q_rows[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
         # size is a power of two, or 0 where all of q is
         inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-        q = (q * (4.0 * inverse)[:, None]).to(dtype)
-        scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel).to(tl.float32)
+        q = as_operand((q * (4.0 * inverse)[:, None]).to(TYPE), T)
         # a quarter of the keys, as in `affine`
-        k = (_high(page, row[:, None], n0 + tl.arange(0, BLOCK_N)[None, :], (row < P.count)[:, None], P)).to(tl.float32)
-        k = (k * (scale * 0.25)[:, None]).to(dtype)
-        s += tl.dot(q, k, input_precision="ieee") * (size * (4.0 * factor))[:, None]
+        scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel).to(tl.float32) * 0.25
+        row, scale = tl.expand_dims(row, T), tl.expand_dims(scale, T)
+        token = tl.expand_dims(n0 + tl.arange(0, BLOCK_N), 1 - T)
+        k = (_high(page, row, token, row < P.count, P).to(tl.float32) * scale).to(TYPE)
+        s += query_dot(q, k, None, T) * tl.expand_dims(size * (4.0 * factor), T)
     return s
 
 
@@ -114,19 +120,24 @@ def _tokens(page, n0, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     return s, 1.0, 0.0
 
 
 @triton.jit
-def add(page, weights, decay, acc, n0, valid, DOT: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def add(
+    page, weights, decay, acc, n0, valid,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
-    total = tl.sum(weights, 1)
+    total = tl.expand_dims(tl.sum(weights, T), T)
     out = ()
     for j in tl.static_range(P.planes):
         code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)
-        part = tl.dot(p, code.to(p.dtype), input_precision="ieee") * scale[None, :] + total[:, None] * zero[None, :]
-        out = out + (acc[j] * decay[:, None] + part,)
+        code = code.to(p.dtype)
+        part = value_dot(p, code if T == 1 else tl.trans(code), None, T)
+        part = part * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
+        out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
     return out
 
 
