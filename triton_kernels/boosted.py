@@ -63,7 +63,8 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """As `affine` prepares them; and where they are, for boosted channels are another lot in every page."""
-    return _prepare_low(q_rows, stride, rows_valid, DOT, T, P) + (q_rows, stride, rows_valid)
+    # a stride of 1 is a constant of the compilation, which a function cannot return
+    return _prepare_low(q_rows, stride, rows_valid, DOT, T, P) + (q_rows, tl.full((1,), stride, tl.int32), rows_valid)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def scores(
         size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
         q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
         keep = rows_valid[:, None] & (row < P.count)[None, :]
-        q = tl.load(q_rows[:, None] + channel[None, :] * stride, mask=keep, other=0.0).to(tl.float32)
+        q = tl.load(q_rows[:, None] + (channel * stride)[None, :], mask=keep, other=0.0).to(tl.float32)
         # size is a power of two, or 0 where all of q is
         inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
         q = as_operand((q * (4.0 * inverse)[:, None]).to(TYPE), T)
