@@ -45,6 +45,8 @@ BANDS = {
     "kitty-pro": Band(0.035 * 0.85, 0.035 * 1.15),
     # simulated on one of the two texts alone, hence wider
     "kivi-2-hadamard-sink": Band(0.123 * 0.8, 0.123 * 1.2),
+    "kitty-pro-variance": Band(0.027 * 0.8, 0.027 * 1.2),
+    "kitty-random": Band(0.19 * 0.8, 0.19 * 1.2),
 }
 
 

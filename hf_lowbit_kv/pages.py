@@ -55,16 +55,16 @@ class LayerSpec:
     @functools.cached_property
     def key(self) -> str:
         """Text form, for operations that take only tensors, numbers and strings."""
-        parts = (self.key_format, self.value_format, self.sink, self.residual, self.page_size, self.transform)
-        return "|".join(map(str, parts))
+        parts = (self.key_format, self.value_format, self.sink, self.residual, self.page_size)
+        return "|".join(map(str, parts if self.transform == NONE else (*parts, self.transform)))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        keys, values, *numbers, transform = key.split("|")
-        sink, residual, page_size = map(int, numbers)
+        keys, values, sink, residual, page_size, *transform = key.split("|")
+        formats = parse_format(keys), parse_format(values)
         return LayerSpec(
-            parse_format(keys), parse_format(values), sink, residual, page_size, parse_transform(transform)
+            *formats, int(sink), int(residual), int(page_size), parse_transform(transform[0] if transform else None)
         )
 
     @property
