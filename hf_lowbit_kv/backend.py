@@ -1,12 +1,14 @@
 """Which code runs a step, and the two operations a step consists of.
 
-Backends: `torch` (the reference, any device) and `triton` (GPUs that Triton supports). Chosen by the `backend=` argument of a
-cache, else by the environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU and `torch` elsewhere. Nothing falls
-back silently: what was asked for and cannot run raises.
+Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
+models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
+environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU and `torch` elsewhere. Nothing falls back silently: what was
+asked for and cannot run raises.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -15,9 +17,14 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
+from .formats import fragment
 from .pages import LayerSpec, LayerState
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "cuda")
+#: layouts in which a backend's kernels read keys and values
+LAYOUTS = {"cuda": fragment.LAYOUTS}
+#: lowest compute capability that the CUDA kernels are written for
+CUDA_CAPABILITY = (8, 0)
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -35,6 +42,32 @@ def check_backend(backend: str | None) -> None:
             f"{source}='triton' was asked for and Triton is not installed: pip install 'hf-lowbit-kv[triton]', "
             "or use backend='torch' (slow reference)"
         )
+    if backend == "cuda" and not _has_cuda_bindings():
+        raise ImportError(
+            f"{source}='cuda' was asked for and cuda-bindings is not installed: pip install 'hf-lowbit-kv[cuda]', "
+            "or use backend='triton'"
+        )
+
+
+def _has_cuda_bindings() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+def _check_cuda_device(device: torch.device) -> None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ValueError(f"backend='cuda' needs an NVIDIA GPU, and the model is on {device.type!r}")
+    if (found := torch.cuda.get_device_capability(device)) < CUDA_CAPABILITY:
+        raise ValueError(
+            f"backend='cuda' needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has "
+            f"{found}; use backend='triton'"
+        )
+
+
+def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
+    """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
+    layouts = LAYOUTS.get(backend, ("planar-1", "planar-1"))
+    keys, values = (fmt.with_layout(layout) for fmt, layout in zip(spec.formats, layouts, strict=True))
+    return dataclasses.replace(spec, key_format=keys, value_format=values)
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:
@@ -43,6 +76,8 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
     asked = backend or os.environ.get(VARIABLE)
     if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+    if asked == "cuda":
+        _check_cuda_device(device)
     if asked is not None:
         return asked
     if device.type == "cuda":
@@ -60,6 +95,8 @@ def _module(backend: str):
     """Module with `attend`, `append` and `read` as in `reference`."""
     if backend == "torch":
         return reference
+    if backend == "cuda":
+        return importlib.import_module("hf_lowbit_kv.triton_kernels.cuda.launch")
     from hf_lowbit_kv.triton_kernels import launch
 
     return launch

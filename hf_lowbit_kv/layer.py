@@ -90,6 +90,7 @@ class LowBitLayer(CacheLayerMixin):
             )
         self.spec.validate(*head_dims)
         self.backend = ops.choose_backend(self.requested_backend, key_states.device)
+        self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(
             self.spec, self.batch_size, heads, *head_dims, self.dtype, self.device, self.max_cache_len
