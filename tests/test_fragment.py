@@ -60,7 +60,7 @@ def test_names():
     assert fmt == Affine(4, "channel", 32, "fragment-1")
     assert parse_format(fmt.name) == fmt
     assert dataclasses.replace(fmt, bits=2).name == "int2-channel-g32@fragment-1"
-    with pytest.raises(ValueError, match="layout='fragment-9'.*allowed"):
+    with pytest.raises(ValueError, match=r"layout='fragment-9'.*allowed"):
         parse_format("int4-channel@fragment-9")
 
 

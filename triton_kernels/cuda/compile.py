@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 logger = logging.getLogger("hf_lowbit_kv")
@@ -67,7 +66,11 @@ def source(name: str) -> str:
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("hf-lowbit-kv")) / "cuda"
+    if (chosen := os.environ.get(VARIABLE)) is None:
+        from platformdirs import user_cache_dir
+
+        chosen = user_cache_dir("hf-lowbit-kv")
+    return Path(chosen) / "cuda"
 
 
 def binary(name: str, defines: tuple[tuple[str, str], ...], arch: str) -> bytes:

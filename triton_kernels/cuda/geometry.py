@@ -1,7 +1,7 @@
 """The constants of a compilation: what `attend.cu` and `append.cu` are told of a layer, as macros.
 
-A format contributes two C++ structs for attention (as keys, as values; see `affine.cuh`) and one for packing. The templates know
-nothing else of it. A new format adds a branch to `_structs`.
+A format contributes two C++ structs for attention (as keys, as values; see `affine.cuh`) and one for packing. The templates
+know nothing else of it. A new format adds a branch to `_structs`.
 """
 
 from __future__ import annotations

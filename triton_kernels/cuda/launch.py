@@ -48,7 +48,7 @@ def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int,
 
 def _check(x: torch.Tensor) -> None:
     if x.dtype not in DTYPES:
-        raise ValueError(f"backend='cuda' computes in float16 and bfloat16, and the model is in {x.dtype}; use backend='triton'")
+        raise ValueError(f"backend='cuda' computes in float16 and bfloat16, not in {x.dtype}; use backend='triton'")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
