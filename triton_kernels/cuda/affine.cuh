@@ -61,7 +61,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int SLOT = CODES + 2 * META;
 
   u32 q[NT][D / 8];       // right operand, scaled
-  float bias[NT][2];      // per channel: zero points, in the unit of the accumulator of operand 0
+  static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
+  float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
   float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
   float sum[NT][2 * GROUPS];  // per token: c times the sum of q over each group of channels
 
@@ -118,10 +119,10 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   // The zero points of a group as one more row of keys.
-  __device__ __forceinline__ void load_bias(u32 rows, u32 meta, int lane) {
+  __device__ __forceinline__ void load_bias(u32 rows, u32 meta, int which, int lane) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
-    float acc[NT][4] = {};
+    float acc[2][NT][4] = {};  // two chains of products
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
@@ -132,12 +133,14 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         u32 x[4];
         if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
         const u32 a0[4] = {z[0], z[0], z[1], z[1]};
-        mma<false>(acc[n], a0, x[0], x[1]);
-        if (b < WHOLE) { const u32 a1[4] = {z[2], z[2], z[3], z[3]}; mma<false>(acc[n], a1, x[2], x[3]); }
+        mma<false>(acc[0][n], a0, x[0], x[1]);
+        if (b < WHOLE) { const u32 a1[4] = {z[2], z[2], z[3], z[3]}; mma<false>(acc[1][n], a1, x[2], x[3]); }
       }
     }
 #pragma unroll
-    for (int n = 0; n < NT; n++) { bias[n][0] = acc[n][0] * (1 / TWO24); bias[n][1] = acc[n][1] * (1 / TWO24); }
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][e]) * (c[n][e] * (1 / TWO24));
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
@@ -149,7 +152,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   // Whether `scores` finds new scales in this piece.
   __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
     if constexpr (CHANNEL && GROUP >= PT)
-      if (fresh || token % GROUP == 0) { load_q<true>(rows, slot + CODES, lane); load_bias(rows, slot + CODES + META, lane); }
+      if (fresh || token % GROUP == 0) { load_q<true>(rows, slot + CODES, lane); load_bias(rows, slot + CODES + META, 0, lane); }
   }
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
@@ -159,7 +162,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       if constexpr (CHANNEL && GROUP < PT)
         if (blk * 32 % GROUP == 0) {
           load_q<true>(rows, slot + CODES + blk * 32 / GROUP * D * 2, lane);
-          load_bias(rows, slot + CODES + META + blk * 32 / GROUP * D * 2, lane);
+          load_bias(rows, slot + CODES + META + blk * 32 / GROUP * D * 2, blk * 32 / GROUP, lane);
         }
       float scale[4], zero[4], part[2][NT][4];
 #pragma unroll
@@ -168,7 +171,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            part[h][n][i] = CHANNEL ? bias[n][i & 1] * operand_position<BITS>(h) : 0.f;
+            part[h][n][i] = 0.f;
             if constexpr (GROUPS > 1) s[2 * blk + h][n][i] = 0.f;
           }
       const u32 words = slot + blk * C::BYTES + (lane) * 4 * C::V;
@@ -215,6 +218,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 
   // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
   __device__ __forceinline__ float factor(int n, int tile, int e) const { return CHANNEL ? c[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f; }
+  // What is to be added then.
+  __device__ __forceinline__ float offset(int n, int tile, int e) const { return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f; }
 };
 
 // ---- values -----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
 constexpr int UNIT = PAGE < 128 ? PAGE : 128;          // tokens that a warp takes at a time
+constexpr int PIECES = UNIT / PT;                      // pieces of a unit
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
@@ -25,8 +26,8 @@ constexpr int MERGE_BYTES = ROWS * (DV + 2) * 4;       // of a warp
 constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
-constexpr int UNIT_COST = UNIT / PT * (Keys::SLOT + Values::SLOT) / 64;
-constexpr int BLOCK_COST = WINDOW_BYTES / 64 * 5 / 4;  // of 32 tokens of the window, which are copied less evenly
+constexpr int UNIT_COST = (UNIT / PT * (Keys::SLOT + Values::SLOT) + 255) / 256;
+constexpr int BLOCK_COST = WINDOW_BYTES / 256 * 5 / 4; // of 32 tokens of the window, which are copied less evenly
 constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
 
 extern "C" __device__ int shared_bytes = HEAD_BYTES + WARPS * WARP_BYTES;
@@ -43,7 +44,7 @@ struct Row {
     chunk = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
     blocks = (sinks + tail + chunk + 31) / 32;
   }
-  __device__ __forceinline__ i64 cost() const { return (i64)units * UNIT_COST + (i64)blocks * BLOCK_COST; }
+  __device__ __forceinline__ u32 cost() const { return units * UNIT_COST + blocks * BLOCK_COST; }
 };
 
 struct Warp {
@@ -108,73 +109,66 @@ __device__ __forceinline__ void attend_pages(Warp& w, const Args& a, const Row& 
   const int count = u1 - u0 > warp ? (u1 - u0 - warp + WARPS - 1) / WARPS : 0;
   if (count == 0) return;
   const i64* table = a.address + (i64)row.b * a.pages;
-  const i64 head = (i64)row.h * PAGE_BYTES;
+  const u8* pool = a.pool + (i64)row.h * PAGE_BYTES;
   constexpr int STEP = UNIT * WARPS;                      // tokens from a unit of this warp to its next
-  int k_token = (u0 + warp) * UNIT, v_token = k_token;    // token, sink not counted, at which the next piece to copy begins
-  const int end = k_token + count * STEP;
-  i64 k_next = table[k_token / PAGE] + head, v_next = k_next;
+  const int begin = (u0 + warp) * UNIT, end = begin + count * STEP;  // tokens, sink not counted
+  // of the units whose keys, and whose values, are copied next: first token, page, and the page after that, looked up a unit ahead
+  int k_token = begin, v_token = begin;
+  i64 k_next = table[begin / PAGE], v_next = k_next;
   const u8 *k_page = nullptr, *v_page = nullptr;
-  int k_slot = 0, v_slot = 0;
-  auto advance = [](int& token) { token += PT; if (token % UNIT == 0) token += STEP - UNIT; };
-  auto copy_keys = [&]() {
-    if (k_token < end) {
-      const bool fresh = k_token % UNIT == 0;
-      if (fresh) { k_page = a.pool + k_next; if (k_token + STEP < end) k_next = table[(k_token + STEP) / PAGE] + head; }
-      w.keys.copy(ring + k_slot * Keys::SLOT, k_page, k_token % PAGE, fresh, row.paged - k_token, lane);
-      advance(k_token);
-    }
-    k_slot = k_slot + 1 == RING ? 0 : k_slot + 1;
+  auto copy_keys = [&](int piece, u32 slot) {
+    if (k_token >= end) return;
+    if (piece == 0) { k_page = pool + k_next; if (k_token + STEP < end) k_next = table[(k_token + STEP) / PAGE]; }
+    w.keys.copy(slot, k_page, k_token % PAGE + piece * PT, piece == 0, row.paged - k_token - piece * PT, lane);
+    if (piece == PIECES - 1) k_token += STEP;
   };
-  auto copy_values = [&]() {
-    if (v_token < end) {
-      if (v_token % UNIT == 0) { v_page = a.pool + v_next; if (v_token + STEP < end) v_next = table[(v_token + STEP) / PAGE] + head; }
-      w.values.copy(ring + RING * Keys::SLOT + v_slot * Values::SLOT, v_page + VALUE_AT, v_token % PAGE, row.paged - v_token, lane);
-      advance(v_token);
-    }
-    v_slot = v_slot + 1 == RING ? 0 : v_slot + 1;
+  auto copy_values = [&](int piece, u32 slot) {
+    if (v_token >= end) return;
+    if (piece == 0) { v_page = pool + v_next + VALUE_AT; if (v_token + STEP < end) v_next = table[(v_token + STEP) / PAGE]; }
+    w.values.copy(slot + Keys::SLOT, v_page, v_token % PAGE + piece * PT, row.paged - v_token - piece * PT, lane);
+    if (piece == PIECES - 1) v_token += STEP;
   };
   // group n of copies: keys of piece n + 1 and values of piece n
-  copy_keys(); commit();
+  constexpr int SLOT = Keys::SLOT + Values::SLOT;
+  copy_keys(0, ring); commit();
 #pragma unroll
-  for (int i = 0; i < RING - 1; i++) { copy_keys(); copy_values(); commit(); }
+  for (int i = 0; i < RING - 1; i++) { copy_keys((i + 1) % PIECES, ring + (i + 1) * SLOT); copy_values(i % PIECES, ring + i * SLOT); commit(); }
   wait<RING - 1>(); __syncwarp();
-  int k_read = 0, v_read = 0;
-  int token = (u0 + warp) * UNIT, ahead = token;          // of the piece whose values, and whose keys, are computed with
+  u32 before = ring + (RING - 1) * SLOT, here = ring, behind = ring + SLOT;  // slots of pieces n - 1, n, n + 1
   float s[TILES][NT][4];
-  w.keys.refresh(ring, rows, ahead % PAGE, true, lane);
+  w.keys.refresh(ring, rows, begin % PAGE, true, lane);
   w.keys.scores(s, ring, rows, lane);
-  advance(ahead);
-  for (; token < end; advance(token)) {
-    wait<RING - 2>(); __syncwarp();
-    copy_keys(); copy_values(); commit();
-    const u32 v_at = ring + RING * Keys::SLOT + v_read * Values::SLOT;
-    const int limit = row.paged - token;
-    w.values.weigh(v_at, limit, lane);
+  for (int unit = begin; unit < end; unit += STEP) {
 #pragma unroll
-    for (int k = 0; k < TILES; k++)
+    for (int piece = 0; piece < PIECES; piece++) {
+      wait<RING - 2>(); __syncwarp();
+      copy_keys((piece + RING) % PIECES, here); copy_values((piece + RING - 1) % PIECES, before); commit();
+      const int limit = DIRECT ? row.paged - unit - piece * PT : 0;
+      w.values.weigh(here + Keys::SLOT, limit, lane);
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int k = 0; k < TILES; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1), a.softcap) + w.values.exponent(k, i);
-          if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
-        }
-    w.subtract_maximum<TILES>(s);
-    // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece they
-    // are computed from stale memory and not used)
-    k_read = k_read + 1 == RING ? 0 : k_read + 1;
-    w.keys.refresh(ring + k_read * Keys::SLOT, rows, ahead % PAGE, ahead % UNIT == 0, lane);
-    float next[TILES][NT][4];
-    w.keys.scores(next, ring + k_read * Keys::SLOT, rows, lane);
-    w.values.add(w.o, w.l, s, v_at, limit, lane);
-    v_read = v_read + 1 == RING ? 0 : v_read + 1;
-    advance(ahead);
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int k = 0; k < TILES; k++)
+          for (int i = 0; i < 4; i++) {
+            s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), a.softcap) + w.values.exponent(k, i);
+            if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
+          }
+      w.subtract_maximum<TILES>(s);
+      // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece they
+      // are computed from stale memory and not used)
+      w.keys.refresh(behind, rows, unit % PAGE + (piece + 1) % PIECES * PT, piece == PIECES - 1, lane);
+      float next[TILES][NT][4];
+      w.keys.scores(next, behind, rows, lane);
+      w.values.add(w.o, w.l, s, here + Keys::SLOT, limit, lane);
+      before = here; here = behind; behind = behind == ring + (RING - 1) * SLOT ? ring : behind + SLOT;
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int k = 0; k < TILES; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[k][n][i] = next[k][n][i];
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) s[k][n][i] = next[k][n][i];
+    }
   }
   wait<0>(); __syncwarp();
 }
@@ -302,30 +296,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // this block's share of the work: cost from `at` to `stop` of all rows together
-  i64 total = 0;
+  // this block's share of the work: cost from `at` to `stop` of all rows together, in units of 256 bytes
+  u32 total = 0;
   for (int b0 = 0; b0 < a.batch; b0 += 32) {
     Row row; row.b = b0 + lane; row.h = 0;
-    i64 cost = 0;
+    u32 cost = 0;
     if (row.b < a.batch) { row.count(a, row_block); cost = row.cost(); }
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) cost += __shfl_xor_sync(~0u, cost, d);
-    total += cost * a.heads;
+    total += __reduce_add_sync(~0u, cost) * a.heads;
   }
-  const i64 blocks = min((i64)gridDim.x, max(total / (WARPS * UNIT_COST), (i64)1));
+  const u32 blocks = min(gridDim.x, max(total / (WARPS * UNIT_COST), 1u));
   if (blockIdx.x >= blocks) return;
-  i64 at = total * blockIdx.x / blocks;
-  const i64 stop = total * (blockIdx.x + 1) / blocks;
+  const u32 share = total / blocks, longer = total - share * blocks;  // the first `longer` shares are one longer
+  u32 at = share * blockIdx.x + min(blockIdx.x, longer);
+  const u32 stop = at + share + (blockIdx.x < longer);
+  auto owner = [&](u32 x) { return x < longer * (share + 1) ? x / (share + 1) : longer + (x - longer * (share + 1)) / share; };
 
   Row row; row.b = 0;
-  i64 start = 0, cost = 0;                                // of the current row
+  u32 start = 0, cost = 0;                                // of the current row
   for (int b0 = 0; b0 < a.batch; b0 += 32) {              // the sequence in which the share begins
     Row mine; mine.b = b0 + lane; mine.h = 0;
-    i64 own = 0;
+    u32 own = 0;
     if (mine.b < a.batch) { mine.count(a, row_block); own = mine.cost() * a.heads; }
-    i64 before = own;
+    u32 before = own;
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) { const i64 x = __shfl_up_sync(~0u, before, d); if (lane >= d) before += x; }
+    for (int d = 1; d < 32; d <<= 1) { const u32 x = __shfl_up_sync(~0u, before, d); if (lane >= d) before += x; }
     const u32 behind = __ballot_sync(~0u, start + before > at);
     if (behind) {
       const int first = __ffs(behind) - 1;
@@ -336,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     start += __shfl_sync(~0u, before, 31);
   }
   row.h = 0; row.count(a, row_block); cost = row.cost();
-  row.h = (int)((at - start) / cost); start += cost * row.h;
+  row.h = (at - start) / cost; start += cost * row.h;
 
   float* merge = reinterpret_cast<float*>(smem + HEAD_BYTES);
   const u32 rows_raw = shared_address(smem), rows = rows_raw + (Keys::NORMALISED ? ROWS * Q_STRIDE : 0);
@@ -345,10 +339,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
   Warp w;
   while (at < stop) {
     row.count(a, row_block); cost = row.cost();
-    const i64 low = at - start, high = min(stop - start, cost);
-    auto index = [](i64 x, int c, int most) { return x <= 0 ? 0 : (int)min((x + c - 1) / c, (i64)most); };
+    const int low = at - start, high = min(stop - start, cost), packed = row.units * UNIT_COST;
+    auto index = [](int x, int c, int most) { return x <= 0 ? 0 : min((x + c - 1) / c, most); };
     const int u0 = index(low, UNIT_COST, row.units), u1 = index(high, UNIT_COST, row.units);
-    const i64 packed = (i64)row.units * UNIT_COST;
     const int w0 = index(low - packed, BLOCK_COST, row.blocks), w1 = index(high - packed, BLOCK_COST, row.blocks);
     __syncthreads();
     load_queries(a, row, row_block, smem, warp, lane);
@@ -376,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     }
     __syncthreads();
     const i64 r = (i64)row.b * a.heads + row.h;
-    const int first = (int)(((start + 1) * blocks - 1) / total), final = (int)(((start + cost) * blocks - 1) / total);
+    const int first = owner(start), final = owner(start + cost - 1);  // the blocks of threads that share the row
     const i64 slots = gridDim.x + (i64)a.batch * a.heads;
     float* partial = a.partial + (row_block * slots + r) * SLOT_FLOATS;  // of block c of the grid: + c * SLOT_FLOATS
     for (int x = threadIdx.x; x < real * DV; x += WARPS * 32) {

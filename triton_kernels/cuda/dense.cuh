@@ -108,6 +108,7 @@ template <int D> struct DenseKeys {
     for (int blk = 0; blk < PT / 32; blk++) Dense<D>::scores(s + 2 * blk, slot + blk * Dense<D>::BLOCK, rows, lane);
   }
   __device__ __forceinline__ float factor(int, int, int) const { return c; }
+  __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
 };
 
 template <int D> struct DenseValues {
