@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
 
-#: bytes of shared memory that the blocks on a multiprocessor may use together, and that each takes beyond its own
-SHARED, RESERVED = {8: 163 * 1024, 9: 227 * 1024}, 1024
+#: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
+RESERVED, SHARED = 1024 + 128, 228 * 1024
 
 
 class Choice(NamedTuple):
@@ -37,13 +38,15 @@ class _Structs(NamedTuple):
     keys: str
     values: str
     encoder: str
-    #: bytes that 32 tokens take in the ring, metadata included
-    slot: int
+    #: bytes of 32 tokens, and of the metadata of a piece of so many tokens
+    codes: int
+    meta: Callable[[int], int]
 
 
 def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> _Structs:
     if isinstance(fmt, Dense):
-        return _Structs(f"DenseKeys<{head_dim}>", f"DenseValues<{head_dim}>", f"DenseEncoder<{head_dim}>", 64 * head_dim)
+        names = (f"Dense{name}<{head_dim}>" for name in ("Keys", "Values", "Encoder"))
+        return _Structs(*names, 64 * head_dim, lambda piece: 0)
     if isinstance(fmt, Affine):
         if fmt.layout != LAYOUTS[transposed]:
             raise ValueError(f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backend.storage_spec")
@@ -51,12 +54,16 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
         group = fmt.group_size or (page_size if channel else head_dim)
         at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
         arguments = f"{fmt.bits}, {str(channel).lower()}, {group}, {head_dim}, {at['scale']}, {at['zero']}"
-        meta = 4 * head_dim if channel else 4 * 32 * (head_dim // group)
+
+        def meta(piece: int) -> int:
+            return 4 * head_dim * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
+
         return _Structs(
             f"AffineKeys<{arguments}>",
             f"AffineValues<{arguments}>",
             f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
-            4 * head_dim * fmt.bits + meta,
+            4 * head_dim * fmt.bits,
+            meta,
         )
     raise NotImplementedError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
 
@@ -70,27 +77,32 @@ def _grouped(fmt: Format) -> bool:
 
 
 @functools.cache
-def choose(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, rows: int, major: int = 9) -> Choice:
-    """rows: query rows (heads x tokens) of a KV head. major: compute capability."""
+def choose(
+    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, rows: int, shared: int = SHARED
+) -> Choice:
+    """rows: query rows (heads x tokens) of a KV head. shared: bytes of shared memory of a multiprocessor."""
     widest = max(head_dim_k, head_dim_v)
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
     bits = [_bits(fmt) for fmt in spec.formats]
     plain = not any(map(_grouped, spec.formats))
-    piece = 64 if max(bits) == 2 and row_tiles == 1 and widest <= 128 and plain and spec.page_size >= 64 else 32
-    slots = sum(
-        _structs(fmt, dim, spec.page_size, dtype, bool(i)).slot
-        for i, (fmt, dim) in enumerate(zip(spec.formats, (head_dim_k, head_dim_v), strict=True))
+    piece = 64 if max(bits) <= 4 and row_tiles == 1 and widest <= 128 and plain and spec.page_size >= 64 else 32
+    sides = (
+        _structs(fmt, dim, spec.page_size, dtype, transposed)
+        for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
+    slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
     window = 64 * (head_dim_k + head_dim_v)
     merge = 8 * row_tiles * (head_dim_v + 2) * 4
-    queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4
+    queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0, 0, 0), Choice(piece, 2, 1, 1, row_tiles)
-    for warps, blocks, ring in itertools.product((1, 2, 3, 4), (1, 2, 3), (2, 3)):
-        need = warps * (max(ring * slots * piece // 32, window, merge) + 256) + queries + 256
-        fits = blocks * (need + RESERVED) <= SHARED[max(8, min(major, 9))]
-        if fits and warps * blocks <= most and (score := (warps * blocks, ring, warps)) > best:
+    best, found = (0, 0), Choice(piece, 2, 1, 1, row_tiles)
+    for warps, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3)):
+        # a deeper ring pays only where pieces are large and warps few
+        ring = 3 if min(bits) == 16 and (warps, blocks) == (4, 1) else 2
+        need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
+        score = (most + 1, warps) if ring == 3 else (warps * blocks, warps)
+        if blocks * (need + RESERVED) <= shared and warps * blocks <= most and score > best:
             best, found = score, Choice(piece, ring, warps, blocks, row_tiles)
     return found
 

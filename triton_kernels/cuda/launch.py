@@ -58,8 +58,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(device: torch.device):
+    return torch.cuda.get_device_properties(device)
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def _attend_module(
     spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype, rows: int, mask: bool, sinks: int, softcap: bool, device
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
-    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, torch.cuda.get_device_capability(device)[0])
+    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, _properties(device).shared_memory_per_multiprocessor)
     module = load("attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device)
     return module, choice, module.integer("shared_bytes")
 
@@ -116,7 +116,7 @@ def attend(
     pages = state.page_address.shape[1]
     # no more blocks than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-    blocks = max(min(_processors(device) * choice.blocks // row_blocks, most), 1)
+    blocks = max(min(_properties(device).multi_processor_count * choice.blocks // row_blocks, most), 1)
     partial = torch.empty(
         row_blocks * (blocks + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
