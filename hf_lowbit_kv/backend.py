@@ -2,8 +2,8 @@
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
-environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU and `torch` elsewhere. Nothing falls back silently: what was
-asked for and cannot run raises.
+environment variable `HF_LOWBIT_KV_BACKEND`, else the fastest that serves the device and dtype: `cuda` where it runs, `triton` on
+other GPUs and for float32, `torch` elsewhere. Nothing falls back silently: what was asked for and cannot run raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
-from .formats import fragment
+from .formats import Affine, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
 
 BACKENDS = ("torch", "triton", "cuda")
@@ -70,8 +70,34 @@ def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
     return dataclasses.replace(spec, key_format=keys, value_format=values)
 
 
-def choose_backend(backend: str | None, device: torch.device) -> str:
-    """The backend for tensors on `device`."""
+@functools.cache
+def _has_nvrtc() -> bool:
+    """Whether CUDA kernels can be compiled here."""
+    if not _has_cuda_bindings():
+        return False
+    try:
+        from cuda.bindings import nvrtc
+
+        return int(nvrtc.nvrtcVersion()[0]) == 0
+    except (ImportError, OSError, RuntimeError):  # the bindings without the library, or with an unfit one
+        return False
+
+
+def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> bool:
+    """Whether the CUDA kernels run on this device and cover all this."""
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= CUDA_CAPABILITY
+        and dtype in (None, torch.float16, torch.bfloat16)
+        and all(isinstance(fmt, (Affine, Dense)) for fmt in formats)
+        and _has_nvrtc()
+    )
+
+
+def choose_backend(
+    backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
+) -> str:
+    """The backend for tensors of `dtype` on `device` and for pages of these formats."""
     check_backend(backend)
     asked = backend or os.environ.get(VARIABLE)
     if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -80,14 +106,16 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
         _check_cuda_device(device)
     if asked is not None:
         return asked
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            raise ImportError(
-                "on a GPU the Triton kernels are the default and Triton is not installed: pip install "
-                "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
-            )
-        return "triton"
-    return "torch"
+    if device.type != "cuda":
+        return "torch"
+    if _cuda_serves(device, dtype, formats):
+        return "cuda"
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "on this GPU the Triton kernels are the default and Triton is not installed: pip install "
+            "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
+        )
+    return "triton"
 
 
 @functools.cache

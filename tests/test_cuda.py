@@ -140,6 +140,21 @@ def test_old_gpu(monkeypatch):
         ops.choose_backend("cuda", torch.device("cuda"))
 
 
+def test_default_on_a_gpu(monkeypatch):
+    found = {"capability": (9, 0), "nvrtc": True}
+    monkeypatch.setattr(ops, "_has_nvrtc", lambda: found["nvrtc"])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
+    monkeypatch.delenv(ops.VARIABLE, raising=False)
+    device, formats = torch.device("cuda"), Case().spec.formats
+    assert ops.choose_backend(None, device, torch.bfloat16, formats) == "cuda"
+    assert ops.choose_backend(None, device, torch.float32, formats) == "triton"
+    found["nvrtc"] = False
+    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
+    found.update(nvrtc=True, capability=(7, 5))
+    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
+
+
 def test_source_is_one_text():
     from hf_lowbit_kv.triton_kernels.cuda.compile import source
 
