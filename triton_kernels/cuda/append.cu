@@ -156,8 +156,10 @@ extern "C" __global__ void __launch_bounds__(256) append_one(const __grid_consta
   const Counts n(a, bh);
   if (n.fits == 0 || (a.mask && !a.mask[b * a.mask_b])) return;
   __syncthreads();  // all have read the counters
-  keep<DK>(a, a.sink_k, a.tail_k, bh, n.stored, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h, threadIdx.x, blockDim.x);
-  keep<DV>(a, a.sink_v, a.tail_v, bh, n.stored, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h, threadIdx.x, blockDim.x);
+  if (n.stored < a.sink || n.stored - a.sink >= n.after) {  // else it goes straight into a page
+    keep<DK>(a, a.sink_k, a.tail_k, bh, n.stored, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h, threadIdx.x, blockDim.x);
+    keep<DV>(a, a.sink_v, a.tail_v, bh, n.stored, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h, threadIdx.x, blockDim.x);
+  }
   if (n.after > n.before)
     for (int page = n.before / PAGE; page * PAGE < n.after; page++)
       for (int side = 0; side < 2; side++) pack(a, n, bh, page, side, meta);

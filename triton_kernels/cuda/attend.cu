@@ -1,7 +1,7 @@
 // Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`.
 //
-// One launch. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one a block of threads, and each of
-// these into one a warp; a share may end inside a row and begin inside another. A row's window comes behind its pages. The last
+// One launch. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one a block of threads; a share may
+// end inside a row and begin inside another. The warps of a block take pages of a row in turn, then blocks of its window. The last
 // block to finish a row merges what the others left in memory.
 //
 // q k^T and p v are computed with the stored tokens as left operand of m16n8k16, and query rows (heads x tokens) as its eight
@@ -13,7 +13,7 @@
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-constexpr int UNIT = PAGE < 128 ? PAGE : 128;          // tokens whose pieces are unrolled
+constexpr int UNIT = PAGE < 128 ? PAGE : 128;          // tokens that a warp takes at a time
 constexpr int PIECES = UNIT / PT;                      // pieces of a unit
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
@@ -26,25 +26,25 @@ constexpr int MERGE_BYTES = ROWS * (DV + 2) * 4;       // of a warp
 constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
-constexpr int PIECE_COST = (Keys::SLOT + Values::SLOT + 255) / 256;  // in units of 256 bytes
-constexpr int BLOCK_COST = WINDOW_BYTES / 256;         // of 32 tokens of the window
+constexpr int UNIT_COST = (UNIT / PT * (Keys::SLOT + Values::SLOT) + 255) / 256;
+constexpr int BLOCK_COST = WINDOW_BYTES / 256 * 5 / 4; // of 32 tokens of the window, which are copied less evenly
 constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
 
 extern "C" __device__ int shared_bytes = HEAD_BYTES + WARPS * WARP_BYTES;
 
 // A row's share of work, and where its tokens stand.
 struct Row {
-  int b, h, length, paged, pieces, sinks, tail, chunk, blocks;
+  int b, h, length, paged, units, sinks, tail, chunk, blocks;
   __device__ __forceinline__ void count(const Args& a, int row_block) {
     length = a.length[b * a.heads + h];
     paged = a.paged[b * a.heads + h];
-    pieces = (paged + PT - 1) / PT;
+    units = (paged + UNIT - 1) / UNIT;
     sinks = min(length, a.sink);
     tail = max(length - a.sink, 0) - paged;
     chunk = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
     blocks = (sinks + tail + chunk + 31) / 32;
   }
-  __device__ __forceinline__ u32 cost() const { return pieces * PIECE_COST + blocks * BLOCK_COST; }
+  __device__ __forceinline__ u32 cost() const { return units * UNIT_COST + blocks * BLOCK_COST; }
 };
 
 struct Warp {
@@ -104,66 +104,57 @@ struct Warp {
   }
 };
 
-// Consecutive pieces of a row's packed pages. Copies run ahead of what is computed: group n of them holds the keys of piece n + 1
-// and the values of piece n.
+// The packed pages [u0 + warp, u1) of a row, piece by piece. Copies run ahead of what is computed: group n of them holds the keys
+// of piece n + 1 and the values of piece n.
 struct Pages {
+  static constexpr int STEP = UNIT * WARPS;               // tokens from a unit of this warp to its next
   static constexpr int SLOT = Keys::SLOT + Values::SLOT;
   const i64* table;
   const u8 *pool, *k_page, *v_page;
   i64 k_next, v_next;                                     // the pages after these, looked up a unit ahead
-  int begin, end, k_unit, v_unit;                         // tokens, sink not counted; k and v: of the units to copy from next
+  int begin, end, k_token, v_token;                       // tokens, sink not counted; k and v: of the units to copy next
   int paged, lane;
   u32 ring;
 
-  // piece: of its unit; fresh: the first one, or the first one of that unit
-  __device__ __forceinline__ void copy_keys(const Keys& keys, int piece, bool fresh, u32 slot) {
-    const int token = k_unit + piece * PT;
-    if (token >= end) return;
-    if (fresh) { k_page = pool + k_next; if (k_unit + UNIT < end) k_next = table[(k_unit + UNIT) / PAGE]; }
-    keys.copy(slot, k_page, token % PAGE, fresh, paged - token, lane);
-    if (piece == PIECES - 1) k_unit += UNIT;
+  __device__ __forceinline__ void copy_keys(const Keys& keys, int piece, u32 slot) {
+    if (k_token >= end) return;
+    if (piece == 0) { k_page = pool + k_next; if (k_token + STEP < end) k_next = table[(k_token + STEP) / PAGE]; }
+    keys.copy(slot, k_page, k_token % PAGE + piece * PT, piece == 0, paged - k_token - piece * PT, lane);
+    if (piece == PIECES - 1) k_token += STEP;
   }
-  __device__ __forceinline__ void copy_values(const Values& values, int piece, bool fresh, u32 slot) {
-    const int token = v_unit + piece * PT;
-    if (token >= end) return;
-    if (fresh) { v_page = pool + v_next + VALUE_AT; if (v_unit + UNIT < end) v_next = table[(v_unit + UNIT) / PAGE]; }
-    values.copy(slot + Keys::SLOT, v_page, token % PAGE, paged - token, lane);
-    if (piece == PIECES - 1) v_unit += UNIT;
+  __device__ __forceinline__ void copy_values(const Values& values, int piece, u32 slot) {
+    if (v_token >= end) return;
+    if (piece == 0) { v_page = pool + v_next + VALUE_AT; if (v_token + STEP < end) v_next = table[(v_token + STEP) / PAGE]; }
+    values.copy(slot + Keys::SLOT, v_page, v_token % PAGE + piece * PT, paged - v_token - piece * PT, lane);
+    if (piece == PIECES - 1) v_token += STEP;
   }
 
-  // Begin to copy the pieces [p0, p1).
-  __device__ __forceinline__ void start(const Warp& w, const Args& a, const Row& row, int p0, int p1, int lane_, u32 ring_) {
+  __device__ __forceinline__ void start(const Warp& w, const Args& a, const Row& row, int u0, int u1, int warp, int lane_, u32 ring_) {
+    const int count = u1 - u0 > warp ? (u1 - u0 - warp + WARPS - 1) / WARPS : 0;
     table = a.address + (i64)row.b * a.pages; pool = a.pool + (i64)row.h * PAGE_BYTES;
     paged = row.paged; lane = lane_; ring = ring_;
-    begin = p0 * PT; end = p1 * PT;
-    if (begin >= end) return;
-    k_unit = v_unit = begin / UNIT * UNIT;
+    begin = k_token = v_token = (u0 + warp) * UNIT; end = begin + count * STEP;
+    if (count == 0) return;
     k_next = v_next = table[begin / PAGE];
-    const int piece = p0 % PIECES;
-    copy_keys(w.keys, piece, true, ring); commit();
+    copy_keys(w.keys, 0, ring); commit();
 #pragma unroll
     for (int i = 0; i < RING - 1; i++) {
-      const int k = (piece + i + 1) % PIECES, v = (piece + i) % PIECES;
-      copy_keys(w.keys, k, k == 0, ring + (i + 1) * SLOT); copy_values(w.values, v, i == 0 || v == 0, ring + i * SLOT); commit();
+      copy_keys(w.keys, (i + 1) % PIECES, ring + (i + 1) * SLOT); copy_values(w.values, i % PIECES, ring + i * SLOT); commit();
     }
   }
 
   __device__ __forceinline__ void attend(Warp& w, u32 rows, float cap) {
-    if (begin >= end) return;
+    if (begin == end) return;
     wait<RING - 1>(); __syncwarp();
     u32 before = ring + (RING - 1) * SLOT, here = ring, behind = ring + SLOT;  // slots of pieces n - 1, n, n + 1
     float s[TILES][NT][4];
     w.keys.refresh(ring, rows, begin % PAGE, true, lane);
     w.keys.scores(s, ring, rows, lane);
-    for (int unit = begin / UNIT * UNIT; unit < end; unit += UNIT) {
+    for (int unit = begin; unit < end; unit += STEP) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; piece++) {
-        if (unit + piece * PT < begin || unit + piece * PT >= end) continue;
         wait<RING - 2>(); __syncwarp();
-        constexpr int N = PIECES;
-        copy_keys(w.keys, (piece + RING) % N, (piece + RING) % N == 0, here);
-        copy_values(w.values, (piece + RING - 1) % N, (piece + RING - 1) % N == 0, before);
-        commit();
+        copy_keys(w.keys, (piece + RING) % PIECES, here); copy_values(w.values, (piece + RING - 1) % PIECES, before); commit();
         const int limit = DIRECT ? paged - unit - piece * PT : 0;
         w.values.weigh(here + Keys::SLOT, limit, lane);
 #pragma unroll
@@ -195,7 +186,7 @@ struct Pages {
   }
 };
 
-// The blocks of 32 tokens [w0, w1) of a row's window: its sink, tail and chunk, one behind the other.
+// The blocks of 32 tokens w0 + first, w0 + first + WARPS, ... of a row's window: its sink, tail and chunk, one behind the other.
 __device__ __forceinline__ void attend_window(Warp& w, const Args& a, const Row& row, int row_block, int w0, int w1, int lane, u32 rows, u32 space, float scale) {
   const int g = lane >> 2, t = lane & 3;
   const i64 bh = (i64)row.b * a.heads + row.h;
@@ -225,13 +216,13 @@ __device__ __forceinline__ void attend_window(Warp& w, const Args& a, const Row&
     for (int e = 0; e < 2; e++) query[n][e] = (row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
   copy_keys(w0); commit();
   copy_values(w0); commit();
-  for (int blk = w0; blk < w1; blk++) {
-    const bool more = blk + 1 < w1;
+  for (int blk = w0; blk < w1; blk += WARPS) {
+    const bool more = blk + WARPS < w1;
     float s[2][NT][4];
     wait<1>(); __syncwarp();
     Dense<DK>::scores(s, space, rows, lane);
     __syncwarp();
-    if (more) copy_keys(blk + 1);
+    if (more) copy_keys(blk + WARPS);
     commit();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -249,7 +240,7 @@ __device__ __forceinline__ void attend_window(Warp& w, const Args& a, const Row&
     wait<1>(); __syncwarp();
     Dense<DV>::add(w.o, w.l, s, space + Dense<DK>::BLOCK, lane);
     __syncwarp();
-    if (more) copy_values(blk + 1);
+    if (more) copy_values(blk + WARPS);
     commit();
   }
   wait<0>(); __syncwarp();
@@ -326,12 +317,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     if (row.b < a.batch) { row.count(a, row_block); cost = row.cost(); }
     total += __reduce_add_sync(~0u, cost) * a.heads;
   }
-  const u32 blocks = min(gridDim.x, max(total / (WARPS * PIECE_COST), 1u));
+  const u32 blocks = min(gridDim.x, max(total / (WARPS * UNIT_COST), 1u));
   if (blockIdx.x >= blocks) return;
-  const u32 share = total / blocks, longer = total - share * blocks;  // the first `longer` shares are one longer
-  u32 at = share * blockIdx.x + min(blockIdx.x, longer);
-  const u32 stop = at + share + (blockIdx.x < longer);
-  auto owner = [&](u32 x) { return x < longer * (share + 1) ? x / (share + 1) : longer + (x - longer * (share + 1)) / share; };
+  // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
+  u32 at = (u64)total * blockIdx.x / blocks;
+  const u32 stop = (u64)total * (blockIdx.x + 1) / blocks;
+  auto owner = [&](u32 x) { return (u32)(((u64)(x + 1) * blocks - 1) / total); };
 
   Row row; row.b = 0;
   u32 start = 0, cost = 0;                                // of the current row
@@ -361,22 +352,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
   Warp w;
   while (at < stop) {
     row.count(a, row_block); cost = row.cost();
-    const int low = at - start, high = min(stop - start, cost), packed = row.pieces * PIECE_COST;
+    const int low = at - start, high = min(stop - start, cost), packed = row.units * UNIT_COST;
     auto index = [](int x, int c, int most) { return x <= 0 ? 0 : min((x + c - 1) / c, most); };
-    // this warp's share of the block's
-    const int from = low + (int)((i64)(high - low) * warp / WARPS), to = low + (int)((i64)(high - low) * (warp + 1) / WARPS);
-    const int p0 = index(from, PIECE_COST, row.pieces), p1 = index(to, PIECE_COST, row.pieces);
-    const int w0 = index(from - packed, BLOCK_COST, row.blocks), w1 = index(to - packed, BLOCK_COST, row.blocks);
+    const int u0 = index(low, UNIT_COST, row.units), u1 = index(high, UNIT_COST, row.units);
+    const int w0 = index(low - packed, BLOCK_COST, row.blocks), w1 = index(high - packed, BLOCK_COST, row.blocks);
     __syncthreads();
     Pages pages;
-    pages.start(w, a, row, p0, p1, lane, ring);
+    pages.start(w, a, row, u0, u1, warp, lane, ring);
     load_queries(a, row, row_block, smem, warp, lane);
     __syncthreads();
     w.begin();
     w.keys.begin(rows, size, size + ROWS, scale, lane);
     pages.attend(w, rows, a.softcap);
     w.values.finish(w.o);
-    attend_window(w, a, row, row_block, w0, w1, lane, rows_raw, ring, scale);
+    const int turn = (u1 - u0) % WARPS;                   // the warp whose turn it is next
+    attend_window(w, a, row, row_block, w0 + (warp - turn + WARPS) % WARPS, w1, lane, rows_raw, ring, scale);
 
     // the warps of the block
     __syncthreads();

@@ -6,6 +6,7 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 constexpr int ROWS = 8 * NT;        // query rows (heads x tokens) a block of threads attends for
 constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN

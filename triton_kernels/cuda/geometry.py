@@ -78,9 +78,17 @@ def _grouped(fmt: Format) -> bool:
 
 @functools.cache
 def choose(
-    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, rows: int, shared: int = SHARED
+    spec: LayerSpec,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int = 1,
+    processors: int = 132,
+    shared: int = SHARED,
 ) -> Choice:
-    """rows: query rows (heads x tokens) of a KV head. shared: bytes of shared memory of a multiprocessor."""
+    """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
+    multiprocessor."""
     widest = max(head_dim_k, head_dim_v)
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
     bits = [_bits(fmt) for fmt in spec.formats]
@@ -96,15 +104,26 @@ def choose(
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0, 0), Choice(piece, 2, 1, 1, row_tiles)
-    for warps, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3)):
+    best, found = (0.0, 0), Choice(piece, 2, 1, 1, row_tiles)
+    for warps, blocks in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
         ring = 3 if min(bits) == 16 and (warps, blocks) == (4, 1) else 2
         need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
-        score = (most + 1, warps) if ring == 3 else (warps * blocks, warps)
-        if blocks * (need + RESERVED) <= shared and warps * blocks <= most and score > best:
+        if blocks * (need + RESERVED) > shared or warps * blocks > most:
+            continue
+        slots = processors * blocks
+        even = grid_size(slots, heads) % heads == 0 or slots < heads
+        score = (most + 1.0 if ring == 3 else warps * blocks + 0.5 * even, -abs(warps - 4))
+        if score > best:
             best, found = score, Choice(piece, ring, warps, blocks, row_tiles)
     return found
+
+
+def grid_size(slots: int, heads: int) -> int:
+    """Blocks of threads for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle,
+    because then a block's share of the work lies in one head."""
+    even = slots // heads * heads
+    return even if even >= 0.9 * slots else slots
 
 
 def _shared_defines(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> dict[str, object]:

@@ -14,7 +14,7 @@ from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
 from ...reference import read as read  # reading back is no hot path: the definition, on the GPU
 from .compile import Module, load
-from .geometry import Choice, append_defines, attend_defines, choose
+from .geometry import Choice, append_defines, attend_defines, choose, grid_size
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: launches since import, by kernel name: tests assert that kernels ran
@@ -64,10 +64,12 @@ def _properties(device: torch.device):
 
 @functools.cache
 def _attend_module(
-    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype, rows: int, mask: bool, sinks: int, softcap: bool, device
+    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype, rows: int, heads: int, mask: bool, sinks: int, softcap: bool, device
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
-    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, _properties(device).shared_memory_per_multiprocessor)
+    properties = _properties(device)
+    limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
     module = load("attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device)
     return module, choice, module.integer("shared_bytes")
 
@@ -109,14 +111,16 @@ def attend(
     groups, device = q_heads // heads, q.device
     rows = groups * tokens
     module, choice, shared = _attend_module(
-        *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), mask is not None, sink_kind, softcap is not None, device)
+        *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
+        *(softcap is not None, device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
     pages = state.page_address.shape[1]
     # no more blocks than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-    blocks = max(min(_properties(device).multi_processor_count * choice.blocks // row_blocks, most), 1)
+    slots = max(_properties(device).multi_processor_count * choice.blocks // row_blocks, 1)
+    blocks = min(grid_size(slots, batch * heads), most)
     partial = torch.empty(
         row_blocks * (blocks + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
