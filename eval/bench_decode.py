@@ -150,7 +150,9 @@ def runs(shapes: list[str], presets: list[str], backends: list[str], **options) 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help="Name, or BATCHxHEADSxKVHEADSxTOKENS; repeatable.")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "float16",
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,

@@ -2,8 +2,8 @@
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
-environment variable `HF_LOWBIT_KV_BACKEND`, else the fastest that serves the device and dtype: `cuda` where it runs, `triton` on
-other GPUs and for float32, `torch` elsewhere. Nothing falls back silently: what was asked for and cannot run raises.
+environment variable `HF_LOWBIT_KV_BACKEND`, else the fastest that serves the device and dtype: `cuda` where it runs, `triton`
+on other GPUs and for float32, `torch` elsewhere. Nothing falls back silently: what was asked for and cannot run raises.
 """
 
 from __future__ import annotations

@@ -16,7 +16,12 @@ from hf_lowbit_kv.pages import LayerSpec
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_layout_changes_no_number(bits, head_dim, layout):
-    for page_size, axis, group in ((32, "channel", None), (64, "token", 32), (128, "channel", 32), (256, "token", None)):
+    for page_size, axis, group in (
+        (32, "channel", None),
+        (64, "token", 32),
+        (128, "channel", 32),
+        (256, "token", None),
+    ):
         if axis == "token" and group and head_dim % group:
             continue
         plain = Affine(bits, axis, group)

@@ -49,7 +49,9 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
         return _Structs(*names, 64 * head_dim, lambda piece: 0)
     if isinstance(fmt, Affine):
         if fmt.layout != LAYOUTS[transposed]:
-            raise ValueError(f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backend.storage_spec")
+            raise ValueError(
+                f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backend.storage_spec"
+            )
         channel = fmt.axis == "channel"
         group = fmt.group_size or (page_size if channel else head_dim)
         at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
@@ -177,7 +179,9 @@ def attend_defines(
 
 
 @functools.cache
-def append_defines(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+def append_defines(
+    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
+) -> tuple[tuple[str, str], ...]:
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed).encoder
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)

@@ -64,13 +64,24 @@ def _properties(device: torch.device):
 
 @functools.cache
 def _attend_module(
-    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype, rows: int, heads: int, mask: bool, sinks: int, softcap: bool, device
+    spec: LayerSpec,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    mask: bool,
+    sinks: int,
+    softcap: bool,
+    device: torch.device,
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
-    module = load("attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device)
+    module = load(
+        "attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device
+    )
     return module, choice, module.integer("shared_bytes")
 
 
@@ -79,11 +90,12 @@ _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     """int32 zeros, which every launch leaves as zeros. One buffer a layer, because launches on one layer follow each
-    other; where a graph is being captured and there is none yet, the graph zeroes its own."""
+    other. Storing the prompt allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is
+    being captured and there is none yet, the graph zeroes its own."""
     key = state.paged.device, state.paged.data_ptr()
     found = _counters.get(key)
     if found is None or found.numel() < count:
-        found = torch.zeros(count, dtype=torch.int32, device=state.paged.device)
+        found = torch.zeros(max(count, 16 * state.paged.numel()), dtype=torch.int32, device=state.paged.device)
         if not torch.cuda.is_current_stream_capturing():
             _counters[key] = found
     return found
@@ -148,6 +160,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
     k, v = _rows(k), _rows(v)
     module = load("append.cu", append_defines(spec, head_dim_k, v.shape[-1], k.dtype), k.device)
     pages = state.page_address.shape[1]
+    _counters_for(state, 1)
     order = count = None
     if mask is not None and tokens > 1:
         # the places of the tokens that are no padding, in order
