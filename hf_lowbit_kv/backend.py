@@ -2,8 +2,8 @@
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
-environment variable `HF_LOWBIT_KV_BACKEND`, else the fastest that serves the device and dtype: `cuda` where it runs, `triton`
-on other GPUs and for float32, `torch` elsewhere. Nothing falls back silently: what was asked for and cannot run raises.
+environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU (`DEFAULT_ON_GPU`) and `torch` elsewhere. Nothing falls back
+silently: what was asked for and cannot run raises.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .formats import Affine, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
 
 BACKENDS = ("torch", "triton", "cuda")
+#: taken on a GPU where nothing is asked for; `cuda` stands for `cuda` where it serves device, dtype and formats, else `triton`
+DEFAULT_ON_GPU = "triton"
 #: layouts in which a backend's kernels read keys and values
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for
@@ -108,7 +110,7 @@ def choose_backend(
         return asked
     if device.type != "cuda":
         return "torch"
-    if _cuda_serves(device, dtype, formats):
+    if DEFAULT_ON_GPU == "cuda" and _cuda_serves(device, dtype, formats):
         return "cuda"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(

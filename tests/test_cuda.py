@@ -16,8 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels as kernels
+from cases import tiny_models
 from kernel_cases import Case, filled, generator, random_step
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
@@ -109,6 +111,33 @@ def test_float32(launch):
         kernels.check_store(case, [3])
 
 
+def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, **options) -> torch.Tensor:
+    """Logits of each step `[B, steps, vocabulary]`, the tokens `[B, n]` given, whatever the model would have said."""
+    cache = lb.from_preset("kivi-4", model, backend=backend, residual=32, page_size=32, **options)
+    with torch.no_grad():
+        out = [model(tokens[:, :prompt], past_key_values=cache).logits[:, -1]]
+        for i in range(prompt, tokens.shape[1]):
+            out.append(model(tokens[:, i : i + 1], past_key_values=cache).logits[:, -1])
+    assert {layer.backend for layer in cache.packed_layers} == {backend}
+    assert backend in cache.summary()
+    return torch.stack(out, 1).float()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_model(family, options, launch):
+    """A whole model, step by step over several pages, against the reference on the same device."""
+    model = tiny_models(family)[0].half().cuda()
+    tokens = torch.randint(3, 160, (2, 250), generator=torch.Generator().manual_seed(kernels.SEED)).cuda()
+    before = launch.launches.get("attend_kernel", 0)
+    found = _logits(model, tokens, 130, "cuda", **options)
+    assert launch.launches["attend_kernel"] >= before + 120 * 2
+    expected = _logits(model, tokens, 130, "torch", **options)
+    assert ((found - expected).norm() / expected.norm()) < 1e-2
+
+
 # ---- without a GPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,12 +175,16 @@ def test_default_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
     monkeypatch.delenv(ops.VARIABLE, raising=False)
+    monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "cuda")
     device, formats = torch.device("cuda"), Case().spec.formats
     assert ops.choose_backend(None, device, torch.bfloat16, formats) == "cuda"
     assert ops.choose_backend(None, device, torch.float32, formats) == "triton"
     found["nvrtc"] = False
     assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
     found.update(nvrtc=True, capability=(7, 5))
+    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
+    found.update(capability=(9, 0))
+    monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "triton")
     assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
 
 
