@@ -23,7 +23,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from hf_lowbit_kv.backend import choose_backend
+from hf_lowbit_kv.backend import choose_backend, storage_spec
 from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind
 from hf_lowbit_kv.eval.peers import Inputs, usable_peers
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
@@ -72,7 +72,7 @@ def measure(
         WrongResultError: the output or the packed bytes are wrong.
     """
     spec = get_preset(preset).spec()
-    geometry = (shape, spec, head_dim, query_length, dtype, device)
+    geometry = (shape, storage_spec(spec, backend), head_dim, query_length, dtype, device)
     cases = [build(*geometry)]
     cases += [build(*geometry) for _ in range(sets_needed(cases[0].nbytes, device) - 1)]
     relerr, bound = attend_error(cases[0], backend)
@@ -150,7 +150,9 @@ def runs(shapes: list[str], presets: list[str], backends: list[str], **options) 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help="Name, or BATCHxHEADSxKVHEADSxTOKENS; repeatable.")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="torch, triton; repeatable [default: by device].")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "float16",
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,

@@ -1,12 +1,14 @@
 """Which code runs a step, and the two operations a step consists of.
 
-Backends: `torch` (the reference, any device) and `triton` (GPUs that Triton supports). Chosen by the `backend=` argument of a
-cache, else by the environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU and `torch` elsewhere. Nothing falls
-back silently: what was asked for and cannot run raises.
+Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
+models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
+environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU (`DEFAULT_ON_GPU`) and `torch` elsewhere. Nothing falls back
+silently: what was asked for and cannot run raises.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -15,9 +17,16 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
+from .formats import Affine, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "cuda")
+#: taken on a GPU where nothing is asked for; `cuda` stands for `cuda` where it serves device, dtype and formats, else `triton`
+DEFAULT_ON_GPU = "triton"
+#: layouts in which a backend's kernels read keys and values
+LAYOUTS = {"cuda": fragment.LAYOUTS}
+#: lowest compute capability that the CUDA kernels are written for
+CUDA_CAPABILITY = (8, 0)
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -35,24 +44,80 @@ def check_backend(backend: str | None) -> None:
             f"{source}='triton' was asked for and Triton is not installed: pip install 'hf-lowbit-kv[triton]', "
             "or use backend='torch' (slow reference)"
         )
+    if backend == "cuda" and not _has_cuda_bindings():
+        raise ImportError(
+            f"{source}='cuda' was asked for and cuda-bindings is not installed: pip install 'hf-lowbit-kv[cuda]', "
+            "or use backend='triton'"
+        )
 
 
-def choose_backend(backend: str | None, device: torch.device) -> str:
-    """The backend for tensors on `device`."""
+def _has_cuda_bindings() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+def _check_cuda_device(device: torch.device) -> None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ValueError(f"backend='cuda' needs an NVIDIA GPU, and the model is on {device.type!r}")
+    if (found := torch.cuda.get_device_capability(device)) < CUDA_CAPABILITY:
+        raise ValueError(
+            f"backend='cuda' needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has "
+            f"{found}; use backend='triton'"
+        )
+
+
+def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
+    """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
+    layouts = LAYOUTS.get(backend, ("planar-1", "planar-1"))
+    keys, values = (fmt.with_layout(layout) for fmt, layout in zip(spec.formats, layouts, strict=True))
+    return dataclasses.replace(spec, key_format=keys, value_format=values)
+
+
+@functools.cache
+def _has_nvrtc() -> bool:
+    """Whether CUDA kernels can be compiled here."""
+    if not _has_cuda_bindings():
+        return False
+    try:
+        from cuda.bindings import nvrtc
+
+        return int(nvrtc.nvrtcVersion()[0]) == 0
+    except (ImportError, OSError, RuntimeError):  # the bindings without the library, or with an unfit one
+        return False
+
+
+def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> bool:
+    """Whether the CUDA kernels run on this device and cover all this."""
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= CUDA_CAPABILITY
+        and dtype in (None, torch.float16, torch.bfloat16)
+        and all(isinstance(fmt, (Affine, Dense)) for fmt in formats)
+        and _has_nvrtc()
+    )
+
+
+def choose_backend(
+    backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
+) -> str:
+    """The backend for tensors of `dtype` on `device` and for pages of these formats."""
     check_backend(backend)
     asked = backend or os.environ.get(VARIABLE)
     if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+    if asked == "cuda":
+        _check_cuda_device(device)
     if asked is not None:
         return asked
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            raise ImportError(
-                "on a GPU the Triton kernels are the default and Triton is not installed: pip install "
-                "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
-            )
-        return "triton"
-    return "torch"
+    if device.type != "cuda":
+        return "torch"
+    if DEFAULT_ON_GPU == "cuda" and _cuda_serves(device, dtype, formats):
+        return "cuda"
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "on this GPU the Triton kernels are the default and Triton is not installed: pip install "
+            "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
+        )
+    return "triton"
 
 
 @functools.cache
@@ -60,6 +125,8 @@ def _module(backend: str):
     """Module with `attend`, `append` and `read` as in `reference`."""
     if backend == "torch":
         return reference
+    if backend == "cuda":
+        return importlib.import_module("hf_lowbit_kv.triton_kernels.cuda.launch")
     from hf_lowbit_kv.triton_kernels import launch
 
     return launch

@@ -90,7 +90,10 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        self.backend = ops.choose_backend(self.requested_backend, key_states.device)
+        self.backend = ops.choose_backend(
+            self.requested_backend, key_states.device, key_states.dtype, self.spec.formats
+        )
+        self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.transform = self.spec.transform.on(head_dims[0], key_states.device)
         self.store = PagedStore(

@@ -202,8 +202,7 @@ def _write_tokens(
     page = x.new_zeros(heads, page_size, head_dim)
     page[:, at : at + count] = x
     new, old = (fmt.split(bytes_, head_dim, page_size, dtype) for bytes_ in (fmt.encode(page, dtype), part))
-    for name, array in old.items():
-        array[:, at : at + count] = new[name][:, at : at + count]
+    fmt.merge_tokens(old, new, at, count)
 
 
 def _page(state: LayerState, page_id: int) -> torch.Tensor:

@@ -35,6 +35,8 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     for folder, inside in (("hf_lowbit_kv", ""), ("triton_kernels", "triton_kernels/"), ("eval", "eval/")):
         for module in (ROOT / folder).glob("*.py"):
             assert f"hf_lowbit_kv/{inside}{module.name}" in names
+    for source in (ROOT / "triton_kernels" / "cuda").glob("*.[pc]*"):
+        assert f"hf_lowbit_kv/triton_kernels/cuda/{source.name}" in names
     assert "hf_lowbit_kv/formats/base.py" in names
     assert "hf_lowbit_kv/py.typed" in names
 

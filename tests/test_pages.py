@@ -15,6 +15,15 @@ from hf_lowbit_kv.pages import LayerSpec, PagedStore
 from hf_lowbit_kv.reference import read, read_pages
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
+#: the same formats in the order in which tensor cores take them
+FRAGMENTS = [
+    ("int2-channel@fragment-1", "int2-token@fragment-1t"),
+    ("int4-channel@fragment-1", "int4-token@fragment-1t"),
+    ("int8-token@fragment-1", "int8-token@fragment-1t"),
+    ("int2-token-g32@fragment-1", "int4-channel@fragment-1t"),
+    ("int4-token@fragment-1", "dense"),
+]
+FORMATS = [*FORMATS, *FRAGMENTS]
 WINDOWS = [(0, 32), (8, 32), (0, 0), (5, 40)]  # sink, residual
 
 

@@ -10,11 +10,12 @@ BitDecoding, section 4; TurboMind, section 4.)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
+from . import fragment
 from .base import Format
 
 BITS = (2, 4, 8)
@@ -31,19 +32,26 @@ class Affine(Format):
         axis: `"channel"`: a group is `group_size` consecutive tokens of one channel. `"token"`: a group is
             `group_size` consecutive channels of one token.
         group_size: 32, 64 or 128; `None`: the whole page (`"channel"`) or the whole head (`"token"`).
+        layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
     Page (layout `planar-1`): `codes` int16 `[page_size, head_dim * bits / 16]`, where bits `j * bits` and up of word `w`
     hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels;
     then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
+    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
+    `fragment`; `scale` and `zero` as before.
     """
 
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
     grammar: ClassVar[str] = "'int<2|4|8>-<channel|token>[-g<32|64|128>]'"
 
     bits: int
     axis: Literal["channel", "token"]
     group_size: int | None = None
+    layout: str = "planar-1"
 
     def __post_init__(self):
+        if self.layout not in self.layouts:
+            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
         if self.axis not in ("channel", "token"):
@@ -54,15 +62,19 @@ class Affine(Format):
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}-{self.axis}" + (f"-g{self.group_size}" if self.group_size else "")
+        group = f"-g{self.group_size}" if self.group_size else ""
+        return f"int{self.bits}-{self.axis}{group}" + ("" if self.layout == "planar-1" else f"@{self.layout}")
 
     @classmethod
     def parse(cls, name: str) -> Affine | None:
-        match = re.fullmatch(r"int(\d+)-(channel|token)(?:-g(\d+))?", name)
+        match = re.fullmatch(r"int(\d+)-(channel|token)(?:-g(\d+))?(?:@([\w-]+))?", name)
         if match is None:
             return None
-        bits, axis, group = match.groups()
-        return cls(int(bits), axis, int(group) if group else None)  # type: ignore[arg-type]
+        bits, axis, group, layout = match.groups()
+        return cls(int(bits), axis, int(group) if group else None, layout or "planar-1")  # type: ignore[arg-type]
+
+    def with_layout(self, layout: str) -> Affine:
+        return replace(self, layout=layout)
 
     @property
     def tokenwise(self) -> bool:
@@ -92,8 +104,12 @@ class Affine(Format):
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         groups = self.groups(head_dim, page_size)
+        codes: tuple[str, torch.dtype, tuple[int, ...]]
+        codes = ("codes", torch.int16, (page_size, head_dim // self.planes))
+        if self.layout != "planar-1":
+            codes = ("codes", torch.int32, fragment.shape(self.bits, head_dim, page_size))
         return [
-            ("codes", torch.int16, (page_size, head_dim // self.planes)),
+            codes,
             ("scale", torch.float16, groups),
             ("zero", torch.float16, groups),
         ]
@@ -108,15 +124,37 @@ class Affine(Format):
         x = self._grouped(x.float(), self.groups(head_dim, page_size))
         low, high = x.amin((-3, -1), keepdim=True), x.amax((-3, -1), keepdim=True)
         codes, scale, zero = quantize(x, low, high, torch.full_like(low, self.levels))
-        words = pack_words(codes.flatten(-4, -3).flatten(-2, -1), self.bits)
+        words = self._pack(codes.flatten(-4, -3).flatten(-2, -1))
         return {"codes": words, "scale": scale[..., 0, :, 0], "zero": zero[..., 0, :, 0]}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
         scale, zero = arrays["scale"].float(), arrays["zero"].float()
-        codes = unpack_words(arrays["codes"], self.bits).float()
+        codes = self._unpack(arrays["codes"], head_dim).float()
         grouped = self._grouped(codes, (scale.shape[-2], scale.shape[-1]))
         x = grouped * scale[..., :, None, :, None] + zero[..., :, None, :, None]
         return x.flatten(-4, -3).flatten(-2, -1)
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """int32 `[..., page, D]` -> the array `codes`."""
+        if self.layout == "planar-1":
+            return pack_words(codes, self.bits)
+        return fragment.pack(codes, self.bits, self.layout)
+
+    def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The array `codes` -> `[..., page, D]`."""
+        if self.layout == "planar-1":
+            return unpack_words(words, self.bits)
+        return fragment.unpack(words, self.bits, self.layout, head_dim)
+
+    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
+        if self.layout != "planar-1":  # a word holds several tokens
+            head_dim = fragment.head_dim(old["codes"].shape, self.bits)
+            taken = torch.zeros(old["scale"].shape[-2], head_dim, dtype=torch.int32, device=old["codes"].device)
+            taken[at : at + count] = self.levels
+            mask = self._pack(taken)
+            old["codes"].copy_((old["codes"] & ~mask) | (new["codes"] & mask))
+            old, new = ({name: x for name, x in views.items() if name != "codes"} for views in (old, new))
+        super().merge_tokens(old, new, at, count)
 
 
 def quantize(

@@ -36,8 +36,10 @@ class Format(ABC):
     Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`.
     """
 
+    #: layouts this format can be stored in; the first is the default
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1",)
     #: order of the bytes inside a page; a change of order is a new layout name
-    layout: ClassVar[str] = "planar-1"
+    layout: str = "planar-1"
     #: which arrays of a page hold codes; the others are metadata
     code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
     #: how names of this format are written, for messages
@@ -50,8 +52,8 @@ class Format(ABC):
 
     @property
     def tokenwise(self) -> bool:
-        """Whether a token's bytes depend on that token alone. Then every array has the token as its first axis, and
-        a page may be filled token by token."""
+        """Whether a token's codes and metadata depend on that token alone. Then a page may be filled token by token,
+        see `merge_tokens`."""
         return False
 
     @abstractmethod
@@ -72,6 +74,15 @@ class Format(ABC):
         """Raise `ValueError` where this format cannot store pages of this geometry."""
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim={head_dim} is not supported by format {self.name!r}; allowed: {HEAD_DIMS}")
+
+    def with_layout(self, layout: str) -> Format:
+        """This format stored in that order, or as it is where it does not offer the order."""
+        return self
+
+    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
+        """Copy the tokens `at` to `at + count` of the arrays `new` into `old`. Only for formats that are `tokenwise`."""
+        for name, array in old.items():
+            array[..., at : at + count, :] = new[name][..., at : at + count, :]
 
     # What follows is the same for every format.
 

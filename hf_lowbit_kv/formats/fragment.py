@@ -1,0 +1,92 @@
+"""Codes in the order in which tensor cores take them: layouts `fragment-1` (keys) and `fragment-1t` (values, transposed).
+
+`mma.m16n8k16` takes its left operand, 16 rows by 16 columns, as four registers a lane: lane `4 g + t` (`g` 0..7, `t` 0..3)
+holds in register `i` the columns `2 t` and `2 t + 1` (plus 8 for `i >= 2`) of row `g` (plus 8 for odd `i`). Pages are stored
+as 32-bit words that one lane reads, masks, and hands to that instruction: nothing crosses lanes.
+
+    page    = blocks of 32 tokens
+    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (4, or 2 or 1 where 4 does not fit)
+    words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
+    word    = its fields, for element e (0: low 16 bits, 1: high 16 bits), register i, operand h, at bit
+              2 bits: 16 e + 8 (i & 1) + 2 (i >> 1) + 4 h         one word
+              4 bits: 16 e + 8 (i & 1) + 4 (i >> 1)               word h
+              8 bits: 16 e + 8 (i & 1)                            word 2 h + (i >> 1)
+
+Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1) of an
+operand stands for
+
+    token   4 x + 2 h + j   of the block: a lane's four rows are four neighbours, whose metadata is one load
+    channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight neighbours,
+            as unpacked tokens are loaded as well (where 16 channels are left over: 4 (x >> 1) + 2 j + (x & 1))
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+#: of keys, and of values
+LAYOUTS = ("fragment-1", "fragment-1t")
+#: tokens of a block
+BLOCK = 32
+LANES = 32
+
+
+def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
+    """Shape of the array of words: `[blocks, words / V, lanes, V]`."""
+    words = head_dim // 16 * bits // 2
+    vector = next(v for v in (4, 2, 1) if words % v == 0)
+    return page_size // BLOCK, words // vector, LANES, vector
+
+
+def head_dim(shape: torch.Size, bits: int) -> int:
+    """Channels of an array of that shape."""
+    return shape[-3] * shape[-1] * 32 // bits
+
+
+def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Channel that row or column `8 j + x` of the operands over channels `16 c` to `16 c + 15` stands for."""
+    whole = c // 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
+    rest = head_dim // 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1)
+    return torch.where(c < head_dim // 32 * 2, whole, rest)
+
+
+@functools.cache
+def _fields(bits: int, layout: str, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one block: place of each field among its tokens and channels, `[words / V, lanes, V, fields]`; bit of each field;
+    and the field of each place, `[32 * head_dim]`."""
+    per_tile = bits // 2
+    _, chunks, _, vector = shape(bits, head_dim, BLOCK)
+    word = torch.arange(chunks * vector).view(chunks, 1, vector, 1)
+    lane = torch.arange(LANES).view(1, LANES, 1, 1)
+    field = torch.arange(32 // bits)
+    e, field = field // (16 // bits), field % (16 // bits)
+    odd, field = field // (8 // bits), field % (8 // bits)  # i & 1: a field of the high or low byte
+    c, inner = word // per_tile, word % per_tile
+    high, h = {
+        2: (field & 1, field >> 1),
+        4: (field, inner),
+        8: (inner & 1, inner >> 1),
+    }[bits]  # i >> 1, and the operand
+    g, t = lane // 4, lane % 4
+    row, column = (odd, g), (high, 2 * t + e)
+    (token_j, token_x), (channel_j, channel_x) = (row, column) if layout == LAYOUTS[0] else (column, row)
+    token = 4 * token_x + 2 * h + token_j
+    place = token * head_dim + channel(c, channel_j, channel_x, head_dim)
+    place = place.expand(chunks, LANES, vector, 32 // bits).contiguous()
+    return place, torch.arange(32 // bits, dtype=torch.int64) * bits, place.flatten().argsort()
+
+
+def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
+    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
+    place, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1]))
+    blocks = codes.long().unflatten(-2, (-1, BLOCK)).flatten(-2, -1)
+    return (blocks[..., place] << shift).sum(-1).to(torch.int32)
+
+
+def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.Tensor:
+    """The inverse of `pack`."""
+    _, shift, order = (x.to(words.device) for x in _fields(bits, layout, head_dim))
+    fields = (words.long().unsqueeze(-1) >> shift) & (2**bits - 1)
+    return fields.flatten(-4, -1)[..., order].unflatten(-1, (BLOCK, head_dim)).flatten(-3, -2)

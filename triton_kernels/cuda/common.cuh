@@ -1,0 +1,103 @@
+// What all kernels share: types, PTX, and the geometry, which the host gives as macros (see `geometry.py`).
+// NVRTC has no headers of the system; nothing is included, so that no toolkit has to be found.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+constexpr int ROWS = 8 * NT;        // query rows (heads x tokens) a block of threads attends for
+constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24
+#define INF __int_as_float(0x7f800000)
+
+struct Args {
+  const u8 *q, *k, *v, *mask, *sinks, *pool;
+  const i64* address;               // [B, pages]: bytes from pool
+  const u8 *sink_k, *sink_v, *tail_k, *tail_v;
+  const int *length, *paged;        // [B, H]
+  u8* out;                          // [B, S, Hq, DV]
+  float* partial;
+  int* counters;                    // [row blocks, B * H], zero before and after
+  i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
+  int batch, heads, groups, tokens, pages, sink, tail;
+  float scaling, softcap;
+};
+
+__device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s), "l"(g), "r"(keep ? 16 : 0));
+}
+__device__ __forceinline__ void cp8(u32 s, const void* g, bool keep) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(s), "l"(g), "r"(keep ? 8 : 0));
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// `V` consecutive words of shared memory
+template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
+  if constexpr (V == 4) asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+  else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
+}
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ float half_to_float(u32 h) { float f; asm("{.reg .b16 x; cvt.u16.u32 x, %1; cvt.f32.f16 %0, x;}" : "=f"(f) : "r"(h)); return f; }
+__device__ __forceinline__ float bf16_to_float(u32 h) { return __uint_as_float(h << 16); }
+__device__ __forceinline__ u32 pack_half(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ u32 pack_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+// the model's dtype
+__device__ __forceinline__ float to_float(u32 x) { return BF16 ? bf16_to_float(x) : half_to_float(x); }
+__device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
+
+// 8 x 8 transposition of 16-bit elements across the warp
+__device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
+
+template <bool BF> __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  if constexpr (BF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Sum over the eight lanes that hold the same columns of an accumulator.
+__device__ __forceinline__ float sum_rows(float x) {
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+__device__ __forceinline__ float max_rows(float x) {
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+
+// Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
+template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int j, int x) {
+  return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1) : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
+}
+
+// Copy `BYTES` consecutive bytes, the warp together.
+template <int BYTES> __device__ __forceinline__ void copy_linear(u32 target, const u8* source, int lane) {
+#pragma unroll
+  for (int at = 0; at < BYTES; at += 512)
+    if (at + 512 <= BYTES || at + lane * 16 < BYTES) cp16(target + at + lane * 16, source + at + lane * 16);
+}
+
+// Two arrays of `BYTES` bytes each, one behind the other.
+template <int BYTES> __device__ __forceinline__ void copy_pair(u32 target, const u8* first, const u8* second, int lane) {
+#pragma unroll
+  for (int at = 0; at < 2 * BYTES; at += 512) {
+    const int mine = at + lane * 16;
+    if (at + 512 <= 2 * BYTES || mine < 2 * BYTES) cp16(target + mine, mine < BYTES ? first + mine : second + (mine - BYTES));
+  }
+}

@@ -1,0 +1,190 @@
+"""From CUDA C++ source to a kernel: NVRTC, a cache on disk, and launches through the driver.
+
+Nothing of a CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("hf_lowbit_kv")
+#: directory of compiled kernels, in place of the user's cache directory
+VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
+SOURCES = Path(__file__).parent
+OPTIONS = ("--std=c++17",)
+#: lines of a compiler's log that an error shows
+LOG_LINES = 12
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel's source."""
+
+
+def _bindings() -> tuple[Any, Any]:
+    from cuda.bindings import driver, nvrtc
+
+    return driver, nvrtc
+
+
+def _checked(result: tuple) -> Any:
+    """What a call of the bindings returned, without its status; raises where that is an error."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA call failed: {status!r}")
+    return values[0] if len(values) == 1 else values or None
+
+
+@functools.cache
+def source(name: str) -> str:
+    """The text of a source file with what it includes put in its place, each file once."""
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((SOURCES / name).read_text(encoding="utf-8").splitlines(), 1):
+            if found := re.fullmatch(r'#include "(.*)"', line):
+                lines += [expand(found[1]), f'#line {number + 1} "{name}"']
+            elif line != "#pragma once":
+                lines.append(line)
+        return "\n".join(lines)
+
+    return expand(name)
+
+
+def cache_directory() -> Path:
+    if (chosen := os.environ.get(VARIABLE)) is None:
+        from platformdirs import user_cache_dir
+
+        chosen = user_cache_dir("hf-lowbit-kv")
+    return Path(chosen) / "cuda"
+
+
+def binary(name: str, defines: tuple[tuple[str, str], ...], arch: str) -> bytes:
+    """The compiled file `name` with these macros, from the cache where it is there."""
+    _, nvrtc = _bindings()
+    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
+    version = _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((text, arch, OPTIONS, version)).encode()).hexdigest()[:32]
+    path = cache_directory() / f"{Path(name).stem}-{arch}-{key}.cubin"
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    _announce(arch)
+    out = _compile(text, name, arch)
+    _keep(path, out)
+    return out
+
+
+@functools.cache
+def _announce(arch: str) -> None:
+    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, cache_directory())
+
+
+@functools.cache
+def _warn_unwritable(directory: Path, error: str) -> None:
+    logger.warning(
+        "%s cannot be written (%s): CUDA kernels are compiled anew in every process; set %s to another directory",
+        *(directory, error, VARIABLE),
+    )
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: other processes may be reading."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)
+    except OSError as error:
+        _warn_unwritable(path.parent, error.strerror or str(error))
+
+
+def _compile(text: str, name: str, arch: str) -> bytes:
+    _, nvrtc = _bindings()
+    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status) != 0:
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        shown = "\n".join(log.decode(errors="replace").strip("\0\n").splitlines()[:LOG_LINES])
+        raise CompileError(
+            f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. Its log begins:\n{shown}"
+        )
+    out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, out))
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(out)
+
+
+def _enter_context(device: int) -> None:
+    """Make torch's context of that device current in this thread, as torch itself does at its first call there."""
+    driver, _ = _bindings()
+    context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+    _checked(driver.cuCtxSetCurrent(context))
+
+
+class Module:
+    """A compiled file, loaded on one device."""
+
+    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device):
+        self._driver, _ = _bindings()
+        self.device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        data = binary(name, defines, f"sm_{major}{minor}")
+        with torch.cuda.device(device):
+            _enter_context(device.index)
+            self._module = _checked(self._driver.cuModuleLoadData(data))
+        self._functions: dict[str, Any] = {}
+
+    def integer(self, name: str) -> int:
+        """The value of an `int` in the module's memory."""
+        with torch.cuda.device(self.device):
+            address, _ = _checked(self._driver.cuModuleGetGlobal(self._module, name.encode()))
+            value = ctypes.c_int()
+            _checked(self._driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4))
+        return value.value
+
+    def function(self, name: str, shared: int = 0) -> Any:
+        if name not in self._functions:
+            driver = self._driver
+            found = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            if shared:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _checked(driver.cuFuncSetAttribute(found, attribute, shared))
+            self._functions[name] = found
+        return self._functions[name]
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
+        """Launch on torch's current stream. args: ctypes objects, copied before this returns."""
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            call = (
+                *(self.function(name, shared), *grid, threads, 1, 1, shared, stream),
+                *(ctypes.addressof(pointers), 0),
+            )
+            status = self._driver.cuLaunchKernel(*call)[0]
+            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the device yet
+                _enter_context(self.device.index)
+                status = self._driver.cuLaunchKernel(*call)[0]
+        _checked((status,))
+
+
+@functools.cache
+def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> Module:
+    """The file `name` compiled with these macros and loaded on `device` (with an index), once a process."""
+    return Module(name, defines, device)

@@ -1,0 +1,129 @@
+// Tokens in the model's dtype, row by row: pages of `formats.dense`, and the window (sink, tail, chunk) of every cache.
+//
+// Each lane copies 16 bytes of each of its tokens into a place of its own: a key's are right at once (`channel_of` gives a lane
+// eight neighbouring channels), a value's after one transposition a register.
+#pragma once
+#include "common.cuh"
+
+template <int D> struct Dense {
+  static constexpr int BLOCK = 32 * D * 2;                                        // bytes of 32 tokens
+  static constexpr int CHUNKS = D / 32;
+
+  // row(j): the lane's token 4 g + j of the block, or null for zeros.
+  template <class F> static __device__ __forceinline__ void copy(u32 target, F row, int lane) {
+    const int t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      bool keep;
+      const u8* source = row(j, keep);
+#pragma unroll
+      for (int b = 0; b < CHUNKS; b++) cp16(target + ((j * CHUNKS + b) * 32 + lane) * 16, source + 64 * b + 16 * t, keep);
+      if constexpr (D % 32) cp8(target + 4 * CHUNKS * 512 + (j * 32 + lane) * 8, source + 64 * CHUNKS + 8 * t, keep);
+    }
+  }
+
+  // 32 or 16 channels of the lane's four tokens.
+  static __device__ __forceinline__ void load(u32 (*x)[4], u32 block, int b, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (b < CHUNKS) lds<4>(x[j], block + ((j * CHUNKS + b) * 32 + lane) * 16);
+      else lds<2>(x[j], block + 4 * CHUNKS * 512 + (j * 32 + lane) * 8);
+  }
+
+  // s += q . k for two operands; rows: queries in shared memory
+  static __device__ __forceinline__ void scores(float (*s)[NT][4], u32 block, u32 rows, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) s[h][n][0] = s[h][n][1] = s[h][n][2] = s[h][n][3] = 0.f;
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      u32 x[4][4]; load(x, block, b, lane);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        u32 q[4];
+        if (b < CHUNKS) lds<4>(q, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(q, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+#pragma unroll
+        for (int u = 0; u < (b < CHUNKS ? 2 : 1); u++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const u32 a[4] = {x[2 * h][2 * u], x[2 * h + 1][2 * u], x[2 * h][2 * u + 1], x[2 * h + 1][2 * u + 1]};
+            mma<BF16>(s[h][n], a, q[2 * u], q[2 * u + 1]);
+          }
+      }
+    }
+  }
+
+  // o += weights . v; x: exponents
+  static __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 block, int lane) {
+    u32 p[2][NT][2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) { w[i] = ex2(x[h][n][i]); l[n][i & 1] += w[i]; }
+        p[h][n][0] = transposed(pack_model(w[0], w[1])); p[h][n][1] = transposed(pack_model(w[2], w[3]));
+      }
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      u32 y[4][4]; load(y, block, b, lane);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < (b < CHUNKS ? 4 : 2); i++) y[j][i] = transposed(y[j][i]);
+#pragma unroll
+      for (int u = 0; u < (b < CHUNKS ? 2 : 1); u++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const u32 a[4] = {y[2 * h][2 * u], y[2 * h][2 * u + 1], y[2 * h + 1][2 * u], y[2 * h + 1][2 * u + 1]};
+#pragma unroll
+          for (int n = 0; n < NT; n++) mma<BF16>(o[2 * b + u][n], a, p[h][n][0], p[h][n][1]);
+        }
+    }
+  }
+};
+
+template <int D> struct DenseKeys {
+  static constexpr bool NORMALISED = false;
+  static constexpr int GROUPS = 1, SLOT = PT / 32 * Dense<D>::BLOCK;
+  float c;
+
+  __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++)
+      Dense<D>::copy(slot + blk * Dense<D>::BLOCK, [&](int j, bool& keep) {
+        const int i = blk * 32 + lane / 4 * 4 + j;
+        keep = !DIRECT || i < limit;
+        return part + (i64)(token + i) * D * 2;
+      }, lane);
+  }
+  __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++) Dense<D>::scores(s + 2 * blk, slot + blk * Dense<D>::BLOCK, rows, lane);
+  }
+  __device__ __forceinline__ float factor(int, int, int) const { return c; }
+  __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
+};
+
+template <int D> struct DenseValues {
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK;
+
+  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
+    DenseKeys<D>().copy(slot, part, token, false, limit, lane);
+  }
+  __device__ __forceinline__ void weigh(u32, int, int) {}
+  __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, int, int lane) {
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
+  }
+  __device__ __forceinline__ void decay(int, int, float) {}
+  __device__ __forceinline__ void finish(float (*)[NT][4]) {}
+};

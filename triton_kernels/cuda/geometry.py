@@ -1,0 +1,192 @@
+"""The constants of a compilation: what `attend.cu` and `append.cu` are told of a layer, as macros.
+
+A format contributes two C++ structs for attention (as keys, as values; see `affine.cuh`) and one for packing. The templates
+know nothing else of it. A new format adds a branch to `_structs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...formats import Format
+from ...formats.affine import Affine
+from ...formats.dense import Dense
+from ...formats.fragment import LAYOUTS
+from ...pages import LayerSpec
+
+#: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
+RESERVED, SHARED = 1024 + 128, 228 * 1024
+
+
+class Choice(NamedTuple):
+    """How the attend kernel is laid out: tokens of a piece, pieces in the ring, warps of a block, blocks a multiprocessor,
+    groups of eight query rows."""
+
+    piece: int
+    ring: int
+    warps: int
+    blocks: int
+    row_tiles: int
+
+
+class _Structs(NamedTuple):
+    keys: str
+    values: str
+    encoder: str
+    #: bytes of 32 tokens, and of the metadata of a piece of so many tokens
+    codes: int
+    meta: Callable[[int], int]
+
+
+def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> _Structs:
+    if isinstance(fmt, Dense):
+        names = (f"Dense{name}<{head_dim}>" for name in ("Keys", "Values", "Encoder"))
+        return _Structs(*names, 64 * head_dim, lambda piece: 0)
+    if isinstance(fmt, Affine):
+        if fmt.layout != LAYOUTS[transposed]:
+            raise ValueError(
+                f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backend.storage_spec"
+            )
+        channel = fmt.axis == "channel"
+        group = fmt.group_size or (page_size if channel else head_dim)
+        at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+        arguments = f"{fmt.bits}, {str(channel).lower()}, {group}, {head_dim}, {at['scale']}, {at['zero']}"
+
+        def meta(piece: int) -> int:
+            return 4 * head_dim * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
+
+        return _Structs(
+            f"AffineKeys<{arguments}>",
+            f"AffineValues<{arguments}>",
+            f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
+            4 * head_dim * fmt.bits,
+            meta,
+        )
+    raise NotImplementedError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
+
+
+def _bits(fmt: Format) -> int:
+    return fmt.bits if isinstance(fmt, Affine) else 16
+
+
+def _grouped(fmt: Format) -> bool:
+    return isinstance(fmt, Affine) and fmt.group_size is not None
+
+
+@functools.cache
+def choose(
+    spec: LayerSpec,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int = 1,
+    processors: int = 132,
+    shared: int = SHARED,
+) -> Choice:
+    """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
+    multiprocessor."""
+    widest = max(head_dim_k, head_dim_v)
+    row_tiles = 2 if rows > 8 and widest <= 128 else 1
+    bits = [_bits(fmt) for fmt in spec.formats]
+    plain = not any(map(_grouped, spec.formats))
+    piece = 64 if max(bits) <= 4 and row_tiles == 1 and widest <= 128 and plain and spec.page_size >= 64 else 32
+    sides = (
+        _structs(fmt, dim, spec.page_size, dtype, transposed)
+        for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
+    )
+    slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
+    window = 64 * (head_dim_k + head_dim_v)
+    merge = 8 * row_tiles * (head_dim_v + 2) * 4
+    queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
+    # warps that registers allow
+    most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
+    best, found = (0.0, 0), Choice(piece, 2, 1, 1, row_tiles)
+    for warps, blocks in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
+        # a deeper ring pays only where pieces are large and warps few
+        ring = 3 if min(bits) == 16 and (warps, blocks) == (4, 1) else 2
+        need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
+        if blocks * (need + RESERVED) > shared or warps * blocks > most:
+            continue
+        slots = processors * blocks
+        even = grid_size(slots, heads) % heads == 0 or slots < heads
+        score = (most + 1.0 if ring == 3 else warps * blocks + 0.5 * even, -abs(warps - 4))
+        if score > best:
+            best, found = score, Choice(piece, ring, warps, blocks, row_tiles)
+    return found
+
+
+def grid_size(slots: int, heads: int) -> int:
+    """Blocks of threads for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle,
+    because then a block's share of the work lies in one head."""
+    even = slots // heads * heads
+    return even if even >= 0.9 * slots else slots
+
+
+def _shared_defines(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> dict[str, object]:
+    part_k, part_v = spec.part_bytes(head_dim_k, head_dim_v, dtype)
+    return {
+        "DK": head_dim_k,
+        "DV": head_dim_v,
+        "PAGE": spec.page_size,
+        "PAGE_BYTES": part_k + part_v,
+        "VALUE_AT": part_k,
+        "BF16": int(dtype == torch.bfloat16),
+        "DIRECT": int(spec.direct),
+    }
+
+
+def _as_macros(values: dict[str, object]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(value)) for name, value in values.items())
+
+
+@functools.cache
+def attend_defines(
+    spec: LayerSpec,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    choice: Choice,
+    has_mask: bool,
+    sinks: int,
+    softcap: bool,
+) -> tuple[tuple[str, str], ...]:
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32."""
+    keys, values = (
+        _structs(fmt, dim, spec.page_size, dtype, transposed)
+        for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
+    )
+    return _as_macros(
+        _shared_defines(spec, head_dim_k, head_dim_v, dtype)
+        | {
+            "KEY_FORMAT": keys.keys,
+            "VALUE_FORMAT": values.values,
+            "PT": choice.piece,
+            "RING": choice.ring,
+            "WARPS": choice.warps,
+            "MINB": choice.blocks,
+            "NT": choice.row_tiles,
+            "HAS_MASK": int(has_mask),
+            "SINKS": sinks,
+            "SOFTCAP": int(softcap),
+        }
+    )
+
+
+@functools.cache
+def append_defines(
+    spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
+) -> tuple[tuple[str, str], ...]:
+    keys, values = (
+        _structs(fmt, dim, spec.page_size, dtype, transposed).encoder
+        for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
+    )
+    return _as_macros(
+        _shared_defines(spec, head_dim_k, head_dim_v, dtype)
+        | {"KEY_FORMAT": keys, "VALUE_FORMAT": values, "PT": 32, "NT": 1}
+    )

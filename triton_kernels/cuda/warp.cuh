@@ -1,0 +1,97 @@
+// What a warp holds while it attends, and how shared memory and work are counted.
+#pragma once
+#include "common.cuh"
+#include "affine.cuh"
+#include "dense.cuh"
+
+using Keys = KEY_FORMAT;
+using Values = VALUE_FORMAT;
+
+constexpr int UNIT = PAGE < 128 ? PAGE : 128;          // tokens that a warp takes at a time
+constexpr int PIECES = UNIT / PT;                      // pieces of a unit
+constexpr int TILES = PT / 16;
+constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
+constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
+constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
+constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
+constexpr int RING_BYTES = RING * (Keys::SLOT + Values::SLOT);
+constexpr int WINDOW_BYTES = Dense<DK>::BLOCK + Dense<DV>::BLOCK;
+constexpr int MERGE_BYTES = ROWS * (DV + 2) * 4;       // of a warp
+constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
+constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
+constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
+constexpr int UNIT_COST = (UNIT / PT * (Keys::SLOT + Values::SLOT) + 255) / 256;
+constexpr int BLOCK_COST = WINDOW_BYTES / 256 * 5 / 4; // of 32 tokens of the window, which are copied less evenly
+constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
+
+// A row's share of work, and where its tokens stand.
+struct Row {
+  int b, h, length, paged, units, sinks, tail, chunk, blocks;
+  __device__ __forceinline__ void count(const Args& a, int row_block) {
+    length = a.length[b * a.heads + h];
+    paged = a.paged[b * a.heads + h];
+    units = (paged + UNIT - 1) / UNIT;
+    sinks = min(length, a.sink);
+    tail = max(length - a.sink, 0) - paged;
+    chunk = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
+    blocks = (sinks + tail + chunk + 31) / 32;
+  }
+  __device__ __forceinline__ u32 cost() const { return units * UNIT_COST + blocks * BLOCK_COST; }
+};
+
+struct Warp {
+  float o[DV / 16][NT][4];
+  float m[NT][2], l[NT][2];
+  Keys keys;
+  Values values;
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int k = 0; k < DV / 16; k++) o[k][n][0] = o[k][n][1] = o[k][n][2] = o[k][n][3] = 0.f;
+      m[n][0] = m[n][1] = LOWEST; l[n][0] = l[n][1] = 0.f;
+    }
+    values.begin();
+  }
+
+  // Scores of T tiles, in powers of two, become exponents relative to a maximum that is renewed only where they outgrow it.
+  template <int T> __device__ __forceinline__ void subtract_maximum(float (*s)[NT][4]) {
+    bool grew = false;
+    float most[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float x = fmaxf(s[0][n][e], s[0][n][e + 2]);
+#pragma unroll
+        for (int k = 1; k < T; k++) x = fmaxf(x, fmaxf(s[k][n][e], s[k][n][e + 2]));
+        most[n][e] = x;
+        grew |= x > m[n][e] + GROWTH;
+      }
+    if (__any_sync(~0u, grew)) {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float x = fmaxf(m[n][e], max_rows(most[n][e])), a = ex2(m[n][e] - x);
+          m[n][e] = x; l[n][e] *= a;
+          values.decay(n, e, a);
+#pragma unroll
+          for (int k = 0; k < DV / 16; k++) { o[k][n][e] *= a; o[k][n][e + 2] *= a; }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < T; k++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[k][n][i] -= m[n][i & 1];
+  }
+
+  // score: true one times log2(e), or true one where there is a cap
+  static __device__ __forceinline__ float capped(float x, float cap) {
+    if constexpr (SOFTCAP) return (cap * LOG2E) * (1.f - 2.f * __fdividef(1.f, 1.f + ex2(x * (2.f * LOG2E / cap))));
+    else return x;
+  }
+};
