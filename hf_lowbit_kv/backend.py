@@ -27,6 +27,9 @@ DEFAULT_ON_GPU = "triton"
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for
 CUDA_CAPABILITY = (8, 0)
+#: dtypes of models, and formats, that they cover
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CUDA_FORMATS = (Affine, Dense)
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -55,7 +58,8 @@ def _has_cuda_bindings() -> bool:
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 
-def _check_cuda_device(device: torch.device) -> None:
+def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> None:
+    """Raise where the CUDA kernels were asked for and cannot serve."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise ValueError(f"backend='cuda' needs an NVIDIA GPU, and the model is on {device.type!r}")
     if (found := torch.cuda.get_device_capability(device)) < CUDA_CAPABILITY:
@@ -63,6 +67,11 @@ def _check_cuda_device(device: torch.device) -> None:
             f"backend='cuda' needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has "
             f"{found}; use backend='triton'"
         )
+    if dtype not in (None, *CUDA_DTYPES):
+        raise ValueError(f"backend='cuda' computes in {CUDA_DTYPES}, not in {dtype}; use backend='triton'")
+    for fmt in formats:
+        if not isinstance(fmt, CUDA_FORMATS):
+            raise ValueError(f"backend='cuda' has no kernels for format {fmt.name!r} yet; use backend='triton'")
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
@@ -90,8 +99,8 @@ def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Seque
     return (
         torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= CUDA_CAPABILITY
-        and dtype in (None, torch.float16, torch.bfloat16)
-        and all(isinstance(fmt, (Affine, Dense)) for fmt in formats)
+        and dtype in (None, *CUDA_DTYPES)
+        and all(isinstance(fmt, CUDA_FORMATS) for fmt in formats)
         and _has_nvrtc()
     )
 
@@ -105,7 +114,7 @@ def choose_backend(
     if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
     if asked == "cuda":
-        _check_cuda_device(device)
+        _check_cuda(device, dtype, formats)
     if asked is not None:
         return asked
     if device.type != "cuda":

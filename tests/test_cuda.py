@@ -21,6 +21,7 @@ from kernel_cases import Case, filled, generator, random_step
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.formats import parse_format
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -167,6 +168,17 @@ def test_old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
         ops.choose_backend("cuda", torch.device("cuda"))
+
+
+def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
+    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
+        ops.choose_backend("cuda", device, torch.float32)
+    with pytest.raises(ValueError, match=r"no kernels for format 'boosted2-r0.125' yet; use backend='triton'"):
+        ops.choose_backend("cuda", device, torch.float16, [parse_format("boosted2-r0.125")])
 
 
 def test_default_on_a_gpu(monkeypatch):
