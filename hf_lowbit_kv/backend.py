@@ -108,15 +108,17 @@ def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Seque
 def choose_backend(
     backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
 ) -> str:
-    """The backend for tensors of `dtype` on `device` and for pages of these formats."""
+    """The backend for tensors of `dtype` on `device` and for pages of these formats. Raises where it cannot serve them."""
     check_backend(backend)
-    asked = backend or os.environ.get(VARIABLE)
-    if asked == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
-    if asked == "cuda":
+    chosen = backend or os.environ.get(VARIABLE) or _default_backend(device, dtype, formats)
+    if chosen == "triton":
+        _check_triton(device, formats)
+    elif chosen == "cuda":
         _check_cuda(device, dtype, formats)
-    if asked is not None:
-        return asked
+    return chosen
+
+
+def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> str:
     if device.type != "cuda":
         return "torch"
     if DEFAULT_ON_GPU == "cuda" and _cuda_serves(device, dtype, formats):
@@ -127,6 +129,16 @@ def choose_backend(
             "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
         )
     return "triton"
+
+
+def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
+    """Raise where the Triton kernels cannot serve."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+    from hf_lowbit_kv.triton_kernels.registry import kernels
+
+    for fmt in formats:
+        kernels(fmt)  # raises for a format without kernels
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command and exit: 0 if it worked, 1 for an error that its message explains, 2 for wrong options."""
     try:
         app(args=args, prog_name="hf-lowbit-kv")
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, OSError, ImportError) as error:
         # these say what the user can change; anything else is a defect, and its traceback is wanted
         if _traceback_wanted:
             raise

@@ -11,7 +11,7 @@ from cases import left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import formats
+from hf_lowbit_kv import backend, formats
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,3 +64,9 @@ def test_a_new_format_generates(registered, options):
     assert torch.equal(got[:, :100], want[:, :100])
     assert cache.nbytes.codes > 0
     assert cache.spec.key_format.bits_per_value(64, 32) == 1 + 16 / 64
+
+
+def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
+        backend.choose_backend("triton", torch.device("cuda"), torch.float16, [Sign()])

@@ -42,6 +42,6 @@ def kernels(fmt: Format) -> ModuleType:
         return KERNELS[type(fmt)]
     except KeyError:
         names = sorted(cls.__name__ for cls in KERNELS)
-        raise NotImplementedError(
+        raise ValueError(
             f"format {fmt.name!r} has no Triton kernels; formats with kernels: {names}. Use backend='torch'."
         ) from None

@@ -67,7 +67,7 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
             4 * head_dim * fmt.bits,
             meta,
         )
-    raise NotImplementedError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
+    raise ValueError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
 
 
 def _bits(fmt: Format) -> int:
