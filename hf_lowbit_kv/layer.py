@@ -165,7 +165,7 @@ class LowBitLayer(CacheLayerMixin):
             unpack_into_tail(state, spec, self.store.head_dim_k, self.store.head_dim_v)
         self._in_tail = max(self._in_tail - count, 0)
         self._count(-count)
-        self._seen_at_least = max(self._seen_at_least - count, 0)
+        self._seen_at_least = int(self.cumulative_length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
