@@ -19,7 +19,8 @@ SINK_TOKENS = 32
 
 @dataclass(frozen=True)
 class Preset:
-    """A named combination. `key_format` and `value_format` are format names, `sink` and `residual` tokens."""
+    """A named combination. `key_format` and `value_format` are format names, `sink` and `residual` tokens;
+    `note` tells where it comes from."""
 
     name: str
     key_format: str
