@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
-from .formats import Affine, Dense, Format, fragment
+from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
 
 BACKENDS = ("torch", "triton", "cuda")
@@ -27,9 +27,9 @@ DEFAULT_ON_GPU = "triton"
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for
 CUDA_CAPABILITY = (8, 0)
-#: dtypes of models, and formats, that they cover
+#: dtypes of models, and formats of keys and of values, that they cover
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
-CUDA_FORMATS = (Affine, Dense)
+CUDA_FORMATS = ((Affine, Boosted, Dense), (Affine, Dense))
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -69,9 +69,11 @@ def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequen
         )
     if dtype not in (None, *CUDA_DTYPES):
         raise ValueError(f"backend='cuda' computes in {CUDA_DTYPES}, not in {dtype}; use backend='triton'")
-    for fmt in formats:
-        if not isinstance(fmt, CUDA_FORMATS):
-            raise ValueError(f"backend='cuda' has no kernels for format {fmt.name!r} yet; use backend='triton'")
+    for fmt, covered, side in zip(formats, CUDA_FORMATS, ("keys", "values"), strict=False):
+        if not isinstance(fmt, covered):
+            raise ValueError(
+                f"backend='cuda' has no kernels for {side} in format {fmt.name!r} yet; use backend='triton'"
+            )
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
@@ -100,7 +102,7 @@ def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Seque
         torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= CUDA_CAPABILITY
         and dtype in (None, *CUDA_DTYPES)
-        and all(isinstance(fmt, CUDA_FORMATS) for fmt in formats)
+        and all(isinstance(fmt, covered) for fmt, covered in zip(formats, CUDA_FORMATS, strict=False))
         and _has_nvrtc()
     )
 
@@ -108,7 +110,8 @@ def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Seque
 def choose_backend(
     backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
 ) -> str:
-    """The backend for tensors of `dtype` on `device` and for pages of these formats. Raises where it cannot serve them."""
+    """The backend for tensors of `dtype` on `device` and for pages of these formats (keys, values). Raises where it cannot
+    serve them."""
     check_backend(backend)
     chosen = backend or os.environ.get(VARIABLE) or _default_backend(device, dtype, formats)
     if chosen == "triton":

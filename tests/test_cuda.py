@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -42,8 +43,12 @@ def launch(monkeypatch):
 
 
 def _half(cases):
-    """Cases in the dtypes that these kernels compute in; `test_float32` covers the rest."""
-    return [case for case in cases if (case[0] if isinstance(case, tuple) else case).dtype != torch.float32]
+    """Cases in the dtypes that these kernels compute in (`test_float32` covers the rest), and in formats that they cover."""
+
+    def covered(case: Case) -> bool:
+        return case.dtype != torch.float32 and isinstance(case.spec.value_format, ops.CUDA_FORMATS[1])
+
+    return [case for case in cases if covered(case[0] if isinstance(case, tuple) else case)]
 
 
 @pytest.mark.gpu
@@ -71,6 +76,13 @@ SHAPES = [
     Case(keys="dense", values="dense", head_dim=128, page_size=128, residual=0, sink=0, lengths=(129, 65000), heads=2),
     Case(head_dim=128, page_size=128, residual=128, lengths=tuple(range(0, 4000, 97)), heads=2),
     Case(head_dim=64, page_size=64, residual=64, lengths=(500,) * 3, capacity=60000, heads=2),
+] + [
+    # every number of boosted columns (none, less than an operand has, one, several, all), and of tiles of query rows
+    Case(
+        keys=f"boosted2-r{ratio}", values="int2-token", head_dim=dim, page_size=(32, 64, 128, 256)[i % 4], residual=128,
+        lengths=(1500, 300), groups=(1, 4, 16)[i % 3], dtype=(torch.float16, torch.bfloat16)[i % 2],
+    )
+    for i, (dim, ratio) in enumerate(itertools.product((64, 80, 96, 128, 256), (0, 0.125, 0.25, 1)))
 ]  # fmt: skip
 
 
@@ -79,6 +91,28 @@ SHAPES = [
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case, launch):
     kernels.check_attend(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("score", ["", "-variance", "-range", "-random7"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_boosted_pages(head_dim, score, outliers, launch):
+    """Byte for byte: the same channels chosen, whatever the score, the head size and the page size."""
+    for i, ratio in enumerate((0.125, 0.25, 0.3, 1)):
+        page, dtype = (32, 64, 128, 256)[i], (torch.float16, torch.bfloat16)[i % 2]
+        keys = f"boosted2-r{ratio}{score}"
+        case = Case(
+            keys=keys,
+            values="int2-token",
+            head_dim=head_dim,
+            page_size=page,
+            residual=5,
+            dtype=dtype,
+            outliers=outliers,
+        )
+        kernels.check_store(fragment(case), [page + 3, *[0] * page])
 
 
 @pytest.mark.gpu
@@ -177,8 +211,12 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
         ops.choose_backend("cuda", device, torch.float32)
-    with pytest.raises(ValueError, match=r"no kernels for format 'boosted2-r0.125' yet; use backend='triton'"):
-        ops.choose_backend("cuda", device, torch.float16, [parse_format("boosted2-r0.125")])
+    boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
+    with pytest.raises(
+        ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
+    ):
+        ops.choose_backend("cuda", device, torch.float16, [plain, boosted])
+    assert ops.choose_backend("cuda", device, torch.float16, [boosted, plain]) == "cuda"
 
 
 def test_default_on_a_gpu(monkeypatch):
@@ -217,6 +255,32 @@ def test_unwritable_cache(monkeypatch, tmp_path, caplog):
     compile._keep(compile.cache_directory() / "kernel.cubin", b"kernel")
     assert "cannot be written" in caplog.text
     assert compile.VARIABLE in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128),
+        Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_compiles(case, compile_module, monkeypatch, tmp_path):
+    """Without a GPU: NVRTC takes what the macros make of the sources."""
+    from hf_lowbit_kv.triton_kernels.cuda import geometry
+
+    monkeypatch.setenv(compile_module.VARIABLE, str(tmp_path))
+    case = fragment(case)
+    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
+    try:
+        compile_module.binary(
+            "attend.cu", geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, True, 1, True), "sm_90"
+        )
+        compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
+    except compile_module.CompileError:
+        raise
+    except RuntimeError:
+        pytest.skip("NVRTC's library is not installed")
 
 
 def test_compile_failure_shows_the_log(compile_module):

@@ -15,6 +15,7 @@ import torch
 
 from ...formats import Format
 from ...formats.affine import Affine
+from ...formats.boosted import SCORES, Boosted
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
@@ -67,11 +68,23 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
             4 * head_dim * fmt.bits,
             meta,
         )
-    raise ValueError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
+    if isinstance(fmt, Boosted) and not transposed:
+        return _boosted(fmt, head_dim, page_size, dtype)
+    raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
+
+
+def _boosted(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype) -> _Structs:
+    count, columns = fmt.boosted(head_dim), fmt.columns(head_dim)
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    arguments = f"{columns}, {head_dim}, {at['high']}, {at['scale']}, {at['zero']}, {at['map']}"
+    encoder = f"BoostedEncoder<{count}, {arguments}, {SCORES.index(fmt.score)}, {fmt.seed}u>"
+    return _Structs(
+        f"BoostedKeys<{arguments}>", "", encoder, 8 * (head_dim + columns), lambda piece: 4 * head_dim + columns
+    )
 
 
 def _bits(fmt: Format) -> int:
-    return fmt.bits if isinstance(fmt, Affine) else 16
+    return fmt.bits if isinstance(fmt, (Affine, Boosted)) else 16
 
 
 def _grouped(fmt: Format) -> bool:
