@@ -1,4 +1,4 @@
-"""Which code runs a step, and the two operations a step consists of.
+"""Which code runs a step, and the operations a step consists of.
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
@@ -19,6 +19,7 @@ import torch
 from . import reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
+from .transforms import Map
 
 BACKENDS = ("torch", "triton", "cuda")
 #: taken on a GPU where nothing is asked for; `cuda` stands for `cuda` where it serves device, dtype and formats, else `triton`
@@ -146,7 +147,7 @@ def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
 
 @functools.cache
 def _module(backend: str):
-    """Module with `attend`, `append` and `read` as in `reference`."""
+    """Module with `turn`, `attend`, `append` and `read` as in `reference`."""
     if backend == "torch":
         return reference
     if backend == "cuda":
@@ -224,8 +225,34 @@ def _(*args):
     return None
 
 
+@torch.library.custom_op("hf_lowbit_kv::turn", mutates_args=())
+def _turn(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    rotated: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = _module(backend).turn(q, k, Map(key_scale, query_scale, rotated))
+    return (k.new_empty(0) if queries is None else queries.contiguous()), keys.contiguous()
+
+
+@_turn.register_fake
+def _(q, k, *args):
+    return k.new_empty(0 if q is None else q.shape), k.new_empty(k.shape)
+
+
 def _flat(state: LayerState) -> list:
     return [state.pool[0], state.pool[1:], *state[1:]]
+
+
+def turn(q, k, how: Map | None, backend: str):
+    """`reference.turn` on the chosen backend, as one operation that compilation can take up; without a transform, q and k as
+    they are."""
+    if how is None:
+        return q, k
+    return _turn(q, k, how.query_scale, how.key_scale, how.rotated, backend)
 
 
 def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str) -> torch.Tensor:

@@ -130,10 +130,17 @@ def test_repeated_launches_agree(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("residual", [0, 128])
-def test_graph(residual, launch, monkeypatch):
+@pytest.mark.parametrize("options", kernels.GRAPHS, ids=str)
+def test_graph(options, launch, monkeypatch):
     monkeypatch.setattr(kernels, "Case", lambda **options: fragment(Case(**options)))
-    kernels.test_graph(residual)
+    kernels.test_graph(options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] != torch.float32], ids=str)
+def test_turn(options, launch):
+    kernels.check_turn(*options)
 
 
 @pytest.mark.gpu
@@ -146,9 +153,9 @@ def test_float32(launch):
         kernels.check_store(case, [3])
 
 
-def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, **options) -> torch.Tensor:
+def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, preset: str, **options) -> torch.Tensor:
     """Logits of each step `[B, steps, vocabulary]`, the tokens `[B, n]` given, whatever the model would have said."""
-    cache = lb.from_preset("kivi-4", model, backend=backend, residual=32, page_size=32, **options)
+    cache = lb.from_preset(preset, model, backend=backend, residual=32, page_size=32, **options)
     with torch.no_grad():
         out = [model(tokens[:, :prompt], past_key_values=cache).logits[:, -1]]
         for i in range(prompt, tokens.shape[1]):
@@ -161,15 +168,15 @@ def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, **options) -
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_model(family, options, launch):
+@pytest.mark.parametrize(("family", "preset"), [("llama", "kivi-4"), ("qwen3", "kivi-4"), ("llama", "kitty-hadamard")])
+def test_model(family, preset, options, launch):
     """A whole model, step by step over several pages, against the reference on the same device."""
     model = tiny_models(family)[0].half().cuda()
     tokens = torch.randint(3, 160, (2, 250), generator=torch.Generator().manual_seed(kernels.SEED)).cuda()
     before = launch.launches.get("attend_kernel", 0)
-    found = _logits(model, tokens, 130, "cuda", **options)
+    found = _logits(model, tokens, 130, "cuda", preset, **options)
     assert launch.launches["attend_kernel"] >= before + 120 * 2
-    expected = _logits(model, tokens, 130, "torch", **options)
+    expected = _logits(model, tokens, 130, "torch", preset, **options)
     assert ((found - expected).norm() / expected.norm()) < 1e-2
 
 

@@ -32,6 +32,8 @@ from kernel_cases import (
 )
 
 from hf_lowbit_kv import reference
+from hf_lowbit_kv.formats import HEAD_DIMS
+from hf_lowbit_kv.transforms import Map
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -175,6 +177,45 @@ def test_small_store(case, chunks):
     check_store(case, chunks)
 
 
+#: head size, dtype, rotated, with factors of channels
+TURNS = [
+    (head_dim, dtype, *kind)
+    for head_dim in HEAD_DIMS
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for kind in ((True, False), (True, True), (False, True))
+]
+
+
+def check_turn(head_dim, dtype, rotated, scaled):
+    """Every bit, of queries and keys and of keys alone, in whatever order their axes lie."""
+    scale = torch.rand(head_dim) + 0.1
+    how = Map(*(scale, 1 / scale) if scaled else (None, None), rotated)
+    here = Map(*(None if x is None else x.to(DEVICE) for x in how[:2]), rotated)
+    q = torch.randn(2, 3, 6, head_dim).to(dtype).transpose(1, 2)
+    k = (torch.randn(2, 2, 3, head_dim) * 100).to(dtype)
+    expected, before = reference.turn(q, k, how), launch.launches.get("turn_kernel", 0)
+    found = launch.turn(q.to(DEVICE), k.to(DEVICE), here)
+    assert launch.launches["turn_kernel"] == before + 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.cpu(), b)
+    queries, keys = launch.turn(None, k.to(DEVICE), here)
+    assert queries is None
+    assert torch.equal(keys.cpu(), expected[1])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("options", [x for x in TURNS if x[1] != torch.bfloat16], ids=str)
+def test_small_turn(options):
+    check_turn(*options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", TURNS, ids=str)
+def test_turn(options):
+    check_turn(*options)
+
+
 POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
     torch.int64: "*i64",
@@ -225,6 +266,8 @@ def test_compiles(case, monkeypatch):
     launch.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
     launch.append(step.k, step.v, step.mask, store.state, case.spec)
     launch.read(store.state, case.spec, *case.dims, 50)
+    launch.turn(step.q, step.k, Map(None, None, True))
+    launch.turn(None, step.k[..., :48], Map(torch.ones(48), torch.ones(48), True))
 
 
 def _names() -> list[str]:
@@ -321,28 +364,29 @@ def test_store(case, chunks):
     check_store(case, chunks)
 
 
+GRAPHS = [
+    {"keys": "int8-token", "values": "int4-token", "residual": 0},
+    {"keys": "int8-token", "values": "int4-token", "residual": 128},
+    {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
+]
+
+
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("residual", [0, 128])
-def test_graph(residual):
+@pytest.mark.parametrize("options", GRAPHS, ids=str)
+def test_graph(options):
     """A captured step, replayed over lengths that cross a page, gives what the reference gives."""
-    case = Case(
-        keys="int8-token",
-        values="int4-token",
-        head_dim=128,
-        residual=residual,
-        page_size=128,
-        capacity=600,
-        lengths=(250, 380),
-    )
+    case = Case(head_dim=128, page_size=128, capacity=600, lengths=(250, 380), **options)
     gen = generator(case, SEED)
     ref, dev = filled(case, gen, DEVICE)
     step = random_step(case, gen)
     here = step.to(DEVICE)
+    how, how_here = (case.spec.transform.on(case.head_dim, device) for device in ("cpu", DEVICE))
 
     def run():
-        out = launch.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
-        launch.append(here.k, here.v, None, dev.state, case.spec)
+        q, k = (here.q, here.k) if how is None else launch.turn(here.q, here.k, how_here)
+        out = launch.attend(q, k, here.v, None, dev.state, case.spec, here.scaling)
+        launch.append(k, here.v, None, dev.state, case.spec)
         return out
 
     stream = torch.cuda.Stream()
@@ -359,7 +403,8 @@ def test_graph(residual):
         for name in ("q", "k", "v"):
             getattr(here, name).copy_(getattr(step, name))
         graph.replay()
-        exact = reference.attend(step.q, step.k, step.v, None, ref.state, case.spec, step.scaling)
+        q, k = (step.q, step.k) if how is None else reference.turn(step.q, step.k, how)
+        exact = reference.attend(q, k, step.v, None, ref.state, case.spec, step.scaling)
         assert relative_error(out, exact) < 2e-3
-        reference.append(step.k, step.v, None, ref.state, case.spec)
+        reference.append(k, step.v, None, ref.state, case.spec)
     assert_same_state(ref.state, dev.state)

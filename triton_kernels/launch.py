@@ -1,4 +1,4 @@
-"""Entry points: `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
 
 Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 """
@@ -15,13 +15,24 @@ import triton
 from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
+from ..transforms import Map, base_order, hadamard
 from . import dense
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import DTYPES, constants, interpreted, padded_width
-from .config import APPEND_WARPS, MERGE_CHANNELS, MERGE_SPLITS, TAIL_SHARE, attend_config, processors, split_count
+from .config import (
+    APPEND_WARPS,
+    MERGE_CHANNELS,
+    MERGE_SPLITS,
+    TAIL_SHARE,
+    TURN_ROWS,
+    attend_config,
+    processors,
+    split_count,
+)
 from .read import read_pages_kernel, read_window_kernel
 from .registry import kernels
+from .turn import turn_kernel
 
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
@@ -88,6 +99,43 @@ def _prepare(k, v, spec: LayerSpec) -> _Sides:
 def _dot_type(dtype: torch.dtype):
     """Type of the operands of products. The interpreter computes wrongly in bfloat16."""
     return DTYPES[torch.float32 if interpreted() and dtype == torch.bfloat16 else dtype]
+
+
+@functools.cache
+def _signs(base: int, device: torch.device) -> torch.Tensor:
+    """The matrix that a Hadamard matrix is made of, float32 `[base, base]`."""
+    return hadamard(base).to(device, torch.float32)
+
+
+def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`reference.turn`: q `[B, Hq, S, D]` or `None`, and k `[B, H, S, D]`, in one launch."""
+    (batch, heads, tokens, head_dim), q_heads = k.shape, 0 if q is None else q.shape[1]
+    keys = k.new_empty(k.shape)
+    queries = None if q is None else q.new_empty(q.shape)
+    rows = batch * (q_heads + heads) * tokens
+    if rows == 0:
+        return queries, keys
+    base = base_order(head_dim) if how.rotated else 1
+    scaled = how.key_scale is not None
+    _launch(
+        turn_kernel,
+        (triton.cdiv(rows, TURN_ROWS),),
+        *(k if q is None else q, k, keys if queries is None else queries, keys),
+        *((how.query_scale, how.key_scale) if scaled else (k, k)),
+        *(_signs(base, k.device), *(k if q is None else q).stride(), *k.stride(), q_heads, heads, tokens, rows),
+        device=k.device,
+        D=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        ROWS=TURN_ROWS,
+        BASE=base,
+        BLOCKS_LOG2=(head_dim // base).bit_length() - 1,
+        NORM=head_dim**-0.5,
+        HAS_SCALE=scaled,
+        ROTATED=how.rotated,
+        PTX=_takes_ptx(k.device),
+        num_warps=TURN_ROWS,
+    )
+    return queries, keys
 
 
 def attend(

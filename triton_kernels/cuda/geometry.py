@@ -19,6 +19,7 @@ from ...formats.boosted import SCORES, Boosted
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
+from ...transforms import NONE, base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 128, 228 * 1024
@@ -187,6 +188,7 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
+            "TURNED": int(spec.transform != NONE),
         }
     )
 
@@ -202,4 +204,22 @@ def append_defines(
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
         | {"KEY_FORMAT": keys, "VALUE_FORMAT": values, "PT": 32, "NT": 1}
+    )
+
+
+@functools.cache
+def turn_defines(head_dim: int, dtype: torch.dtype, rotated: bool) -> tuple[tuple[str, str], ...]:
+    base = base_order(head_dim) if rotated else 1
+    norm = torch.tensor(head_dim**-0.5, dtype=torch.float32)
+    columns = (hadamard(base) < 0).T.tolist()
+    return _as_macros(
+        {
+            "DIM": head_dim,
+            "BF16": int(dtype == torch.bfloat16),
+            "NT": 1,
+            "ROTATED": int(rotated),
+            "BASE": base,
+            "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
+            "NORM_BITS": int(norm.view(torch.int32)),
+        }
     )
