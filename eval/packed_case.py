@@ -165,11 +165,8 @@ def attend_error(case: Case, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
     """
-    q, k = case.q.float(), case.k.float()
-    if case.map is not None:
-        q, k = reference.turn(q, k, case.map)
-    exact = q, k, case.v.float()
-    expected = reference.attend(*exact, None, case.state, case.spec, case.scaling)
+    q, k = ops.turn(case.q.float(), case.k.float(), case.map, "torch")
+    expected = reference.attend(q, k, case.v.float(), None, case.state, case.spec, case.scaling)
     out = _poisoned(lambda: case.attend(backend)).float()
     plain = _plain_attention(case, row=0).float()
     bound = max(2 * _relative(plain, expected[:1]), torch.finfo(case.q.dtype).eps)

@@ -71,8 +71,10 @@ class Transform(ABC):
         scale, inverse = self.scale(head_dim), self.matrices(head_dim).inverse
         if scale is None and not self.rotated:
             return None
-        scales = (None, None) if scale is None else (x.to(device, torch.float32) for x in (scale, 1 / scale))
-        return Map(*scales, self.rotated, inverse.to(device, torch.float32))
+        inverse = inverse.to(device, torch.float32)
+        if scale is None:
+            return Map(None, None, self.rotated, inverse)
+        return Map(scale.to(device, torch.float32), (1 / scale).to(device, torch.float32), self.rotated, inverse)
 
     def __str__(self) -> str:
         return self.name

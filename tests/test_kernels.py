@@ -79,8 +79,10 @@ def check_attend(case: Case, seed: int = SEED) -> None:
         assert torch.equal(old.nan_to_num(), new.nan_to_num()), "attend changed the state"
     out, exact = real_queries(out, step), real_queries(exact, step)
     error = relative_error(out, exact)
-    if case.outliers:  # scores beyond what the plain computation can represent
-        assert error < 2e-2
+    if case.outliers:
+        # scores beyond what the plain computation can represent; rounding q times a scale of thousands to float16, which kernels
+        # do for keys per channel, moves them by about 1 and the output by 0.01 to 0.045 (emulated)
+        assert error < 6e-2
         return
     error_plain = relative_error(real_queries(plain(step, ref.state, case), step), exact)
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
