@@ -80,8 +80,8 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     out, exact = real_queries(out, step), real_queries(exact, step)
     error = relative_error(out, exact)
     if case.outliers:
-        # scores beyond what the plain computation can represent; rounding q times a scale of thousands to float16, which kernels
-        # do for keys per channel, moves them by about 1 and the output by 0.01 to 0.045 (emulated)
+        # scores beyond what the plain computation can represent; rounding q times a scale of thousands to float16, which
+        # kernels do for keys per channel, moves them by about 1 and the output by 0.01 to 0.045 (emulated)
         assert error < 6e-2
         return
     error_plain = relative_error(real_queries(plain(step, ref.state, case), step), exact)
