@@ -27,7 +27,7 @@ from rich.table import Table
 
 from hf_lowbit_kv.backend import choose_backend, storage_spec
 from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind
-from hf_lowbit_kv.eval.peers import Inputs, usable_peers
+from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
 from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
 from hf_lowbit_kv.presets import get_preset
@@ -138,7 +138,44 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
     return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
 
 
-def runs(shapes: list[str], presets: list[str], backends: list[str], **options) -> Iterator[tuple[Any, ...]]:
+def measure_low_bit(
+    shape: Shape, inputs: Inputs, peers: dict[str, Any], rounds: int = 5
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Records of other low-bit caches on this shape, and why the others do not run. Neither their bytes nor what they should
+    answer is known here: a relative error above 1 against float32 attention over what was given in counts as wrong."""
+    calls, reasons = usable_peers(inputs, 1.0, LOW_BIT_PEERS)
+    if not calls:
+        return [], reasons
+    device = inputs.q.device
+    candidates = [Candidate(name, [call]) for name, call in peers.items()]
+    candidates += [Candidate(name, [call], graph=False) for name, call in calls.items()]
+    times = time_interleaved(candidates, device, rounds)
+    peers_ms = {name: times[name] for name in peers}
+    peer = min(peers_ms, key=peers_ms.__getitem__) if peers else None
+    common = {
+        "shape": shape.name,
+        "peer": peer,
+        "peer_ms": peers_ms[peer] if peer else None,
+        "peers_ms": peers_ms,
+        "dtype": str(inputs.q.dtype).removeprefix("torch."),
+        "head_dim": inputs.q.shape[-1],
+        "query_length": inputs.q.shape[2],
+    }
+    return [
+        common
+        | {
+            "preset": name,
+            "backend": "other",
+            "ms": times[name],
+            "ratio": peers_ms[peer] / times[name] if peer else None,
+        }
+        for name in calls
+    ], reasons
+
+
+def runs(
+    shapes: list[str], presets: list[str], backends: list[str], low_bit: bool = False, **options
+) -> Iterator[tuple[Any, ...]]:
     """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
@@ -148,6 +185,12 @@ def runs(shapes: list[str], presets: list[str], backends: list[str], **options) 
         peers, reasons = usable_peers(inputs)
         for name, reason in reasons.items():
             console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+        if low_bit:
+            others, reasons = measure_low_bit(shape, inputs, peers)
+            for name, reason in reasons.items():
+                console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+            for other in others:
+                yield f"{shape.name} {other['preset']}", other, None
         for preset in presets:
             for backend in backends:
                 what = f"{shape.name} {preset} {backend}"
@@ -174,6 +217,7 @@ def main(
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
+    low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/decode-<device>.jsonl].")] = None,
@@ -190,7 +234,7 @@ def main(
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
     options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds}
-    found = runs(shapes, presets, backends, dtype=getattr(torch, dtype), device=where, **options)
+    found = runs(shapes, presets, backends, low_bit, dtype=getattr(torch, dtype), device=where, **options)
     total = len(shapes) * len(presets) * len(backends)
     for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):
         if fault:
@@ -212,6 +256,10 @@ def table(records: list[dict[str, Any]]) -> Table:
         "shape", "preset", "backend", "ms", "peer", "ratio", "limit", "TB/s", "relerr", "append", "pack", "transform"
     )
     for r in records:
+        if r["backend"] == "other":
+            ratio = f"{r['ratio']:.3f}" if r["peer"] else "-"
+            out.add_row(r["shape"], r["preset"], "-", f"{r['ms']:.4f}", r["peer"] or "-", ratio)
+            continue
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")

@@ -100,11 +100,57 @@ PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
 }
 
 
-def usable_peers(x: Inputs, tolerance: float = 1e-2) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Peers that run and agree with plain float32 attention on these inputs, and why the others do not."""
+def _quanto(bits: int) -> Callable[[Inputs], Callable]:
+    """The stock quantized cache: each step unpacks all of it, for the host's attention."""
+
+    def make(x: Inputs) -> Callable[[], torch.Tensor]:
+        from transformers.cache_utils import QuantoQuantizedLayer
+
+        layer = QuantoQuantizedLayer(nbits=bits)
+        newest = x.k[:, :, -1:], x.v[:, :, -1:]
+        layer.update(x.k[:, :, :-1], x.v[:, :, :-1])
+        grouped = x.q.shape[1] != x.k.shape[1]
+
+        def call() -> torch.Tensor:
+            keys, values = layer.update(*newest)
+            layer.keys, layer.values = newest[0][:, :, :0], newest[1][:, :, :0]  # the next call is the same step again
+            return F.scaled_dot_product_attention(x.q, keys, values, enable_gqa=grouped)
+
+        return call
+
+    return make
+
+
+def _tiny_turboquant(x: Inputs) -> Callable[[], torch.Tensor]:
+    """Its fused Triton kernel over a 4-bit cache (its preset "safe")."""
+    from tiny_turboquant.cache import TinyKVLayer  # type: ignore[import-not-found]
+    from tiny_turboquant.triton_fused_attn import (  # type: ignore[import-not-found]
+        fused_decode_attention_triton,
+        is_available,
+    )
+
+    if not is_available():
+        raise RuntimeError("its Triton kernel is not available")
+    layer = TinyKVLayer(key_bits=4, value_bits=4)
+    layer.ingest(x.k, x.v)
+    return lambda: fused_decode_attention_triton(x.q, layer)
+
+
+#: low-bit caches that can be installed: timed once a shape, as records of their own, and no part of any ratio's base
+LOW_BIT_PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
+    "quanto-4": _quanto(4),
+    "quanto-2": _quanto(2),
+    "tiny-turboquant-4": _tiny_turboquant,
+}
+
+
+def usable_peers(
+    x: Inputs, tolerance: float = 1e-2, peers: dict[str, Callable] | None = None
+) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Those of `peers` (default: `PEERS`) that run and agree with float32 attention on these inputs; why the others do not."""
     expected = _expected(x)
     calls, reasons = {}, {}
-    for name, make in PEERS.items():
+    for name, make in (PEERS if peers is None else peers).items():
         try:
             call = make(x)
             out = call()[:1].float()

@@ -124,6 +124,23 @@ def test_peers_say_why_they_cannot_run(monkeypatch):
     assert set(calls) | set(reasons) == set(peers.PEERS)
 
 
+def test_low_bit_peers_are_records_of_their_own(monkeypatch):
+    inputs = peers.Inputs.random(2, 4, 2, 64, 64, 1, torch.float32, CPU)
+    groups = inputs.q.shape[1] // inputs.k.shape[1]
+
+    def good(x):
+        half = [t.to(torch.float8_e4m3fn).float().repeat_interleave(groups, 1) for t in (x.k, x.v)]
+        return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, *half)
+
+    monkeypatch.setattr(bench_decode, "LOW_BIT_PEERS", {"good": good, "nan": lambda x: lambda: x.q * float("nan")})
+    calls, _ = peers.usable_peers(inputs)
+    records, reasons = bench_decode.measure_low_bit(Shape("tiny", 2, 4, 2, 64), inputs, calls, rounds=2)
+    assert [r["preset"] for r in records] == ["good"]
+    assert records[0]["ratio"] == pytest.approx(records[0]["peer_ms"] / records[0]["ms"])
+    assert "relative error" in reasons["nan"]
+    bench_decode.table(records)  # a row without bytes
+
+
 @pytest.mark.parametrize("prefill_chunk", [None, 128])
 def test_bench_memory_runs(prefill_chunk):
     config = LlamaConfig(

@@ -242,6 +242,8 @@ def compile_only(kernel, grid, *args, device, **constants):
         else:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
     for capability in (80, 90):
+        if "PDL" in kernel.arg_names:
+            values |= {(kernel.arg_names.index("PDL"),): capability >= 90}
         source = ASTSource(kernel, signature, values, attributes)
         compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **launch.OPTIONS})
 
@@ -263,6 +265,7 @@ def test_compiles(case, monkeypatch):
     """Every kernel gets through Triton's compiler for sm80 and sm90, without a GPU: the interpreter accepts more."""
     monkeypatch.setattr(launch, "_launch", compile_only)
     monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
+    monkeypatch.setattr(launch, "_chained", lambda device: False)  # `compile_only` decides
     gen = generator(case, SEED)
     store, step = store_for(case, "cpu"), random_step(case, gen)
     launch.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)

@@ -56,9 +56,12 @@ def append_one_kernel(
     ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr,
     PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
+    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one token a row, k and v `[B, H, 1, D]`. Grid (row * head)."""
+    """Store one token a row, k and v `[B, H, 1, D]`. Grid (row * head). PDL: `launch._chained`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h

@@ -96,6 +96,13 @@ def _prepare(k, v, spec: LayerSpec) -> _Sides:
     return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, _takes_ptx(k.device))
 
 
+@functools.cache
+def _chained(device: torch.device) -> bool:
+    """Whether kernels of a step are launched before the one in front of them is done (programmatic dependent launch, sm90 and
+    later). Whoever is launched so waits, first of all, for that one's end; so everything before it has ended as well."""
+    return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _dot_type(dtype: torch.dtype):
     """Type of the operands of products. The interpreter computes wrongly in bfloat16."""
     return DTYPES[torch.float32 if interpreted() and dtype == torch.bfloat16 else dtype]
@@ -158,7 +165,7 @@ def attend(
         rows, max(head_dim_k, head_dim_v), sides.key_width, sides.value_width, q.dtype == torch.float32
     )
     blocks = triton.cdiv(rows, config.block_m)
-    programs = batch * heads * blocks
+    programs, chained = batch * heads * blocks, _chained(q.device)
     splits = split_count(programs, pages, config.programs * processors(q.device))
     window_parts = 1 + triton.cdiv(spec.tail_size, TAIL_SHARE)
     parts = splits + window_parts if splits > 1 else 1
@@ -205,6 +212,7 @@ def attend(
         TAIL_SHARE=TAIL_SHARE,
         DEFER=config.block_m <= 16 and config.num_warps > 1,
         T=0 if config.swapped else 1,
+        PDL=chained,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.registers,
@@ -220,7 +228,9 @@ def attend(
             HAS_SINKS=sinks is not None,
             BLOCK=min(triton.next_power_of_2(parts), MERGE_SPLITS),
             CHANNELS=MERGE_CHANNELS,
+            PDL=chained,
             num_warps=4,
+            launch_pdl=chained,
         )
     return out
 
@@ -262,7 +272,9 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
             device=k.device,
             HAS_MASK=mask is not None,
             TAIL=spec.tail_size,
+            PDL=_chained(k.device),
             num_warps=4 if spec.direct else APPEND_WARPS,
+            launch_pdl=_chained(k.device),
             **(common | dims | padded | encoding),
         )
         return
