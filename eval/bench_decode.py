@@ -87,9 +87,8 @@ def measure(
     graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
     candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
     if cases[0].map is not None:
-        turned = [case.turned(backend) for case in cases]
-        bare = [lambda case=case, x=x: case.attend(backend, x) for case, x in zip(cases, turned, strict=True)]
-        candidates.append(Candidate("bare", bare, graph))
+        calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
+        candidates.append(Candidate("bare", calls, graph))
     times = time_interleaved(candidates, device, rounds)
     ms, bare_ms = times.pop("ours"), times.pop("bare", None)
     peer = min(times, key=times.__getitem__) if times else None
@@ -131,7 +130,11 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
     steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
     candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
     if not case.spec.direct:
-        steps[0]()  # the tail was one token short of packing; from here on, nothing is due
+        packed = case.state.paged.clone()
+        for step in steps:  # up to the first that packs; as many as a page has tokens, less one, pack nothing then
+            step()
+            if not torch.equal(case.state.paged, packed):
+                break
         behind = case.state.length.clone(), case.state.paged.clone()
         candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
     found = time_interleaved(candidates, device, rounds)

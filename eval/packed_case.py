@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import re
 import warnings
@@ -15,7 +17,7 @@ from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
-from hf_lowbit_kv.transforms import Map
+from hf_lowbit_kv.transforms import NONE, Map
 
 #: numbers encoded at a time when pages are filled
 SLAB = 2**26
@@ -88,14 +90,17 @@ class Case:
         """The transform of keys and queries; what is stored counts as transformed."""
         return self.spec.transform.on(self.q.shape[-1], self.q.device)
 
-    def turned(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chunk's queries and keys as they are attended to."""
-        return ops.turn(self.q, self.k, self.map, backend)
+    def attend(self, backend: str) -> torch.Tensor:
+        """A step's attention, the transform of its queries and keys included."""
+        options = self.scaling, None, None, backend
+        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, self.map, *options)[0]
 
-    def attend(self, backend: str, turned: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
-        """turned: what `turned` returned, to leave its cost out."""
-        q, k = turned or self.turned(backend)
-        return ops.attend(q, k, self.v, None, self.state, self.spec, self.scaling, None, None, backend)
+    def without_transform(self) -> Case:
+        """The same step with queries and keys as they are attended to."""
+        q, k = ops.turn(self.q, self.k, self.map, "torch")
+        store = copy.copy(self.store)
+        store.spec = dataclasses.replace(self.spec, transform=NONE)
+        return dataclasses.replace(self, store=store, q=q, k=k)
 
     def append(self, token: int, backend: str) -> None:
         ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
@@ -198,7 +203,7 @@ def _plain_attention(case: Case, row: int) -> torch.Tensor:
     state = LayerState(case.state.pool, *(tensor[rows] for tensor in case.state[1:]))
     length = int(state.length[0, 0])
     stored = reference.read(state, case.spec, case.store.head_dim_k, case.store.head_dim_v, length)
-    q, new_k = case.turned("torch")
+    q, new_k = ops.turn(case.q, case.k, case.map, "torch")
     k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, (new_k, case.v), strict=True))
     queries = case.q.shape[2]
     causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)

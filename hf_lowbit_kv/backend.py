@@ -19,7 +19,7 @@ import torch
 from . import reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
-from .transforms import Map
+from .transforms import NONE, Map
 
 BACKENDS = ("torch", "triton", "cuda")
 #: taken on a GPU where nothing is asked for; `cuda` stands for `cuda` where it serves device, dtype and formats, else `triton`
@@ -147,7 +147,7 @@ def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
 
 @functools.cache
 def _module(backend: str):
-    """Module with `turn`, `attend`, `append` and `read` as in `reference`."""
+    """Module with `turn`, `attend`, `attend_turned`, `append` and `read` as in `reference`."""
     if backend == "torch":
         return reference
     if backend == "cuda":
@@ -168,6 +168,8 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
     spec: str,
     scaling: float,
     softcap: float | None,
@@ -182,16 +184,21 @@ def _attend(
     tail_v: torch.Tensor,
     length: torch.Tensor,
     paged: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks)
-    return out.contiguous()
+    layer, module, options = LayerSpec.parse(spec), _module(backend), {"softcap": softcap, "sinks": sinks}
+    if layer.transform == NONE:
+        return module.attend(q, k, v, mask, state, layer, scaling, **options).contiguous(), k.new_empty(0)
+    how = Map(key_scale, query_scale, layer.transform.rotated)
+    out, keys = module.attend_turned(q, k, v, mask, state, layer, how, scaling, **options)
+    return out.contiguous(), keys.contiguous()
 
 
 @_attend.register_fake
-def _(q, k, v, *args):
+def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
     batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, v.shape[-1])
+    keys = k.new_empty(0 if LayerSpec.parse(spec).transform == NONE else k.shape)
+    return q.new_empty(batch, tokens, heads, v.shape[-1]), keys
 
 
 @torch.library.custom_op(
@@ -255,9 +262,13 @@ def turn(q, k, how: Map | None, backend: str):
     return _turn(q, k, how.query_scale, how.key_scale, how.rotated, backend)
 
 
-def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str) -> torch.Tensor:
-    """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
-    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, backend, *_flat(state))
+def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str):
+    """`reference.attend_turned` on the chosen backend, as one operation that compilation can take up: the output, and the
+    chunk's keys as they are to be stored. how: the map of `spec.transform`; without one, it is `reference.attend`, and the keys
+    are what they were."""
+    scales = (None, None) if how is None else (how.query_scale, how.key_scale)
+    out, keys = _attend(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, backend, *_flat(state))
+    return out, k if how is None else keys
 
 
 def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:

@@ -218,8 +218,9 @@ class LowBitLayer(CacheLayerMixin):
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
         else:
-            query, stored = ops.turn(query, key, self.transform, self.backend)
-            out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
+            out, stored = ops.attend(
+                *(query, key, value, mask, state, self.spec, self.transform, scaling, softcap, sinks, self.backend)
+            )
         ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)

@@ -108,6 +108,23 @@ def attend(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
+def attend_turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    how: Map,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`turn`, then `attend`; returns what `attend` does, and the chunk's transformed keys, which are to be stored."""
+    queries, keys = turned(q, how.query_scale, how.rotated), turned(k, how.key_scale, how.rotated)
+    return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks), keys
+
+
 def _history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
     length, paged, dtype = state.length[:, :1], state.paged[:, :1], state.sink_k.dtype

@@ -138,6 +138,13 @@ def test_graph(options, launch, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("case", kernels._turned_cases(), ids=str)
+def test_attend_turned(case, launch):
+    kernels.check_attend_turned(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] != torch.float32], ids=str)
 def test_turn(options, launch):
     kernels.check_turn(*options)
@@ -279,9 +286,10 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     monkeypatch.setenv(compile_module.VARIABLE, str(tmp_path))
     case = fragment(case)
     choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
+    options = choice, True, 1, True, True
     try:
         compile_module.binary(
-            "attend.cu", geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, True, 1, True), "sm_90"
+            "attend.cu", geometry.attend_defines(case.spec, *case.dims, case.dtype, *options), "sm_90"
         )
         compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
     except compile_module.CompileError:

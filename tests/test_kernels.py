@@ -6,6 +6,7 @@ the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest te
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -205,6 +206,53 @@ def check_turn(head_dim, dtype, rotated, scaled):
     assert torch.equal(keys.cpu(), expected[1])
 
 
+def check_attend_turned(case: Case, seed: int = SEED) -> None:
+    """Keys to the last bit; the output against the exact transform in float32."""
+    gen = generator(case, seed)
+    ref, dev = filled(case, gen, DEVICE)
+    step, (how, how_here) = random_step(case, gen), (case.spec.transform.on(case.head_dim, x) for x in ("cpu", DEVICE))
+    wide, here = step.float(), step.to(DEVICE)
+    options = step.scaling, case.softcap
+    inputs = wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, how
+    exact, _ = reference.attend_turned(*inputs, *options, step.sinks)
+    torch.use_deterministic_algorithms(True)  # what is allocated holds NaN at first
+    try:
+        inputs = here.q, here.k, here.v, here.mask, dev.state, case.spec, how_here
+        out, keys = launch.attend_turned(*inputs, *options, here.sinks)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    turned = dataclasses.replace(step, **dict(zip("qk", reference.turn(step.q, step.k, how), strict=True)))
+    assert torch.equal(keys.cpu().nan_to_num(), turned.k.nan_to_num())
+    error = relative_error(real_queries(out, step), real_queries(exact, step))
+    error_plain = relative_error(real_queries(plain(turned, ref.state, case), step), real_queries(exact, step))
+    print(f"relative error {error:.2e}, plain {error_plain:.2e}")
+    assert error <= 2 * error_plain + 1e-6
+
+
+def _turned_cases() -> list[Case]:
+    """Few query rows and many, one block of the window for the chunk and several, padding, every head size."""
+    cases = []
+    for i, head_dim in enumerate(HEAD_DIMS):
+        for j, (groups, tokens) in enumerate(((4, 1), (1, 1), (3, 5), (16, 1), (4, 40))):
+            keys = ("int4-channel", "boosted2-r0.125", "dense")[(i + j) % 3]
+            options = {"keys": keys, "groups": groups, "tokens": tokens, "padded": tokens > 1, "lengths": (700, 1, 290)}
+            cases.append(Case(head_dim=head_dim, dtype=(torch.float16, torch.bfloat16)[(i + j) % 2], **options))
+    return [dataclasses.replace(case, transform="hadamard") for case in cases]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", _turned_cases(), ids=str)
+def test_attend_turned(case):
+    check_attend_turned(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_small_attend_turned(head_dim):
+    check_attend_turned(Case(head_dim=head_dim, heads=1, tokens=3, padded=True, transform="hadamard"))
+
+
 @needs_interpreter
 @pytest.mark.parametrize("options", [x for x in TURNS if x[1] != torch.bfloat16], ids=str)
 def test_small_turn(options):
@@ -389,8 +437,11 @@ def test_graph(options):
     how, how_here = (case.spec.transform.on(case.head_dim, device) for device in ("cpu", DEVICE))
 
     def run():
-        q, k = (here.q, here.k) if how is None else launch.turn(here.q, here.k, how_here)
-        out = launch.attend(q, k, here.v, None, dev.state, case.spec, here.scaling)
+        inputs = here.q, here.k, here.v, None, dev.state, case.spec
+        if how is None:
+            out, k = launch.attend(*inputs, here.scaling), here.k
+        else:
+            out, k = launch.attend_turned(*inputs, how_here, here.scaling)
         launch.append(k, here.v, None, dev.state, case.spec)
         return out
 
@@ -408,8 +459,11 @@ def test_graph(options):
         for name in ("q", "k", "v"):
             getattr(here, name).copy_(getattr(step, name))
         graph.replay()
-        q, k = (step.q, step.k) if how is None else reference.turn(step.q, step.k, how)
-        exact = reference.attend(q, k, step.v, None, ref.state, case.spec, step.scaling)
+        inputs = step.q, step.k, step.v, None, ref.state, case.spec
+        if how is None:
+            exact, k = reference.attend(*inputs, step.scaling), step.k
+        else:
+            exact, k = reference.attend_turned(*inputs, how, step.scaling)
         assert relative_error(out, exact) < 2e-3
         reference.append(k, step.v, None, ref.state, case.spec)
     assert_same_state(ref.state, dev.state)

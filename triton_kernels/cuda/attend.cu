@@ -1,4 +1,5 @@
-// Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`.
+// Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TURNED,
+// queries and the chunk's keys are transformed here (`reference.attend_turned`).
 //
 // One launch. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one a block of threads; a share may
 // end inside a row and begin inside another. The warps of a block take pages of a row in turn, then blocks of its window. The last
@@ -9,6 +10,26 @@
 #include "warp.cuh"
 #include "pages.cuh"
 #include "window.cuh"
+#if TURNED
+#include "rotate.cuh"
+
+// The chunk's keys that lie in these blocks of a row's window, transformed: from where they came to where the window looks for them,
+// and where storing finds them afterwards.
+__device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int w0, int w1, int warp, int lane) {
+  const int stored = row.sinks + row.tail, last = min(32 * w1 - stored, row.chunk);
+  for (int c = max(32 * w0 - stored, 0) + warp; c < last; c += WARPS) {
+    const u32* from = reinterpret_cast<const u32*>(a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s));
+    u32* to = reinterpret_cast<u32*>(const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s));
+    u32 x[Rotation<DK>::WORDS];
+#pragma unroll
+    for (int j = 0; j < Rotation<DK>::WORDS; j++) x[j] = 32 * j + lane < DK / 2 ? from[32 * j + lane] : 0u;
+    turn_row<DK>(x, a.k_scale, lane);
+#pragma unroll
+    for (int j = 0; j < Rotation<DK>::WORDS; j++)
+      if (32 * j + lane < DK / 2) to[32 * j + lane] = x[j];
+  }
+}
+#endif
 
 extern "C" __device__ int shared_bytes = HEAD_BYTES + WARPS * WARP_BYTES;
 
@@ -24,9 +45,13 @@ __device__ __forceinline__ void load_queries(const Args& a, const Row& row, int 
     u32 x[(DK + 63) / 64];
     float most = 0.f;
 #pragma unroll
+    for (int k = 0; k < (DK + 63) / 64; k++) x[k] = source && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
+#if TURNED
+    if (source) turn_row<DK>(x, a.q_scale, lane);
+#endif
+#pragma unroll
     for (int k = 0; k < (DK + 63) / 64; k++) {
       const int pair = k * 32 + lane;
-      x[k] = source && pair < DK / 2 ? source[pair] : 0u;
       if (pair < DK / 2) target[pair] = x[k];
       most = fmaxf(most, fmaxf(fabsf(to_float(x[k] & 0xffff)), fabsf(to_float(x[k] >> 16))));
     }
@@ -125,7 +150,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     __syncthreads();
     Pages pages;
     pages.start(w, a, row, u0, u1, warp, lane, ring);
-    if constexpr (TURNED) wait_for_turn();                // nothing before this needs what it computes
+#if TURNED
+    turn_chunk(a, row, w0, w1, warp, lane);
+#endif
     load_queries(a, row, row_block, smem, warp, lane);
     __syncthreads();
     w.begin();

@@ -25,6 +25,9 @@ struct Args {
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail;
   float scaling, softcap;
+  const u8* raw_k;                  // TURNED: the chunk's keys; `k` is then where they are put, transformed
+  const float *q_scale, *k_scale;   // factors of channels, or null
+  i64 raw_b, raw_h, raw_s;
 };
 
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
@@ -35,13 +38,6 @@ __device__ __forceinline__ void cp8(u32 s, const void* g, bool keep) {
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-
-// Until the kernel before this one is done, where this one was launched ahead of that (see `turn.cu`).
-__device__ __forceinline__ void wait_for_turn() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // `V` consecutive words of shared memory
 template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {

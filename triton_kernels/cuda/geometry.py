@@ -19,7 +19,7 @@ from ...formats.boosted import SCORES, Boosted
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
-from ...transforms import NONE, base_order, hadamard
+from ...transforms import base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 128, 228 * 1024
@@ -169,8 +169,9 @@ def attend_defines(
     has_mask: bool,
     sinks: int,
     softcap: bool,
+    turned: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32."""
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
@@ -188,8 +189,8 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
-            "TURNED": int(spec.transform != NONE),
         }
+        | (_turn_macros(head_dim_k, spec.transform.rotated) if turned else {"TURNED": 0})
     )
 
 
@@ -207,19 +208,20 @@ def append_defines(
     )
 
 
+def _turn_macros(head_dim: int, rotated: bool) -> dict[str, object]:
+    base = base_order(head_dim) if rotated else 1
+    columns = (hadamard(base) < 0).T.tolist()
+    return {
+        "TURNED": 1,
+        "ROTATED": int(rotated),
+        "BASE": base,
+        "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
+        "NORM_BITS": int(torch.tensor(head_dim**-0.5, dtype=torch.float32).view(torch.int32)),
+    }
+
+
 @functools.cache
 def turn_defines(head_dim: int, dtype: torch.dtype, rotated: bool) -> tuple[tuple[str, str], ...]:
-    base = base_order(head_dim) if rotated else 1
-    norm = torch.tensor(head_dim**-0.5, dtype=torch.float32)
-    columns = (hadamard(base) < 0).T.tolist()
     return _as_macros(
-        {
-            "DIM": head_dim,
-            "BF16": int(dtype == torch.bfloat16),
-            "NT": 1,
-            "ROTATED": int(rotated),
-            "BASE": base,
-            "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
-            "NORM_BITS": int(norm.view(torch.int32)),
-        }
+        {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1} | _turn_macros(head_dim, rotated)
     )

@@ -13,11 +13,13 @@ import torch
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
 from ...reference import read as read  # reading back is no hot path: the definition, on the GPU
-from ...transforms import NONE, Map
+from ...transforms import Map
 from .compile import Module, load
 from .geometry import Choice, append_defines, attend_defines, choose, grid_size, turn_defines
 
 DTYPES = (torch.float16, torch.bfloat16)
+#: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
+TURN_INSIDE = 16
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
@@ -29,6 +31,8 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
+        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
+        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s".split()),
     ]
 
 
@@ -49,10 +53,10 @@ class _TurnArgs(ctypes.Structure):
     ]
 
 
-def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, **options) -> None:
+def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
     counted = f"{name}_kernel"
     launches[counted] = launches.get(counted, 0) + 1
-    module.launch(name, grid, threads, *args, **options)
+    module.launch(name, grid, threads, *args, shared=shared)
 
 
 def _check(x: torch.Tensor) -> None:
@@ -82,15 +86,15 @@ def _attend_module(
     mask: bool,
     sinks: int,
     softcap: bool,
+    turned: bool,
     device: torch.device,
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
-    module = load(
-        "attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device
-    )
+    defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, turned)
+    module = load("attend.cu", defines, device)
     return module, choice, module.integer("shared_bytes")
 
 
@@ -146,6 +150,41 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
+    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks)[0]
+
+
+def attend_turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    how: Map,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attend_turned`: one launch where query rows are few, else two."""
+    if q.shape[1] // k.shape[1] * q.shape[2] <= TURN_INSIDE:
+        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks)
+    q, k = turn(q, k, how)
+    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    how: Map | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the chunk's keys as they are attended to and stored."""
     _check(q)
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -157,7 +196,7 @@ def attend(
     rows = groups * tokens
     module, choice, shared = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, device),
+        *(softcap is not None, how is not None, device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
@@ -171,18 +210,20 @@ def attend(
     )
     counters = _counters_for(state, row_blocks * batch * heads)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
+    raw_k, keys = k, k if how is None else torch.empty(k.shape, dtype=k.dtype, device=device)
     args = _AttendArgs(
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
-        *(0 if sinks is None else sinks.data_ptr(), state.pool[0].data_ptr(), state.page_address.data_ptr()),
+        *(q.data_ptr(), keys.data_ptr(), v.data_ptr(), _address(mask)),
+        *(_address(sinks), state.pool[0].data_ptr(), state.page_address.data_ptr()),
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
         *(state.length.data_ptr(), state.paged.data_ptr(), out.data_ptr(), partial.data_ptr(), counters.data_ptr()),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
+        *(*q.stride()[:3], *keys.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
         *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size),
         *(scaling, 1.0 if softcap is None else softcap),
+        *((0, 0, 0) if how is None else (raw_k.data_ptr(), _address(how.query_scale), _address(how.key_scale))),
+        *raw_k.stride()[:3],
     )
-    grid, ahead = (blocks, row_blocks, 1), spec.transform != NONE
-    _launch(module, "attend", grid, 32 * choice.warps, args, shared=shared, ahead=ahead)
-    return out
+    _launch(module, "attend", (blocks, row_blocks, 1), 32 * choice.warps, args, shared=shared)
+    return out, keys
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
