@@ -209,18 +209,15 @@ def attend_kernel(
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW_N: tl.constexpr, WINDOW_PARTS: tl.constexpr, TAIL_SHARE: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
-    PDL: tl.constexpr, WAIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (row * head, split, block of BLOCK_M query rows).
 
     SPLIT: the first WINDOW_PARTS programs of axis 1 take what is not packed (`_walk_window`), the `splits` others a share of
     the row's pages each; out is float32 `[B * H, WINDOW_PARTS + splits, GROUPS * tokens, DV]` and lse the same without DV,
     binary logarithms. Else one program takes all; out is `[B, tokens, H * GROUPS, DV]`.
-    KP, VP: constants of the two formats (`registry`); DQ: constants of dense tokens as wide as a key. PDL: `launch._chained`;
-    WAIT: launched so itself.
+    KP, VP: constants of the two formats (`registry`); DQ: constants of dense tokens as wide as a key. PDL: `launch._chained`.
     """
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0).to(tl.int64)

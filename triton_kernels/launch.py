@@ -140,7 +140,6 @@ def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tenso
         HAS_SCALE=scaled,
         ROTATED=how.rotated,
         PTX=_takes_ptx(k.device),
-        PDL=_chained(k.device),
         num_warps=TURN_ROWS,
     )
     return queries, keys
@@ -156,13 +155,8 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    *,
-    after_turn: bool = False,
 ) -> torch.Tensor:
-    """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`.
-
-    after_turn: launched right behind `turn`, whose results it waits for.
-    """
+    """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     sides = _prepare(k, v, spec)
     groups, pages = q_heads // heads, state.page_address.shape[1]
@@ -219,10 +213,8 @@ def attend(
         DEFER=config.block_m <= 16 and config.num_warps > 1,
         T=0 if config.swapped else 1,
         PDL=chained,
-        WAIT=chained and after_turn,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        launch_pdl=chained and after_turn,
         maxnreg=config.registers,
     )
     if splits > 1:
@@ -255,9 +247,10 @@ def attend_turned(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attend_turned`, in two launches, the second of which begins while the first one runs."""
+    """`reference.attend_turned`, in two launches. The second one is not launched ahead of the end of the first (`_chained`): its
+    programs would settle unevenly among multiprocessors (docs/kernels.md)."""
     q, k = turn(q, k, how)
-    return attend(q, k, v, mask, state, spec, scaling, softcap, sinks, after_turn=True), k
+    return attend(q, k, v, mask, state, spec, scaling, softcap, sinks), k
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:

@@ -50,12 +50,9 @@ def turn_kernel(
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     q_heads, heads, tokens, rows,
     D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr, BLOCKS_LOG2: tl.constexpr,
-    NORM: tl.constexpr, HAS_SCALE: tl.constexpr, ROTATED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, HAS_SCALE: tl.constexpr, ROTATED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """q `[B, q_heads, tokens, D]` and k `[B, heads, tokens, D]` -> contiguous tensors. Grid (rows of both / ROWS). PDL:
-    `launch._chained`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    """q `[B, q_heads, tokens, D]` and k `[B, heads, tokens, D]` -> contiguous tensors. Grid (rows of both / ROWS)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row % tokens, row // tokens
     b, head = head // (q_heads + heads), head % (q_heads + heads)
