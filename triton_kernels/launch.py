@@ -247,8 +247,8 @@ def attend_turned(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attend_turned`, in two launches. The second one is not launched ahead of the end of the first (`_chained`): its
-    programs would settle unevenly among multiprocessors (docs/kernels.md)."""
+    """`reference.attend_turned`, in two launches. The second one is not launched ahead of the end of the first (`_chained`):
+    that slowed it (docs/kernels.md)."""
     q, k = turn(q, k, how)
     return attend(q, k, v, mask, state, spec, scaling, softcap, sinks), k
 
