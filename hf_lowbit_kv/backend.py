@@ -167,6 +167,7 @@ def _attend(
     spec: str,
     scaling: float,
     softcap: float | None,
+    seen: int | None,
     backend: str,
     block: torch.Tensor,
     more: Sequence[torch.Tensor],
@@ -180,7 +181,7 @@ def _attend(
     paged: torch.Tensor,
 ) -> torch.Tensor:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap=softcap, sinks=sinks)
+    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap, sinks, seen)
     return out.contiguous()
 
 
@@ -225,9 +226,11 @@ def _flat(state: LayerState) -> list:
     return [state.pool[0], state.pool[1:], *state[1:]]
 
 
-def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str) -> torch.Tensor:
+def attend(
+    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen: int | None = None
+) -> torch.Tensor:
     """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
-    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, backend, *_flat(state))
+    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, seen, backend, *_flat(state))
 
 
 def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:

@@ -218,7 +218,9 @@ class LowBitLayer(CacheLayerMixin):
         else:
             if self.transform is not None:
                 query = apply(query, self.transform.queries)
-            out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend)
+            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
+            seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
+            out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend, seen)
         ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
