@@ -93,6 +93,10 @@ class LowBitLayer(CacheLayerMixin):
         self.backend = ops.choose_backend(
             self.requested_backend, key_states.device, key_states.dtype, self.spec.formats
         )
+        reason = ops.reason_for(
+            self.requested_backend, self.backend, key_states.device, key_states.dtype, self.spec.formats
+        )
+        self.backend_shown = self.backend + (f" (cuda {reason})" if reason else "")
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.transform = self.spec.transform.on(head_dims[0], key_states.device)

@@ -39,6 +39,7 @@ def interpreted() -> bool:
 
 
 def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold inline PTX."""
     return device.type == "cuda" and torch.version.hip is None and not interpreted()
 
 

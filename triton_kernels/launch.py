@@ -14,6 +14,7 @@ import triton
 from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
+from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import OPTIONS as OPTIONS
@@ -21,7 +22,6 @@ from .common import constants, dot_type, padded_width
 from .common import launch as _launch
 from .common import launches as launches
 from .common import takes_ptx as _takes_ptx
-from . import dense, prompt
 from .config import (
     APPEND_WARPS,
     FUSED_ROWS,
@@ -34,6 +34,7 @@ from .config import (
 )
 from .read import read as read
 from .registry import kernels
+
 
 class _Sides(NamedTuple):
     """What kernels need to know of a layer at compile time; kp, vp: constants of the two formats."""
@@ -96,7 +97,7 @@ def attend(
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
-    if rows > FUSED_ROWS:
+    if rows > FUSED_ROWS["triton"]:
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     sides = _prepare(k, v, spec)
     config = attend_config(

@@ -49,7 +49,7 @@ def _walk(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `start` to `stop` of the buffer; MASKED: each row as far as its token `last` `[M]`, else all of them, in whole tiles.
+    """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole tiles.
 
     factor: what turns a product into a binary logarithm, above 0; with a softcap, into a natural one.
     """
@@ -233,7 +233,7 @@ class _Walk:
         """Choose how to launch, by the first stretch, which is the longest."""
         programs = self.batch * self.heads
         widest = max(self.q.shape[-1], self.out.shape[-1])
-        self.config = prompt_config(self.rows * programs, widest, self.q.dtype == torch.float32, self.q.device)
+        self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
         programs *= triton.cdiv(self.rows, self.config.block_m)
         wanted = self.config.programs * processors(self.q.device)
         self.splits = split_count(programs, triton.cdiv(length, 256), wanted)

@@ -25,8 +25,10 @@ def read_pages_kernel(
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode the packed ones of a row's tokens `first` to `first + count` into out `[B, H, count, D]`. Grid (row * head, tile of
-    BLOCK_N tokens)."""
+    """Decode the packed ones of a row's tokens `first` to `first + count` into out `[B, H, count, D]`.
+
+    Grid (row * head, tile of BLOCK_N tokens).
+    """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     start = (tl.maximum(first - SINK, 0) // BLOCK_N + tl.program_id(1)) * BLOCK_N
@@ -143,8 +145,10 @@ class Chunk(NamedTuple):
 def unpack(
     state: LayerState, spec: LayerSpec, outs: tuple[torch.Tensor, torch.Tensor], first: int, chunk: Chunk | None = None
 ) -> None:
-    """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous; those of `chunk` follow
-    those stored. What lies behind a row's end is left as it is."""
+    """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
+
+    Those of `chunk` follow those stored. What lies behind a row's end is left as it is.
+    """
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
     head_dims, count = (outs[0].shape[-1], outs[1].shape[-1]), outs[0].shape[2]
     dtype = state.sink_k.dtype
