@@ -121,9 +121,12 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
     return time_interleaved([candidate], device, rounds)["append"]
 
 
-def runs(shapes: list[str], presets: list[str], backends: list[str], **options) -> Iterator[tuple[Any, ...]]:
+def runs(shapes: list[str], presets: list[str], backends: list[str | None], **options) -> Iterator[tuple[Any, ...]]:
     """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape."""
-    dtype, device = options["dtype"], options["device"]
+    dtype, device = (
+        options["dtype"],
+        options["device"],
+    )  # of `backends`, None is the default for device, dtype and formats
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
     for shape in (Shape.parse(name) for name in shapes):
@@ -132,7 +135,9 @@ def runs(shapes: list[str], presets: list[str], backends: list[str], **options) 
         for name, reason in reasons.items():
             console.print(f"{shape.name}: no {name}: {reason}", markup=False)
         for preset in presets:
-            for backend in backends:
+            for asked in backends:
+                formats = get_preset(preset).spec().formats
+                backend = choose_backend(asked, device, options["dtype"], formats)
                 what = f"{shape.name} {preset} {backend}"
                 record = fault = None
                 try:
@@ -166,15 +171,16 @@ def main(
     where = torch.device(device)
     shapes, presets = shape or list(SHAPES), preset or list(PRESETS)
     asked: list[str | None] = [*backend] if backend else [None]
-    backends = [choose_backend(name, where) for name in asked]
     for name in presets:
         get_preset(name)
+    for name in asked:
+        choose_backend(name, where)  # raises for what does not exist
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
     options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds}
-    found = runs(shapes, presets, backends, dtype=getattr(torch, dtype), device=where, **options)
-    total = len(shapes) * len(presets) * len(backends)
+    found = runs(shapes, presets, asked, dtype=getattr(torch, dtype), device=where, **options)
+    total = len(shapes) * len(presets) * len(asked)
     for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):
         if fault:
             wrong.append(f"{what}: {fault}")
