@@ -27,13 +27,22 @@ from ..formats import Format
 from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.dense import Dense
-from . import affine, boosted, dense
+from ..formats.fragment import LAYOUTS
+from . import affine, boosted, dense, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
     Boosted: boosted,
     Dense: dense,
 }
+
+#: layouts that other kernels attend to: modules with `params` and `decode` alone
+READERS: dict[str, ModuleType] = dict.fromkeys(LAYOUTS, fragment)
+
+
+def reader(fmt: Format) -> ModuleType:
+    """The module with `decode` for pages of `fmt`, in whatever layout they are stored."""
+    return READERS.get(fmt.layout) or kernels(fmt)
 
 
 def kernels(fmt: Format) -> ModuleType:

@@ -12,7 +12,9 @@ import torch
 
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
-from ...reference import read as read  # reading back is no hot path: the definition, on the GPU
+from .. import prompt
+from ..config import FUSED_ROWS
+from ..read import read as read
 from .compile import Module, load
 from .geometry import Choice, append_defines, attend_defines, choose, grid_size
 
@@ -111,9 +113,12 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     _check(q)
+    if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     sink_kind = 0
