@@ -3,8 +3,10 @@
 It checks before it times: a preset whose output or packed bytes are wrong is reported and never timed. Peers and packed
 steps are timed in the same rounds, so their ratio is meant; absolute times drift between machines and days.
 
-- `ms`: one step's attention over everything stored. `append_ms`: storing one token in every row, packing included,
-  averaged over the steps in which a page fills.
+- `ms`: one step's attention over everything stored, the transform of its queries and keys included; `transform_ms`: what of
+  it that transform costs (the same step timed without it, in the same rounds).
+- `append_ms`: storing one token in every row, packing included, averaged over the steps in which a page fills. `pack_ms`: what
+  of it packing costs (steps that pack nothing, timed in the same rounds).
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
@@ -84,11 +86,15 @@ def measure(
     calls = [lambda case=case: case.attend(backend) for case in cases]
     graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
     candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
+    if cases[0].map is not None:
+        turned = [case.turned(backend) for case in cases]
+        bare = [lambda case=case, x=x: case.attend(backend, x) for case, x in zip(cases, turned, strict=True)]
+        candidates.append(Candidate("bare", bare, graph))
     times = time_interleaved(candidates, device, rounds)
-    ms = times.pop("ours")
+    ms, bare_ms = times.pop("ours"), times.pop("bare", None)
     peer = min(times, key=times.__getitem__) if times else None
     peer_ms = times[peer] if peer else None
-    append_ms = time_append(cases[0], backend, graph, device, rounds)
+    append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
     nbytes = cases[0].nbytes
     return {
         "shape": shape.name,
@@ -104,6 +110,11 @@ def measure(
         "relerr": relerr,
         "append_ms": append_ms,
         "append_share": append_ms / ms,
+        "pack_ms": pack_ms,
+        "pack_share": None if pack_ms is None else pack_ms / ms,
+        "transform": str(spec.transform),
+        "transform_ms": None if bare_ms is None else ms - bare_ms,
+        "transform_share": None if bare_ms is None else ms / bare_ms - 1,
         "bytes": nbytes,
         "bandwidth": bandwidth,
         "peers_ms": times,
@@ -113,12 +124,18 @@ def measure(
     }
 
 
-def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> float:
-    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens."""
+def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:
+    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens; and what of them packing
+    costs, or `None` where tokens go straight into pages."""
     counters = case.state.length.clone(), case.state.paged.clone()
     steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
-    candidate = Candidate("append", steps, graph, before=lambda: rewind(case, counters))
-    return time_interleaved([candidate], device, rounds)["append"]
+    candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
+    if not case.spec.direct:
+        steps[0]()  # the tail was one token short of packing; from here on, nothing is due
+        behind = case.state.length.clone(), case.state.paged.clone()
+        candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
+    found = time_interleaved(candidates, device, rounds)
+    return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
 
 
 def measure_low_bit(
@@ -216,8 +233,8 @@ def main(
     asked: list[str | None] = [*backend] if backend else [None]
     for name in presets:
         get_preset(name)
-    for name in asked:
-        choose_backend(name, where)  # raises for what does not exist
+    for kind in asked:
+        choose_backend(kind, where)  # raises for what does not exist
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -240,7 +257,9 @@ def main(
 
 def table(records: list[dict[str, Any]]) -> Table:
     """The records in short."""
-    out = Table("shape", "preset", "backend", "ms", "peer", "ratio", "limit", "TB/s", "relerr", "append")
+    out = Table(
+        "shape", "preset", "backend", "ms", "peer", "ratio", "limit", "TB/s", "relerr", "append", "pack", "transform"
+    )
     for r in records:
         if r["backend"] == "other":
             ratio = f"{r['ratio']:.3f}" if r["peer"] else "-"
@@ -249,7 +268,10 @@ def table(records: list[dict[str, Any]]) -> Table:
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
-        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", f"{r['append_share']:.1%}")
+        parts = (
+            "-" if r[name] is None else f"{r[name]:.1%}" for name in ("append_share", "pack_share", "transform_share")
+        )
+        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *parts)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.transforms import Map
 
 #: numbers encoded at a time when pages are filled
 SLAB = 2**26
@@ -81,8 +83,19 @@ class Case:
         parts = self.store.nbytes()
         return parts["codes"] + parts["metadata"] + parts["window"]
 
-    def attend(self, backend: str) -> torch.Tensor:
-        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, self.scaling, None, None, backend)
+    @functools.cached_property
+    def map(self) -> Map | None:
+        """The transform of keys and queries; what is stored counts as transformed."""
+        return self.spec.transform.on(self.q.shape[-1], self.q.device)
+
+    def turned(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chunk's queries and keys as they are attended to."""
+        return ops.turn(self.q, self.k, self.map, backend)
+
+    def attend(self, backend: str, turned: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+        """turned: what `turned` returned, to leave its cost out."""
+        q, k = turned or self.turned(backend)
+        return ops.attend(q, k, self.v, None, self.state, self.spec, self.scaling, None, None, backend)
 
     def append(self, token: int, backend: str) -> None:
         ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
@@ -152,8 +165,8 @@ def attend_error(case: Case, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
     """
-    exact = case.q.float(), case.k.float(), case.v.float()
-    expected = reference.attend(*exact, None, case.state, case.spec, case.scaling)
+    q, k = ops.turn(case.q.float(), case.k.float(), case.map, "torch")
+    expected = reference.attend(q, k, case.v.float(), None, case.state, case.spec, case.scaling)
     out = _poisoned(lambda: case.attend(backend)).float()
     plain = _plain_attention(case, row=0).float()
     bound = max(2 * _relative(plain, expected[:1]), torch.finfo(case.q.dtype).eps)
@@ -185,11 +198,12 @@ def _plain_attention(case: Case, row: int) -> torch.Tensor:
     state = LayerState(case.state.pool, *(tensor[rows] for tensor in case.state[1:]))
     length = int(state.length[0, 0])
     stored = reference.read(state, case.spec, case.store.head_dim_k, case.store.head_dim_v, length)
-    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, (case.k, case.v), strict=True))
+    q, new_k = case.turned("torch")
+    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, (new_k, case.v), strict=True))
     queries = case.q.shape[2]
     causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)
     out = F.scaled_dot_product_attention(
-        case.q[rows], k, v, attn_mask=None if queries == 1 else causal, enable_gqa=case.q.shape[1] != k.shape[1]
+        q[rows], k, v, attn_mask=None if queries == 1 else causal, enable_gqa=case.q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
 

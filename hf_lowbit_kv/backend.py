@@ -1,4 +1,4 @@
-"""Which code runs a step, and the two operations a step consists of.
+"""Which code runs a step, and the operations a step consists of.
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
-from .formats import Affine, Dense, Format, fragment
+from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
+from .transforms import Map
 
 BACKENDS = ("torch", "triton", "cuda")
 #: preferred on a GPU where nothing is asked for: `cuda` (where it cannot serve, `triton`) or `triton`
@@ -28,9 +29,9 @@ DEFAULT_ON_GPU = "cuda"
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for
 CUDA_CAPABILITY = (8, 0)
-#: dtypes of models, and formats, that they cover
+#: dtypes of models, and formats of keys and of values, that they cover
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
-CUDA_FORMATS = (Affine, Dense)
+CUDA_FORMATS = ((Affine, Boosted, Dense), (Affine, Dense))
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -67,9 +68,9 @@ def why_not_cuda(device: torch.device, dtype: torch.dtype | None, formats: Seque
         return f"needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has {found}"
     if dtype not in (None, *CUDA_DTYPES):
         return f"computes in {CUDA_DTYPES}, not in {dtype}"
-    for fmt in formats:
-        if not isinstance(fmt, CUDA_FORMATS):
-            return f"has no kernels for format {fmt.name!r} yet"
+    for fmt, covered, side in zip(formats, CUDA_FORMATS, ("keys", "values"), strict=False):
+        if not isinstance(fmt, covered):
+            return f"has no kernels for {side} in format {fmt.name!r} yet"
     if importlib.util.find_spec("triton") is None:
         return "needs Triton for long prompts: pip install 'hf-lowbit-kv[cuda]'"
     return _why_no_compiler(found)
@@ -114,7 +115,8 @@ def _why_no_compiler(capability: tuple[int, int]) -> str | None:
 def choose_backend(
     backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
 ) -> str:
-    """The backend for tensors of `dtype` on `device` and for pages of these formats. Raises where it cannot serve them."""
+    """The backend for tensors of `dtype` on `device` and for pages of these formats (keys, values). Raises where it cannot
+    serve them."""
     check_backend(backend)
     chosen = backend or os.environ.get(VARIABLE) or _default_backend(device, dtype, formats)
     if chosen == "triton":
@@ -158,7 +160,7 @@ def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
 
 @functools.cache
 def _module(backend: str):
-    """Module with `attend`, `append` and `read` as in `reference`."""
+    """Module with `turn`, `attend`, `append` and `read` as in `reference`."""
     if backend == "torch":
         return reference
     if backend == "cuda":
@@ -237,8 +239,34 @@ def _(*args):
     return None
 
 
+@torch.library.custom_op("hf_lowbit_kv::turn", mutates_args=())
+def _turn(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    rotated: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = _module(backend).turn(q, k, Map(key_scale, query_scale, rotated))
+    return (k.new_empty(0) if queries is None else queries.contiguous()), keys.contiguous()
+
+
+@_turn.register_fake
+def _(q, k, *args):
+    return k.new_empty(0 if q is None else q.shape), k.new_empty(k.shape)
+
+
 def _flat(state: LayerState) -> list:
     return [state.pool[0], state.pool[1:], *state[1:]]
+
+
+def turn(q, k, how: Map | None, backend: str):
+    """`reference.turn` on the chosen backend, as one operation that compilation can take up; without a transform, q and k as
+    they are."""
+    if how is None:
+        return q, k
+    return _turn(q, k, how.query_scale, how.key_scale, how.rotated, backend)
 
 
 def attend(

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import backend as ops
 from .pages import LayerSpec, PagedStore
 from .reference import unpack_into_tail
-from .transforms import apply
+from .transforms import restored
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"
@@ -106,8 +106,9 @@ class LowBitLayer(CacheLayerMixin):
         if isinstance(self.cumulative_length, torch.Tensor):
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.cumulative_length)
-            for matrix in self.transform or ():
-                torch._dynamo.mark_static_address(matrix)
+            for tensor in self.transform or ():
+                if isinstance(tensor, torch.Tensor):
+                    torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -213,15 +214,15 @@ class LowBitLayer(CacheLayerMixin):
         tokens = key.shape[2]
         first = not torch.compiler.is_compiling() and self._seen_at_least == 0
         self._make_room(tokens, "packed")
-        state, stored = self.store.state, self._transformed(key)
+        state = self.store.state
         if first and tokens > 1 and mask is None and softcap is None and sinks is None:
             # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
+            _, stored = ops.turn(None, key, self.transform, self.backend)
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
         else:
-            if self.transform is not None:
-                query = apply(query, self.transform.queries)
+            query, stored = ops.turn(query, key, self.transform, self.backend)
             # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
             seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
             out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend, seen)
@@ -229,10 +230,6 @@ class LowBitLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
         return out
-
-    def _transformed(self, key: torch.Tensor) -> torch.Tensor:
-        """Keys as they are stored."""
-        return key if self.transform is None else apply(key, self.transform.keys)
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep what `crop` needs to know without asking the device."""
@@ -266,9 +263,9 @@ class LowBitLayer(CacheLayerMixin):
         if past:
             keys, values = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
             if self.transform is not None:
-                keys = apply(keys, self.transform.inverse)
+                keys = restored(keys, self.transform)
             out = (torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2))
-        keys = self._transformed(key_states.detach())
+        _, keys = ops.turn(None, key_states.detach(), self.transform, self.backend)
         ops.append(keys, value_states.detach(), None, store.state, self.spec, self.backend)
         self._note_tail(key_states.shape[2], None)
         return out

@@ -12,6 +12,7 @@ import torch
 
 from .formats import Format
 from .pages import LayerSpec, LayerState, read_pages
+from .transforms import Map, turned
 
 #: tokens of history unpacked at a time
 SLAB_TOKENS = 4096
@@ -62,6 +63,12 @@ class _Softmax:
             total, out = total * decay + torch.exp(logit - new_max), out * decay[..., None]
         out = out / torch.where(total > 0, total, 1.0)[..., None]
         return out.reshape(*self.shape, -1).transpose(1, 2)
+
+
+def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Queries `[B, Hq, S, head_dim]` (or `None`) and keys `[B, H, S, head_dim]` of a chunk, transformed."""
+    queries = None if q is None else turned(q, how.query_scale, how.rotated)
+    return queries, turned(k, how.key_scale, how.rotated)
 
 
 def attend(

@@ -3,7 +3,9 @@
 A cache stores transformed keys (sink, pages and tail alike), and queries are transformed where a step begins, so nothing
 passes over the history. A rotation spreads the few large channels of a key over all of them, which few bits store better.
 
-    (q B) . (k A) = q . k      with B = (A^-1)^T
+    k' = (k * scale) H      q' = (q / scale) H      q' . k' = q . k      with H orthonormal
+
+`turned` defines k' and q' to the last bit, in float32, for packed bytes depend on them; kernels reproduce it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 
 class Matrices(NamedTuple):
-    """A transform for one layer: float32 `[head_dim, head_dim]`, multiplied from the right."""
+    """A transform for one layer: `[head_dim, head_dim]`, multiplied from the right."""
 
     keys: torch.Tensor
     queries: torch.Tensor
@@ -25,25 +27,54 @@ class Matrices(NamedTuple):
     """of `keys`: what is stored -> keys"""
 
 
+class Map(NamedTuple):
+    """A transform for one layer, as `turned` and kernels take it, on its device; float32."""
+
+    key_scale: torch.Tensor | None
+    """factors `[head_dim]`, or `None`"""
+    query_scale: torch.Tensor | None
+    rotated: bool
+    inverse: torch.Tensor | None = None
+    """`Matrices.inverse`; what `turned` does not need"""
+
+
 class Transform(ABC):
-    """An invertible linear map of keys. Instances are immutable, hashable, and named by `name`.
+    """Factors of channels, then a rotation, or one of the two. Instances are immutable, hashable, and named by `name`.
 
     One without parameters is a subclass with a line in `TRANSFORMS`. One with parameters (calibrated smoothing) holds those
     of a layer and names them, for a `LayerSpec`, which carries the transform, belongs to one layer.
     """
+
+    #: whether the orthonormal Hadamard matrix is multiplied with
+    rotated: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def name(self) -> str:
         """Canonical name, understood by `parse_transform`."""
 
-    @abstractmethod
+    def scale(self, head_dim: int) -> torch.Tensor | None:
+        """Factors of the key's channels, float64 `[head_dim]`, none of them 0; `None`: no factors."""
+        return None
+
     def matrices(self, head_dim: int) -> Matrices:
         """The map for heads of that size, in float64 on the CPU. Raises `ValueError` where there is none."""
+        scale = self.scale(head_dim)
+        scale = torch.ones(head_dim, dtype=torch.float64) if scale is None else scale
+        turn = torch.eye(head_dim, dtype=torch.float64)
+        if self.rotated:
+            turn = hadamard(head_dim) * head_dim**-0.5
+        return Matrices(scale[:, None] * turn, turn / scale[:, None], turn.T / scale)
 
-    def on(self, head_dim: int, device: torch.device | str) -> Matrices | None:
-        """The map in float32 on `device`; `None`: nothing is to be done."""
-        return Matrices(*(matrix.to(device, torch.float32) for matrix in self.matrices(head_dim)))
+    def on(self, head_dim: int, device: torch.device | str) -> Map | None:
+        """The map on `device`; `None`: nothing is to be done."""
+        scale, inverse = self.scale(head_dim), self.matrices(head_dim).inverse
+        if scale is None and not self.rotated:
+            return None
+        inverse = inverse.to(device, torch.float32)
+        if scale is None:
+            return Map(None, None, self.rotated, inverse)
+        return Map(scale.to(device, torch.float32), (1 / scale).to(device, torch.float32), self.rotated, inverse)
 
     def __str__(self) -> str:
         return self.name
@@ -57,25 +88,17 @@ class Identity(Transform):
     def name(self) -> str:
         return "none"
 
-    def matrices(self, head_dim: int) -> Matrices:
-        return Matrices(*[torch.eye(head_dim, dtype=torch.float64)] * 3)
-
-    def on(self, head_dim: int, device: torch.device | str) -> None:
-        return None
-
 
 @dataclass(frozen=True)
 class Hadamard(Transform):
     """Rotation by an orthonormal Hadamard matrix of order head_dim: 64, 128, 256 after Sylvester, 80 = 20 x 4 and 96 = 12 x 8
     with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)"""
 
+    rotated: ClassVar[bool] = True
+
     @property
     def name(self) -> str:
         return "hadamard"
-
-    def matrices(self, head_dim: int) -> Matrices:
-        matrix = hadamard(head_dim) * head_dim**-0.5
-        return Matrices(matrix, matrix, matrix.T)
 
 
 #: every transform that a name alone defines
@@ -93,14 +116,42 @@ def parse_transform(transform: str | Transform | None) -> Transform:
     return TRANSFORMS[name]
 
 
-def apply(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`x @ matrix` in float32, rounded once to the dtype of `x` `[..., head_dim]`."""
-    return (x.float() @ matrix).to(x.dtype)
+def turned(x: torch.Tensor, scale: torch.Tensor | None, rotated: bool) -> torch.Tensor:
+    """Keys or queries `[..., head_dim]`, transformed: in float32, every sum in a fixed order, rounded once to the dtype of `x`.
+
+    The rotation, for head_dim = blocks * base: sums over the `base` channels of a block with the matrix of that order, from the
+    first channel to the last; then a butterfly over blocks, neighbours first; then the factor head_dim**-0.5.
+    """
+    y = x.float()
+    if scale is not None:
+        y = y * scale
+    if rotated:
+        head_dim, base = x.shape[-1], base_order(x.shape[-1])
+        y = y.unflatten(-1, (-1, base))
+        if base > 1:
+            matrix = hadamard(base).to(x.device, torch.float32)
+            total = y[..., :1] * matrix[0]
+            for i in range(1, base):
+                total = total + y[..., i : i + 1] * matrix[i]
+            y = total
+        step = 1
+        while step < head_dim // base:
+            pairs = y.unflatten(-2, (-1, 2, step))
+            low, high = pairs.unbind(-3)
+            y = torch.stack([low + high, low - high], -3).flatten(-4, -2)
+            step *= 2
+        y = y.flatten(-2) * head_dim**-0.5
+    return y.to(x.dtype)
 
 
-@functools.cache
-def hadamard(order: int) -> torch.Tensor:
-    """A Hadamard matrix, float64 `[order, order]`: entries of 1 and -1, rows orthogonal.
+def restored(x: torch.Tensor, turn: Map) -> torch.Tensor:
+    """Stored keys `[..., head_dim]` -> keys, in the dtype of `x`."""
+    assert turn.inverse is not None
+    return (x.float() @ turn.inverse).to(x.dtype)
+
+
+def base_order(order: int) -> int:
+    """The order (1, 12 or 20) of which `hadamard(order)` is made by doubling.
 
     Raises:
         ValueError: the order is not a power of two times 1, 12 or 20.
@@ -112,6 +163,13 @@ def hadamard(order: int) -> torch.Tensor:
                 f"head_dim={order} has no Hadamard matrix here: it must be a power of two times 1, 12 or 20"
             )
         base //= 2
+    return base
+
+
+@functools.cache
+def hadamard(order: int) -> torch.Tensor:
+    """A Hadamard matrix, float64 `[order, order]`: entries of 1 and -1, rows orthogonal. Raises as `base_order` does."""
+    base = base_order(order)
     matrix = torch.ones(1, 1, dtype=torch.float64) if base == 1 else _paley(base)
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -10,6 +10,7 @@ import torch
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.transforms import parse_transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
     padded: bool = False
     capacity: int | None = None
     outliers: bool = False
+    transform: str | None = None
 
     def __str__(self) -> str:
         shown = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
@@ -41,7 +43,8 @@ class Case:
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(parse_format(self.keys), parse_format(self.values), self.sink, self.residual, self.page_size)
+        formats = parse_format(self.keys), parse_format(self.values)
+        return LayerSpec(*formats, self.sink, self.residual, self.page_size, parse_transform(self.transform))
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from hf_lowbit_kv.pages import LayerSpec
 CPU = torch.device("cpu")
 KEYS = {
     *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
-    *("append_ms", "append_share", "dtype", "head_dim", "query_length"),
+    *("append_ms", "append_share", "pack_ms", "pack_share", "transform", "transform_ms", "transform_share"),
+    *("dtype", "head_dim", "query_length"),
     *("gpu", "torch", "triton", "transformers", "commit", "date"),
 }
 
@@ -40,10 +41,22 @@ def test_bench_decode_records(tmp_path):
     assert first["relerr"] < 1e-5
     assert first["ms"] > 0
     assert first["append_ms"] > 0
+    assert isinstance(first["pack_ms"], float)
+    assert (first["transform"], first["transform_ms"]) == ("none", None)
     assert first["commit"] == "abc"
     assert first["ratio"] == pytest.approx(first["peer_ms"] / first["ms"])
     assert second["preset"] == "kv8-sink"
     assert first["bytes"] < second["bytes"]
+
+
+def test_bench_decode_counts_the_transform(tmp_path):
+    out = tmp_path / "decode.jsonl"
+    done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", "kitty-hadamard")
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.read_text())
+    assert record["transform"] == "hadamard"
+    assert record["relerr"] < 1e-5
+    assert record["transform_share"] == pytest.approx(record["ms"] / (record["ms"] - record["transform_ms"]) - 1)
 
 
 def test_bench_decode_refuses_to_time_wrong_output(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,8 +44,12 @@ def launch(monkeypatch):
 
 
 def _half(cases):
-    """Cases in the dtypes that these kernels compute in; `test_float32` covers the rest."""
-    return [case for case in cases if (case[0] if isinstance(case, tuple) else case).dtype != torch.float32]
+    """Cases in the dtypes that these kernels compute in (`test_float32` covers the rest), and in formats that they cover."""
+
+    def covered(case: Case) -> bool:
+        return case.dtype != torch.float32 and isinstance(case.spec.value_format, ops.CUDA_FORMATS[1])
+
+    return [case for case in cases if covered(case[0] if isinstance(case, tuple) else case)]
 
 
 @pytest.mark.gpu
@@ -72,6 +77,13 @@ SHAPES = [
     Case(keys="dense", values="dense", head_dim=128, page_size=128, residual=0, sink=0, lengths=(129, 65000), heads=2),
     Case(head_dim=128, page_size=128, residual=128, lengths=tuple(range(0, 4000, 97)), heads=2),
     Case(head_dim=64, page_size=64, residual=64, lengths=(500,) * 3, capacity=60000, heads=2),
+] + [
+    # every number of boosted columns (none, less than an operand has, one, several, all), and of tiles of query rows
+    Case(
+        keys=f"boosted2-r{ratio}", values="int2-token", head_dim=dim, page_size=(32, 64, 128, 256)[i % 4], residual=128,
+        lengths=(1500, 300), groups=(1, 4, 16)[i % 3], dtype=(torch.float16, torch.bfloat16)[i % 2],
+    )
+    for i, (dim, ratio) in enumerate(itertools.product((64, 80, 96, 128, 256), (0, 0.125, 0.25, 1)))
 ]  # fmt: skip
 
 
@@ -80,6 +92,28 @@ SHAPES = [
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case, launch):
     kernels.check_attend(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("score", ["", "-variance", "-range", "-random7"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_boosted_pages(head_dim, score, outliers, launch):
+    """Byte for byte: the same channels chosen, whatever the score, the head size and the page size."""
+    for i, ratio in enumerate((0.125, 0.25, 0.3, 1)):
+        page, dtype = (32, 64, 128, 256)[i], (torch.float16, torch.bfloat16)[i % 2]
+        keys = f"boosted2-r{ratio}{score}"
+        case = Case(
+            keys=keys,
+            values="int2-token",
+            head_dim=head_dim,
+            page_size=page,
+            residual=5,
+            dtype=dtype,
+            outliers=outliers,
+        )
+        kernels.check_store(fragment(case), [page + 3, *[0] * page])
 
 
 @pytest.mark.gpu
@@ -97,10 +131,17 @@ def test_repeated_launches_agree(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("residual", [0, 128])
-def test_graph(residual, launch, monkeypatch):
+@pytest.mark.parametrize("options", kernels.GRAPHS, ids=str)
+def test_graph(options, launch, monkeypatch):
     monkeypatch.setattr(kernels, "Case", lambda **options: fragment(Case(**options)))
-    kernels.test_graph(residual)
+    kernels.test_graph(options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] != torch.float32], ids=str)
+def test_turn(options, launch):
+    kernels.check_turn(*options)
 
 
 @pytest.mark.gpu
@@ -113,9 +154,9 @@ def test_float32(launch):
         kernels.check_store(case, [3])
 
 
-def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, **options) -> torch.Tensor:
+def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, preset: str, **options) -> torch.Tensor:
     """Logits of each step `[B, steps, vocabulary]`, the tokens `[B, n]` given, whatever the model would have said."""
-    cache = lb.from_preset("kivi-4", model, backend=backend, residual=32, page_size=32, **options)
+    cache = lb.from_preset(preset, model, backend=backend, residual=32, page_size=32, **options)
     with torch.no_grad():
         out = [model(tokens[:, :prompt], past_key_values=cache).logits[:, -1]]
         for i in range(prompt, tokens.shape[1]):
@@ -128,15 +169,15 @@ def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, **options) -
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_model(family, options, launch):
+@pytest.mark.parametrize(("family", "preset"), [("llama", "kivi-4"), ("qwen3", "kivi-4"), ("llama", "kitty-hadamard")])
+def test_model(family, preset, options, launch):
     """A whole model, step by step over several pages, against the reference on the same device."""
     model = tiny_models(family)[0].half().cuda()
     tokens = torch.randint(3, 160, (2, 250), generator=torch.Generator().manual_seed(kernels.SEED)).cuda()
     before = launch.launches.get("attend_kernel", 0)
-    found = _logits(model, tokens, 130, "cuda", **options)
+    found = _logits(model, tokens, 130, "cuda", preset, **options)
     assert launch.launches["attend_kernel"] >= before + 120 * 2
-    expected = _logits(model, tokens, 130, "torch", **options)
+    expected = _logits(model, tokens, 130, "torch", preset, **options)
     assert ((found - expected).norm() / expected.norm()) < 1e-2
 
 
@@ -173,13 +214,18 @@ def test_old_gpu(monkeypatch):
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
         ops.choose_backend("cuda", device, torch.float32)
-    with pytest.raises(ValueError, match=r"no kernels for format 'boosted2-r0.125' yet; use backend='triton'"):
-        ops.choose_backend("cuda", device, torch.float16, [parse_format("boosted2-r0.125")])
+    boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
+    with pytest.raises(
+        ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
+    ):
+        ops.choose_backend("cuda", device, torch.float16, [plain, boosted])
+    assert ops.choose_backend("cuda", device, torch.float16, [boosted, plain]) == "cuda"
 
 
 def test_default_on_a_gpu(monkeypatch):
@@ -199,7 +245,7 @@ def test_default_on_a_gpu(monkeypatch):
 
     check(torch.bfloat16, "cuda", None)
     check(torch.float32, "triton", "computes in")
-    check(torch.float16, "triton", "no kernels for format", [parse_format("boosted2-r0.125")])
+    check(torch.float16, "triton", "no kernels for values in format", [formats[0], parse_format("boosted2-r0.125")])
     found["compiler"] = "needs NVRTC"
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
@@ -258,6 +304,32 @@ def test_unwritable_cache(monkeypatch, tmp_path, caplog):
     compile._keep(compile.cache_directory() / "kernel.cubin", b"kernel")
     assert "cannot be written" in caplog.text
     assert compile.VARIABLE in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128),
+        Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_compiles(case, compile_module, monkeypatch, tmp_path):
+    """Without a GPU: NVRTC takes what the macros make of the sources."""
+    from hf_lowbit_kv.triton_kernels.cuda import geometry
+
+    monkeypatch.setenv(compile_module.VARIABLE, str(tmp_path))
+    case = fragment(case)
+    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
+    try:
+        compile_module.binary(
+            "attend.cu", geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, True, 1, True), "sm_90"
+        )
+        compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
+    except compile_module.CompileError:
+        raise
+    except RuntimeError:
+        pytest.skip("NVRTC's library is not installed")
 
 
 def test_compile_failure_shows_the_log(compile_module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.formats import HEAD_DIMS, Affine, fragment, parse_format
+from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, fragment, parse_format
 from hf_lowbit_kv.pages import LayerSpec
 
 
@@ -30,6 +30,21 @@ def test_layout_changes_no_number(bits, head_dim, layout):
         assert fmt.page_bytes(head_dim, page_size, x.dtype) == plain.page_bytes(head_dim, page_size, x.dtype)
         decoded = [f.decode(f.encode(x), head_dim, page_size, x.dtype) for f in (fmt, plain)]
         assert torch.equal(*decoded)
+
+
+@pytest.mark.parametrize("page_size", [32, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("ratio", [0, 0.125, 0.25, 0.3, 1])
+def test_layout_changes_no_boosted_number(ratio, head_dim, page_size):
+    plain = Boosted(ratio, "variance")
+    fmt = plain.with_layout("fragment-1")
+    x = torch.randn(2, page_size, head_dim).half()
+    decoded = [f.decode(f.encode(x), head_dim, page_size, x.dtype) for f in (fmt, plain)]
+    assert torch.equal(*decoded)
+    unused = fmt.columns(head_dim) - plain.boosted(head_dim)
+    assert 0 <= unused < 16
+    grown = fmt.code_bytes(head_dim, page_size, x.dtype) - plain.code_bytes(head_dim, page_size, x.dtype)
+    assert grown == unused * page_size // 4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -65,12 +80,18 @@ def test_names():
     assert fmt == Affine(4, "channel", 32, "fragment-1")
     assert parse_format(fmt.name) == fmt
     assert dataclasses.replace(fmt, bits=2).name == "int2-channel-g32@fragment-1"
-    with pytest.raises(ValueError, match=r"layout='fragment-9'.*allowed"):
-        parse_format("int4-channel@fragment-9")
+    boosted = parse_format("boosted2-r0.25-random3@fragment-1")
+    assert boosted == Boosted(0.25, "random", 3, layout="fragment-1")
+    assert parse_format(boosted.name) == boosted
+    for name in ("int4-channel", "boosted2-r0.25"):
+        with pytest.raises(ValueError, match=r"layout='fragment-9'.*allowed"):
+            parse_format(f"{name}@fragment-9")
 
 
 def test_backends_choose_the_layout():
     spec = LayerSpec(parse_format("int4-channel"), parse_format("dense"))
+    kitty = ops.storage_spec(LayerSpec(parse_format("boosted2-r0.125"), parse_format("int2-token")), "cuda")
+    assert [fmt.layout for fmt in kitty.formats] == [*fragment.LAYOUTS]
     stored = ops.storage_spec(spec, "cuda")
     assert stored.key_format.name == "int4-channel@fragment-1"
     assert stored.value_format == spec.value_format

@@ -157,11 +157,14 @@ def test_small_scaling(scaling):
 @kernels.needs_interpreter
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 @pytest.mark.parametrize(
-    "name", ["int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"]
+    "name",
+    ["int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"]
+    + ["boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"],
 )
 def test_small_read(name, head_dim):
     """Pages in fragment order, unpacked: what the reference decodes, bit for bit."""
-    case = stored_for(Case(keys=name, values=name, head_dim=head_dim, heads=1, lengths=(130, 3)), "cuda")
+    values = "int2-token" if name.startswith("boosted") else name
+    case = stored_for(Case(keys=name, values=values, head_dim=head_dim, heads=1, lengths=(130, 3)), "cuda")
     try:
         case.spec.validate(*case.dims)
     except ValueError:

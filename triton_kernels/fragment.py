@@ -60,43 +60,54 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def _place(x, j, c, h, block, IS_ROW: tl.constexpr, P: tl.constexpr):
+def _place(x, j, c, h, block, IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
     """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand, block:
     which 32 tokens, each given by one side alone and 0 from the other."""
-    word = c * (P.bits // 2)
-    if P.bits == 8 and not IS_ROW:
+    word = c * (BITS // 2)
+    if BITS == 8 and not IS_ROW:
         word += j
-    if P.bits == 4:
+    if BITS == 4:
         word += h
-    if P.bits == 8:
+    if BITS == 8:
         word += 2 * h
     lane = 4 * x if IS_ROW else x >> 1
-    place = (block * P.chunks + word // P.vector) * (32 * P.vector) + lane * P.vector + word % P.vector
+    place = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
     if IS_ROW:
         bit = 8 * j
     else:
         bit = 16 * (x & 1)
-        if P.bits < 8:
-            bit += P.bits * j
-    if P.bits == 2:
+        if BITS < 8:
+            bit += BITS * j
+    if BITS == 2:
         bit += 4 * h
     return place, bit
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    WHOLE: tl.constexpr = P.head_dim // 32 * 32
-    token = n0 + tl.arange(0, BLOCK_N)
-    channel = tl.arange(0, P.padded)
-    keep = channel < P.head_dim
-    row, row_bit = _place((token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not P.transposed, P)
+def load_codes(
+    array, token, channel, keep,
+    CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep `[M]`."""
+    WHOLE: tl.constexpr = CHANNELS // 32 * 32
+    row, row_bit = _place(
+        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR
+    )
     rest = channel >= WHOLE
     of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
-    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, P.transposed, P)
-    words = page.to(tl.pointer_type(tl.int32))
+    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR)
+    words = array.to(tl.pointer_type(tl.int32))
     code = tl.load(words + (row[:, None] + column[None, :]), mask=keep[None, :], other=0)
-    code = (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << P.bits) - 1)
+    return (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    token = n0 + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, P.padded)
+    keep = channel < P.head_dim
+    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, P.transposed)
     if P.per_channel:
         at = (n0 // P.group * P.head_dim + channel)[None, :]
     elif P.groups == 1:

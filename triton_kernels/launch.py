@@ -1,4 +1,4 @@
-"""Entry points: `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
 
 Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 """
@@ -14,6 +14,7 @@ import triton
 from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
+from ..transforms import Map, base_order, hadamard
 from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
@@ -28,12 +29,14 @@ from .config import (
     MERGE_CHANNELS,
     MERGE_SPLITS,
     TAIL_SHARE,
+    TURN_ROWS,
     attend_config,
     processors,
     split_count,
 )
 from .read import read as read
 from .registry import kernels
+from .turn import turn_kernel
 
 
 class _Sides(NamedTuple):
@@ -86,6 +89,43 @@ def _chained(device: torch.device) -> bool:
     """Whether kernels of a step are launched before the one in front of them is done (programmatic dependent launch, sm90 and
     later). Whoever is launched so waits, first of all, for that one's end; so everything before it has ended as well."""
     return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _signs(base: int, device: torch.device) -> torch.Tensor:
+    """The matrix that a Hadamard matrix is made of, float32 `[base, base]`."""
+    return hadamard(base).to(device, torch.float32)
+
+
+def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`reference.turn`: q `[B, Hq, S, D]` or `None`, and k `[B, H, S, D]`, in one launch."""
+    (batch, heads, tokens, head_dim), q_heads = k.shape, 0 if q is None else q.shape[1]
+    keys = k.new_empty(k.shape)
+    queries = None if q is None else q.new_empty(q.shape)
+    rows = batch * (q_heads + heads) * tokens
+    if rows == 0:
+        return queries, keys
+    base = base_order(head_dim) if how.rotated else 1
+    scaled = how.key_scale is not None
+    _launch(
+        turn_kernel,
+        (triton.cdiv(rows, TURN_ROWS),),
+        *(k if q is None else q, k, keys if queries is None else queries, keys),
+        *((how.query_scale, how.key_scale) if scaled else (k, k)),
+        *(_signs(base, k.device), *(k if q is None else q).stride(), *k.stride(), q_heads, heads, tokens, rows),
+        device=k.device,
+        D=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        ROWS=TURN_ROWS,
+        BASE=base,
+        BLOCKS_LOG2=(head_dim // base).bit_length() - 1,
+        NORM=head_dim**-0.5,
+        HAS_SCALE=scaled,
+        ROTATED=how.rotated,
+        PTX=_takes_ptx(k.device),
+        num_warps=TURN_ROWS,
+    )
+    return queries, keys
 
 
 def attend(

@@ -28,7 +28,7 @@ from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.dense import Dense
 from ..formats.fragment import LAYOUTS
-from . import affine, boosted, dense, fragment
+from . import affine, boosted, boosted_fragment, dense, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
@@ -36,13 +36,13 @@ KERNELS: dict[type[Format], ModuleType] = {
     Dense: dense,
 }
 
-#: layouts that other kernels attend to: modules with `params` and `decode` alone
-READERS: dict[str, ModuleType] = dict.fromkeys(LAYOUTS, fragment)
+#: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
+READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fragment}
 
 
 def reader(fmt: Format) -> ModuleType:
     """The module with `decode` for pages of `fmt`, in whatever layout they are stored."""
-    return READERS.get(fmt.layout) or kernels(fmt)
+    return READERS[type(fmt)] if fmt.layout in LAYOUTS else kernels(fmt)
 
 
 def kernels(fmt: Format) -> ModuleType:

@@ -13,11 +13,13 @@ scales, q.k = low . q' + high . (4 q')[map] + zero . q.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 
+from . import fragment
 from .affine import pack_words, quantize, unpack_words
 from .base import Format
 
@@ -38,12 +40,16 @@ class Boosted(Format):
             minimum over the page (the control of the paper's ablation). Of equal scores the lower channel wins.
         seed: for `"random"`.
         bits, boosted_bits: 2 and 4 are what is offered.
+        layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
-    Page: `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high` int16
+    Page (layout `planar-1`): `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high` int16
     `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits of token
     `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
+    Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see `fragment`.
+    Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
     """
 
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", fragment.LAYOUTS[0])
     code_arrays: ClassVar[tuple[str, ...]] = ("codes", "high")
     grammar: ClassVar[str] = "'boosted2-r<ratio>[-<variance|range|random[seed]>]'"
 
@@ -52,8 +58,11 @@ class Boosted(Format):
     seed: int = 0
     bits: int = BITS
     boosted_bits: int = BOOSTED_BITS
+    layout: str = "planar-1"
 
     def __post_init__(self):
+        if self.layout not in self.layouts:
+            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r} is not allowed; it must be a number from 0 to 1")
         if self.score not in SCORES:
@@ -70,15 +79,20 @@ class Boosted(Format):
     def name(self) -> str:
         seed = str(self.seed) if self.seed and self.score == "random" else ""
         score = "" if self.score == "magnitude" else f"-{self.score}{seed}"
-        return f"boosted{self.bits}-r{str(float(self.ratio)).removesuffix('.0')}{score}"
+        layout = "" if self.layout == "planar-1" else f"@{self.layout}"
+        return f"boosted{self.bits}-r{str(float(self.ratio)).removesuffix('.0')}{score}{layout}"
 
     @classmethod
     def parse(cls, name: str) -> Boosted | None:
-        match = re.fullmatch(r"boosted(\d+)-r([\d.]+(?:e-\d+)?)(?:-([a-z]+)(\d+)?)?", name)
+        match = re.fullmatch(r"boosted(\d+)-r([\d.]+(?:e-\d+)?)(?:-([a-z]+)(\d+)?)?(?:@([\w-]+))?", name)
         if match is None:
             return None
-        bits, ratio, score, seed = match.groups()
-        return cls(float(ratio), score or "magnitude", int(seed or 0), int(bits))  # type: ignore[arg-type]
+        bits, ratio, score, seed, layout = match.groups()
+        score, layout = score or "magnitude", layout or "planar-1"
+        return cls(float(ratio), score, int(seed or 0), int(bits), layout=layout)  # type: ignore[arg-type]
+
+    def with_layout(self, layout: str) -> Boosted:
+        return replace(self, layout=layout) if layout in self.layouts else self
 
     def boosted(self, head_dim: int) -> int:
         """How many channels are boosted. Raises `ValueError` where a ratio above 0 gives none."""
@@ -90,18 +104,32 @@ class Boosted(Format):
             )
         return count
 
+    def columns(self, head_dim: int) -> int:
+        """Columns of the array `high`: the boosted channels, in `fragment-1` up to a multiple of 16."""
+        count = self.boosted(head_dim)
+        return count if self.layout == "planar-1" else -(-count // 16) * 16
+
     def validate(self, head_dim: int, page_size: int) -> None:
         super().validate(head_dim, page_size)
         self.boosted(head_dim)
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
-        count = self.boosted(head_dim)
-        return [
+        columns = self.columns(head_dim)
+        codes: list[tuple[str, torch.dtype, tuple[int, ...]]]
+        codes = [
             ("codes", torch.int16, (page_size, head_dim // 8)),
-            ("high", torch.int16, (count, page_size // 8)),
+            ("high", torch.int16, (columns, page_size // 8)),
+        ]
+        if self.layout != "planar-1":
+            codes = [
+                ("codes", torch.int32, fragment.shape(self.bits, head_dim, page_size)),
+                ("high", torch.int32, fragment.shape(self.bits, columns, page_size)),
+            ]
+        return [
+            *codes,
             ("scale", torch.float16, (head_dim,)),
             ("zero", torch.float16, (head_dim,)),
-            ("map", torch.uint8, (count,)),
+            ("map", torch.uint8, (columns,)),
         ]
 
     def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,23 +139,36 @@ class Boosted(Format):
         levels = torch.full_like(low, 2**self.bits - 1)
         levels.scatter_(-1, channels[..., None, :], 2.0**self.boosted_bits - 1)
         codes, scale, zero = quantize(x, low, high, levels)
-        rows = codes.transpose(-1, -2)
-        rows = rows.gather(-2, channels[..., None].expand(*channels.shape, x.shape[-2]))
+        boosted = codes.gather(-1, channels[..., None, :].expand(*codes.shape[:-1], channels.shape[-1]))
+        unused = self.columns(x.shape[-1]) - channels.shape[-1]
         return {
-            "codes": pack_words(codes & 3, self.bits),
-            "high": pack_words(rows >> self.bits, self.bits),
+            "codes": self._pack(codes & 3),
+            "high": self._pack(F.pad(boosted >> self.bits, (0, unused)), transposed=True),
             "scale": scale[..., 0, :],
             "zero": zero[..., 0, :],
-            "map": channels.to(torch.uint8),
+            "map": F.pad(channels, (0, unused)).to(torch.uint8),
         }
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
-        codes = unpack_words(arrays["codes"], self.bits)
-        high = unpack_words(arrays["high"], self.bits).transpose(-1, -2) << self.bits
+        codes = self._unpack(arrays["codes"], head_dim)
+        high = self._unpack(arrays["high"], arrays["map"].shape[-1], transposed=True) << self.bits
         # pages that hold nothing are decoded too (and not used): their maps may say anything
         channels = arrays["map"].long().clamp(max=head_dim - 1)
         codes = codes.scatter_add(-1, channels[..., None, :].expand(high.shape), high)
         return codes.float() * arrays["scale"].float()[..., None, :] + arrays["zero"].float()[..., None, :]
+
+    def _pack(self, codes: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+        """int32 `[..., page, n]` -> the array `codes`, or `high` (`transposed`: which `planar-1` stores channel by channel)."""
+        if self.layout != "planar-1":
+            return fragment.pack(codes, self.bits, self.layout)
+        return pack_words(codes.transpose(-1, -2) if transposed else codes, self.bits)
+
+    def _unpack(self, words: torch.Tensor, columns: int, transposed: bool = False) -> torch.Tensor:
+        """The inverse of `_pack`."""
+        if self.layout != "planar-1":
+            return fragment.unpack(words, self.bits, self.layout, columns).to(torch.int32)
+        codes = unpack_words(words, self.bits)
+        return codes.transpose(-1, -2) if transposed else codes
 
     def choose(self, x: torch.Tensor) -> torch.Tensor:
         """The boosted channels of pages `[..., page_size, head_dim]` (float32): int64 `[..., boosted]`, ascending."""

@@ -3,7 +3,7 @@
 // A block of threads over one (sequence, KV head) owns that row's counters of that head. One token is one launch (`append_one`). A
 // chunk is three: pages, then sink and tail, then counters, because a page is packed from ring slots that the chunk's newest
 // tokens take over. Packing happens once in PAGE tokens, so it is written plainly: a thread gathers the codes of a word.
-#include "common.cuh"
+#include "affine.cuh"
 
 struct AppendArgs {
   const u8 *k, *v, *mask;
@@ -37,18 +37,22 @@ struct Source {
 
 __device__ __forceinline__ u16 half_bits(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return (u16)r; }
 
+// Scale and zero point of a group that spans `low` to `high`, stored as number `at` of each. levels: the largest code.
+__device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, float low, float high, float levels) {
+  const u16 s = half_bits(fminf(__fdiv_rn(high - low, levels), FP16_MAX));
+  const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 makes one of the two zeros
+  reinterpret_cast<u16*>(scales)[at] = s;
+  reinterpret_cast<u16*>(zeros)[at] = z;
+  meta[at] = Meta{half_to_float(s), half_to_float(z)};
+}
+
+__device__ __forceinline__ u32 quantized(float x, Meta m, float levels) {
+  return m.scale > 0.f ? (u32)rintf(fminf(fmaxf(__fdiv_rn(x - m.zero, m.scale), 0.f), levels)) : 0u;
+}
+
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, bool TRANSPOSED> struct AffineEncoder {
   static constexpr int LEVELS = (1 << BITS) - 1, GROUPS = CHANNEL ? PAGE / GROUP : D / GROUP;
   static constexpr int WORDS = D / 16 * BITS / 2, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-
-  // scale and zero point of a group with that range, stored at `at`
-  static __device__ __forceinline__ void fit(u8* part, Meta* meta, int at, float low, float high) {
-    const u16 s = half_bits(fminf(__fdiv_rn(high - low, (float)LEVELS), FP16_MAX));
-    const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 makes one of the two zeros
-    reinterpret_cast<u16*>(part + SCALE_AT)[at] = s;
-    reinterpret_cast<u16*>(part + ZERO_AT)[at] = z;
-    meta[at] = Meta{half_to_float(s), half_to_float(z)};
-  }
 
   // Tokens [low, high) of a page whose token 0 has index `base`; per channel all of them.
   static __device__ void encode(u8* part, const Source& source, int low, int high, int base, Meta* meta) {
@@ -60,7 +64,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
           const float x = to_float(source.token(base + i / D * GROUP + n)[i % D]);
           least = fminf(least, x); most = fmaxf(most, x);
         }
-        fit(part, meta, i, least, most);
+        fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
       }
     } else {
       for (int i = low * GROUPS + warp; i < high * GROUPS; i += warps) {
@@ -69,7 +73,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
         for (int n = lane; n < GROUP; n += 32) { least = fminf(least, to_float(x[n])); most = fmaxf(most, to_float(x[n])); }
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) { least = fminf(least, __shfl_xor_sync(~0u, least, d)); most = fmaxf(most, __shfl_xor_sync(~0u, most, d)); }
-        if (lane == 0) fit(part, meta, i, least, most);
+        if (lane == 0) fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
       }
     }
     __syncthreads();
@@ -87,10 +91,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
         const int token = block * 32 + 4 * token_x + 2 * h + token_j, channel = channel_of<D>(c, channel_j, channel_x);
         if (token < low || token >= high) continue;
         const Meta m = meta[CHANNEL ? token / GROUP * D + channel : token * GROUPS + channel / GROUP];
-        float code = 0.f;
-        if (m.scale > 0.f) code = rintf(fminf(fmaxf(__fdiv_rn(to_float(source.token(base + token)[channel]) - m.zero, m.scale), 0.f), (float)LEVELS));
         taken |= (u32)LEVELS << (f * BITS);
-        value |= (u32)code << (f * BITS);
+        value |= quantized(to_float(source.token(base + token)[channel]), m, LEVELS) << (f * BITS);
       }
       if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
     }
@@ -104,6 +106,8 @@ template <int D> struct DenseEncoder {
     __syncthreads();
   }
 };
+
+#include "encode_boosted.cuh"
 
 using EncodeKeys = KEY_FORMAT;
 using EncodeValues = VALUE_FORMAT;

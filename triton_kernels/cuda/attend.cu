@@ -125,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     __syncthreads();
     Pages pages;
     pages.start(w, a, row, u0, u1, warp, lane, ring);
+    if constexpr (TURNED) wait_for_turn();                // nothing before this needs what it computes
     load_queries(a, row, row_block, smem, warp, lane);
     __syncthreads();
     w.begin();

@@ -36,6 +36,13 @@ __device__ __forceinline__ void cp8(u32 s, const void* g, bool keep) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Until the kernel before this one is done, where this one was launched ahead of that (see `turn.cu`).
+__device__ __forceinline__ void wait_for_turn() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // `V` consecutive words of shared memory
 template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   if constexpr (V == 4) asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));

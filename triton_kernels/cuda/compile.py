@@ -137,14 +137,27 @@ def _enter_context(device: int) -> None:
     _checked(driver.cuCtxSetCurrent(context))
 
 
+def _ahead(driver: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> Any:
+    """A launch that need not wait for the end of the kernel before it ("programmatic dependent launch")."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
 class Module:
     """A compiled file, loaded on one device."""
 
     def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device):
         self._driver, _ = _bindings()
         self.device = device
-        major, minor = torch.cuda.get_device_capability(device)
-        data = binary(name, defines, f"sm_{major}{minor}")
+        self.capability = torch.cuda.get_device_capability(device)
+        data = binary(name, defines, "sm_{}{}".format(*self.capability))
         with torch.cuda.device(device):
             _enter_context(device.index)
             self._module = _checked(self._driver.cuModuleLoadData(data))
@@ -168,19 +181,29 @@ class Module:
             self._functions[name] = found
         return self._functions[name]
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
-        """Launch on torch's current stream. args: ctypes objects, copied before this returns."""
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0, ahead: bool = False
+    ) -> None:
+        """Launch on torch's current stream. args: ctypes objects, copied before this returns.
+
+        ahead: the kernel may start before the one launched last is done, if that one allows it, and waits by itself where it
+            needs its results (sm90 and later; before, it starts behind it).
+        """
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            call = (
-                *(self.function(name, shared), *grid, threads, 1, 1, shared, stream),
-                *(ctypes.addressof(pointers), 0),
-            )
-            status = self._driver.cuLaunchKernel(*call)[0]
+            function, address = self.function(name, shared), ctypes.addressof(pointers)
+
+            def start() -> Any:
+                if ahead and self.capability >= (9, 0):
+                    config = _ahead(self._driver, grid, threads, shared, stream)
+                    return self._driver.cuLaunchKernelEx(config, function, address, 0)[0]
+                return self._driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, address, 0)[0]
+
+            status = start()
             if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the device yet
                 _enter_context(self.device.index)
-                status = self._driver.cuLaunchKernel(*call)[0]
+                status = start()
         _checked((status,))
 
 

@@ -15,9 +15,11 @@ import torch
 
 from ...formats import Format
 from ...formats.affine import Affine
+from ...formats.boosted import SCORES, Boosted
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
+from ...transforms import NONE, base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 128, 228 * 1024
@@ -67,11 +69,23 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
             4 * head_dim * fmt.bits,
             meta,
         )
-    raise ValueError(f"format {fmt.name!r} has no CUDA kernels; formats with kernels: Affine, Dense")
+    if isinstance(fmt, Boosted) and not transposed:
+        return _boosted(fmt, head_dim, page_size, dtype)
+    raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
+
+
+def _boosted(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype) -> _Structs:
+    count, columns = fmt.boosted(head_dim), fmt.columns(head_dim)
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    arguments = f"{columns}, {head_dim}, {at['high']}, {at['scale']}, {at['zero']}, {at['map']}"
+    encoder = f"BoostedEncoder<{count}, {arguments}, {SCORES.index(fmt.score)}, {fmt.seed}u>"
+    return _Structs(
+        f"BoostedKeys<{arguments}>", "", encoder, 8 * (head_dim + columns), lambda piece: 4 * head_dim + columns
+    )
 
 
 def _bits(fmt: Format) -> int:
-    return fmt.bits if isinstance(fmt, Affine) else 16
+    return fmt.bits if isinstance(fmt, (Affine, Boosted)) else 16
 
 
 def _grouped(fmt: Format) -> bool:
@@ -174,6 +188,7 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
+            "TURNED": int(spec.transform != NONE),
         }
     )
 
@@ -189,4 +204,22 @@ def append_defines(
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
         | {"KEY_FORMAT": keys, "VALUE_FORMAT": values, "PT": 32, "NT": 1}
+    )
+
+
+@functools.cache
+def turn_defines(head_dim: int, dtype: torch.dtype, rotated: bool) -> tuple[tuple[str, str], ...]:
+    base = base_order(head_dim) if rotated else 1
+    norm = torch.tensor(head_dim**-0.5, dtype=torch.float32)
+    columns = (hadamard(base) < 0).T.tolist()
+    return _as_macros(
+        {
+            "DIM": head_dim,
+            "BF16": int(dtype == torch.bfloat16),
+            "NT": 1,
+            "ROTATED": int(rotated),
+            "BASE": base,
+            "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
+            "NORM_BITS": int(norm.view(torch.int32)),
+        }
     )

@@ -1,4 +1,4 @@
-"""Entry points: `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
 
 Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph.
 """
@@ -12,11 +12,12 @@ import torch
 
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
+from ...transforms import NONE, Map
 from .. import prompt
 from ..config import FUSED_ROWS
 from ..read import read as read
 from .compile import Module, load
-from .geometry import Choice, append_defines, attend_defines, choose, grid_size
+from .geometry import Choice, append_defines, attend_defines, choose, grid_size, turn_defines
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: launches since import, by kernel name: tests assert that kernels ran
@@ -42,10 +43,18 @@ class _AppendArgs(ctypes.Structure):
     ]
 
 
-def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
+class _TurnArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "q k q_out k_out q_scale k_scale".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows".split()),
+        *((name, ctypes.c_int) for name in "q_heads heads tokens".split()),
+    ]
+
+
+def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, **options) -> None:
     counted = f"{name}_kernel"
     launches[counted] = launches.get(counted, 0) + 1
-    module.launch(name, grid, threads, *args, shared=shared)
+    module.launch(name, grid, threads, *args, **options)
 
 
 def _check(x: torch.Tensor) -> None:
@@ -103,6 +112,30 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     return found
 
 
+def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`reference.turn`: q `[B, Hq, S, D]` or `None`, and k `[B, H, S, D]`, in one launch."""
+    _check(k)
+    (batch, heads, tokens, head_dim), q_heads = k.shape, 0 if q is None else q.shape[1]
+    k, q = _rows(k), None if q is None else _rows(q)
+    keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    queries = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows = batch * (q_heads + heads) * tokens
+    if rows == 0:
+        return queries, keys
+    args = _TurnArgs(
+        *(_address(x) for x in (q, k, queries, keys, how.query_scale, how.key_scale)),
+        *((0, 0, 0) if q is None else q.stride()[:3]),
+        *(*k.stride()[:3], rows, q_heads, heads, tokens),
+    )
+    module = load("turn.cu", turn_defines(head_dim, k.dtype, how.rotated), k.device)
+    _launch(module, "turn", (-(-rows // 4), 1, 1), 128, args)
+    return queries, keys
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,7 +185,8 @@ def attend(
         *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size),
         *(scaling, 1.0 if softcap is None else softcap),
     )
-    _launch(module, "attend", (blocks, row_blocks, 1), 32 * choice.warps, args, shared=shared)
+    grid, ahead = (blocks, row_blocks, 1), spec.transform != NONE
+    _launch(module, "attend", grid, 32 * choice.warps, args, shared=shared, ahead=ahead)
     return out
 
 

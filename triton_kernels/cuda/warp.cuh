@@ -2,6 +2,7 @@
 #pragma once
 #include "common.cuh"
 #include "affine.cuh"
+#include "boosted.cuh"
 #include "dense.cuh"
 
 using Keys = KEY_FORMAT;

@@ -1,0 +1,82 @@
+// Boosted keys (`formats/boosted.py`) in layout `fragment-1`: 2-bit keys per channel, and COLUMNS more columns, which hold the high
+// bits of the boosted channels: S = low . q' + high . (4 q')[map], with q' the queries times the scales. What a page changes is q'
+// alone, so nothing diverges and no channel is asked whether it is boosted.
+#pragma once
+#include "affine.cuh"
+
+// Two operands from the word of 16 columns, as `unpack<2>`, but every code at four times its place in the lower column half:
+// 4 q' is then q' as it is, in both halves.
+__device__ __forceinline__ void unpack_high(u32 w, u32 (*a)[4]) {
+  const u32 x = w << 2, y = w >> 6, z = w >> 8;
+  a[0][0] = x & 0x000c000cu; a[0][1] = y & 0x000c000cu; a[0][2] = w & 0x000c000cu; a[0][3] = z & 0x000c000cu;
+  a[1][0] = x & 0x00c000c0u; a[1][1] = y & 0x00c000c0u; a[1][2] = w & 0x00c000c0u; a[1][3] = z & 0x00c000c0u;
+}
+
+__device__ __forceinline__ u32 lds_half(u32 a) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a)); return h; }
+
+template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT> struct BoostedKeys {
+  using Low = AffineKeys<2, true, PAGE, D, SCALE_AT, ZERO_AT>;
+  using C = Codes<2, COLUMNS>;
+  static constexpr bool NORMALISED = Low::NORMALISED;
+  static constexpr int GROUPS = Low::GROUPS;
+  static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS;  // of a slot, in bytes
+
+  Low low;
+  u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand of the high bits, scaled
+
+  __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) { low.begin(rows, size, sums, scale, lane); }
+
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
+    low.copy(slot, part, token, fresh, limit, lane);
+    copy_linear<PT / 32 * C::BYTES>(slot + HIGH, part + HIGH_AT + token / 32 * C::BYTES, lane);
+    if (fresh || token % PAGE == 0) copy_linear<COLUMNS>(slot + MAP, part + MAP_AT, lane);
+  }
+
+  // A lane's columns of 16: four neighbours (`channel_of`), whose channels are one word of the map.
+  __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
+    low.refresh(slot, rows, token, fresh, lane);
+    if (!fresh && token % PAGE) return;
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16;
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++) {
+      u32 map, at[4], scale[4];
+      lds<1>(&map, slot + MAP + channel_of<COLUMNS>(k, 0, 2 * t));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // behind the last page of a share, the map may say anything
+        scale[i] = lds_half(slot + Low::CODES + at[i]);
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        u32 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = lds_half(rows + (8 * n + g) * STRIDE + at[i]);
+        q[n][2 * k] = mul2(x[0] | x[1] << 16, scale[0] | scale[1] << 16);
+        q[n][2 * k + 1] = mul2(x[2] | x[3] << 16, scale[2] | scale[3] << 16);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
+    low.scores(s, slot, rows, lane);
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++)
+#pragma unroll
+      for (int load = 0; load < C::WORDS / C::V; load++) {
+        u32 w[C::V]; lds<C::V>(w, slot + HIGH + blk * C::BYTES + (load * 32 + lane) * 4 * C::V);
+#pragma unroll
+        for (int e = 0; e < C::V; e++) {
+          u32 a[2][4]; unpack_high(w[e], a);
+          const int k = load * C::V + e;
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<false>(s[2 * blk + h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
+        }
+      }
+  }
+
+  __device__ __forceinline__ float factor(int n, int tile, int e) const { return low.factor(n, tile, e); }
+  __device__ __forceinline__ float offset(int n, int tile, int e) const { return low.offset(n, tile, e); }
+};
