@@ -75,21 +75,21 @@ def _walk(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["tokens", "before", "first", "count", "splits"])
+@triton.jit(do_not_specialize=["position_stride_b", "tokens", "before", "first", "count", "splits", "final"])
 def prompt_kernel(
     q, keys, values, position, sinks, length, partial, lse, out,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, position_stride_b,
-    heads, tokens, before, first, count, splits, scaling, softcap,
+    heads, tokens, before, first, count, splits, final, scaling, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr,
-    FIRST: tl.constexpr, FINAL: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the group).
 
     keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. A query token is number `before` and up of
     its chunk, whose tokens follow the row's `length`; HAS_POSITION: their numbers without padding, `position` `[B, S]`.
-    FIRST: nothing is carried in. FINAL: divide, add sinks, and write out `[B, tokens, H * GROUPS, DV]`. Else what is carried on
-    goes to partial, float32 `[B * H, splits, GROUPS * tokens, DV]`, and lse, the same without DV, in binary logarithms.
+    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DV]`. Else what is carried on goes to partial, float32
+    `[B * H, splits, GROUPS * tokens, DV]`, and lse, the same without DV, in binary logarithms.
     """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -108,20 +108,15 @@ def prompt_kernel(
     tiles = (end + BLOCK_N - 1) // BLOCK_N
     start = (tiles * split // splits) * BLOCK_N
     stop = tl.minimum((tiles * (split + 1) // splits) * BLOCK_N, end)
-    if FIRST or FINAL or start < stop:
+    if (first == 0) | (final != 0) | (start < stop):
         carry = (bh * splits + split) * (GROUPS * tokens) + row
         channel = tl.arange(0, DV_PADDED)
         keep = rows_valid[:, None] & (channel < DV)[None, :]
-        if FIRST:
-            m = tl.full((BLOCK_M,), LOWEST, tl.float32)
-            l = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, DV_PADDED), tl.float32)
-        else:
-            # what is carried counts as one token: the output so far, with the log-sum-exp as its score
-            m = tl.load(lse + carry, mask=rows_valid, other=float("-inf"))
-            l = tl.where(m == float("-inf"), 0.0, 1.0)
-            m = tl.maximum(m, LOWEST)
-            acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep, other=0.0)
+        # what is carried counts as one token: the output so far, with the log-sum-exp as its score
+        m = tl.load(lse + carry, mask=rows_valid & (first > 0), other=float("-inf"))
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        m = tl.maximum(m, LOWEST)
+        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & (first > 0), other=0.0)
         factor = scaling if HAS_SOFTCAP else scaling * LOG2E
         q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
         q_channel = tl.arange(0, DK_PADDED)[None, :]
@@ -139,7 +134,7 @@ def prompt_kernel(
             carried, queries, keys, values, middle, stop, last, factor, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
-        if FINAL:
+        if final != 0:
             if HAS_SINKS:
                 logit = tl.load(sinks + q_head, mask=rows_valid, other=0.0).to(tl.float32) * LOG2E
                 new_m = tl.maximum(m, logit)
@@ -227,7 +222,7 @@ class _Walk:
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
         self.config: PromptConfig | None = None
-        self.partial = self.lse = None
+        self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
 
     def _begin(self, length: int, final: bool) -> None:
         """Choose how to launch, by the first stretch, which is the longest."""
@@ -248,14 +243,13 @@ class _Walk:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
-        partial, lse = (out, out) if self.partial is None else (self.partial, self.lse)
         sinks = q if self.sinks is None else self.sinks
         _launch(
             prompt_kernel,
             (self.batch * self.heads, self.splits, triton.cdiv(self.rows, config.block_m)),
             *(q, keys, values, self.state.length if self.position is None else self.position, sinks, self.state.length),
-            *(partial, lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
-            *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits),
+            *(self.partial, self.lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
+            *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits, int(final and self.splits == 1)),
             *(self.scaling, 1.0 if self.softcap is None else self.softcap),
             device=q.device,
             DK=head_dim_k,
@@ -263,8 +257,6 @@ class _Walk:
             DK_PADDED=padded_width(head_dim_k),
             DV_PADDED=padded_width(head_dim_v),
             GROUPS=self.groups,
-            FIRST=first == 0,
-            FINAL=final and self.splits == 1,
             HAS_POSITION=self.position is not None,
             HAS_SINKS=self.sinks is not None,
             HAS_SOFTCAP=self.softcap is not None,
@@ -278,7 +270,7 @@ class _Walk:
             _launch(
                 merge_kernel,
                 (self.batch * self.heads, self.rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
-                *(partial, lse, sinks, out, self.heads, self.rows, self.splits),
+                *(self.partial, self.lse, sinks, out, self.heads, self.rows, self.splits),
                 device=q.device,
                 DV=head_dim_v,
                 GROUPS=self.groups,
