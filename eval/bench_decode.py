@@ -177,9 +177,11 @@ def measure_low_bit(
 
 
 def runs(
-    shapes: list[str], presets: list[str], backends: list[str], low_bit: bool = False, **options
+    shapes: list[str], presets: list[str], backends: list[str | None], low_bit: bool = False, **options
 ) -> Iterator[tuple[Any, ...]]:
-    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape."""
+    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape.
+
+    backends: None is the default for device, dtype and formats."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
@@ -195,7 +197,9 @@ def runs(
             for other in others:
                 yield f"{shape.name} {other['preset']}", other, None
         for preset in presets:
-            for backend in backends:
+            for asked in backends:
+                formats = get_preset(preset).spec().formats
+                backend = choose_backend(asked, device, options["dtype"], formats)
                 what = f"{shape.name} {preset} {backend}"
                 record = fault = None
                 try:
@@ -230,15 +234,16 @@ def main(
     where = torch.device(device)
     shapes, presets = shape or list(SHAPES), preset or list(PRESETS)
     asked: list[str | None] = [*backend] if backend else [None]
-    backends = [choose_backend(name, where) for name in asked]
     for name in presets:
         get_preset(name)
+    for kind in asked:
+        choose_backend(kind, where)  # raises for what does not exist
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
     options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds}
-    found = runs(shapes, presets, backends, low_bit, dtype=getattr(torch, dtype), device=where, **options)
-    total = len(shapes) * len(presets) * len(backends)
+    found = runs(shapes, presets, asked, low_bit, dtype=getattr(torch, dtype), device=where, **options)
+    total = len(shapes) * len(presets) * len(asked)
     for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):
         if fault:
             wrong.append(f"{what}: {fault}")

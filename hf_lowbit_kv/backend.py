@@ -2,8 +2,9 @@
 
 Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
 models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
-environment variable `HF_LOWBIT_KV_BACKEND`, else `triton` on a GPU (`DEFAULT_ON_GPU`) and `torch` elsewhere. Nothing falls back
-silently: what was asked for and cannot run raises.
+environment variable `HF_LOWBIT_KV_BACKEND`, else on a GPU `cuda` where it serves device, dtype and formats, and `triton` where
+not (`why_not_cuda` tells, and a cache's `summary()`); `torch` elsewhere. Nothing falls back silently: what was asked for and
+cannot run raises.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .pages import LayerSpec, LayerState
 from .transforms import NONE, Map
 
 BACKENDS = ("torch", "triton", "cuda")
-#: taken on a GPU where nothing is asked for; `cuda` stands for `cuda` where it serves device, dtype and formats, else `triton`
-DEFAULT_ON_GPU = "triton"
+#: preferred on a GPU where nothing is asked for: `cuda` (where it cannot serve, `triton`) or `triton`
+DEFAULT_ON_GPU = "cuda"
 #: layouts in which a backend's kernels read keys and values
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for
@@ -59,22 +60,27 @@ def _has_cuda_bindings() -> bool:
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 
-def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> None:
-    """Raise where the CUDA kernels were asked for and cannot serve."""
+def why_not_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> str | None:
+    """What keeps the CUDA kernels from serving a model on `device` and these formats, or `None`."""
     if device.type != "cuda" or torch.version.hip is not None:
-        raise ValueError(f"backend='cuda' needs an NVIDIA GPU, and the model is on {device.type!r}")
+        return f"needs an NVIDIA GPU, and the model is on {device.type!r}"
     if (found := torch.cuda.get_device_capability(device)) < CUDA_CAPABILITY:
-        raise ValueError(
-            f"backend='cuda' needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has "
-            f"{found}; use backend='triton'"
-        )
+        return f"needs compute capability {CUDA_CAPABILITY}, and {torch.cuda.get_device_name(device)} has {found}"
     if dtype not in (None, *CUDA_DTYPES):
-        raise ValueError(f"backend='cuda' computes in {CUDA_DTYPES}, not in {dtype}; use backend='triton'")
+        return f"computes in {CUDA_DTYPES}, not in {dtype}"
     for fmt, covered, side in zip(formats, CUDA_FORMATS, ("keys", "values"), strict=False):
         if not isinstance(fmt, covered):
-            raise ValueError(
-                f"backend='cuda' has no kernels for {side} in format {fmt.name!r} yet; use backend='triton'"
-            )
+            return f"has no kernels for {side} in format {fmt.name!r} yet"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton for long prompts: pip install 'hf-lowbit-kv[cuda]'"
+    return _why_no_compiler(found)
+
+
+def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> None:
+    """Raise where the CUDA kernels were asked for and cannot serve."""
+    if (reason := why_not_cuda(device, dtype, formats)) is not None:
+        advice = "; use backend='triton'" if device.type == "cuda" else ""
+        raise ValueError(f"backend='cuda' {reason}{advice}")
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
@@ -85,27 +91,25 @@ def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
 
 
 @functools.cache
-def _has_nvrtc() -> bool:
-    """Whether CUDA kernels can be compiled here."""
+def _why_no_compiler(capability: tuple[int, int]) -> str | None:
+    """What keeps CUDA kernels from being compiled and loaded here, or `None`."""
     if not _has_cuda_bindings():
-        return False
+        return "needs cuda-bindings: pip install 'hf-lowbit-kv[cuda]'"
     try:
-        from cuda.bindings import nvrtc
+        from cuda.bindings import driver, nvrtc
 
-        return int(nvrtc.nvrtcVersion()[0]) == 0
-    except (ImportError, OSError, RuntimeError):  # the bindings without the library, or with an unfit one
-        return False
-
-
-def _cuda_serves(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> bool:
-    """Whether the CUDA kernels run on this device and cover all this."""
-    return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= CUDA_CAPABILITY
-        and dtype in (None, *CUDA_DTYPES)
-        and all(isinstance(fmt, covered) for fmt, covered in zip(formats, CUDA_FORMATS, strict=False))
-        and _has_nvrtc()
-    )
+        status, version, _ = nvrtc.nvrtcVersion()
+        _, architectures = nvrtc.nvrtcGetSupportedArchs()
+        _, supported = driver.cuDriverGetVersion()
+    except (ImportError, OSError, RuntimeError) as error:  # the bindings without the libraries, or with unfit ones
+        return f"needs NVRTC and the driver's library ({error}): pip install 'nvidia-cuda-nvrtc'"
+    if int(status) != 0:
+        return f"needs NVRTC, which fails ({status!r})"
+    if 10 * capability[0] + capability[1] not in architectures:
+        return f"needs an NVRTC that knows this GPU, and {version} knows {architectures}"
+    if version > supported // 1000:
+        return f"needs a driver for CUDA {version}, and this one is for {supported // 1000}"
+    return None
 
 
 def choose_backend(
@@ -122,10 +126,19 @@ def choose_backend(
     return chosen
 
 
+def reason_for(
+    backend: str | None, chosen: str, device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]
+) -> str | None:
+    """Why the default on this GPU is not `cuda`; `None` where it is, or where `backend` or the environment chose."""
+    if chosen != "triton" or backend or os.environ.get(VARIABLE) or DEFAULT_ON_GPU != "cuda":
+        return None
+    return why_not_cuda(device, dtype, formats)
+
+
 def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> str:
     if device.type != "cuda":
         return "torch"
-    if DEFAULT_ON_GPU == "cuda" and _cuda_serves(device, dtype, formats):
+    if DEFAULT_ON_GPU == "cuda" and why_not_cuda(device, dtype, formats) is None:
         return "cuda"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
@@ -173,6 +186,7 @@ def _attend(
     spec: str,
     scaling: float,
     softcap: float | None,
+    seen: int | None,
     backend: str,
     block: torch.Tensor,
     more: Sequence[torch.Tensor],
@@ -186,11 +200,11 @@ def _attend(
     paged: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    layer, module, options = LayerSpec.parse(spec), _module(backend), {"softcap": softcap, "sinks": sinks}
+    layer, module, options = LayerSpec.parse(spec), _module(backend), (scaling, softcap, sinks, seen)
     if layer.transform == NONE:
-        return module.attend(q, k, v, mask, state, layer, scaling, **options).contiguous(), k.new_empty(0)
+        return module.attend(q, k, v, mask, state, layer, *options).contiguous(), k.new_empty(0)
     how = Map(key_scale, query_scale, layer.transform.rotated)
-    out, keys = module.attend_turned(q, k, v, mask, state, layer, how, scaling, **options)
+    out, keys = module.attend_turned(q, k, v, mask, state, layer, how, *options)
     return out.contiguous(), keys.contiguous()
 
 
@@ -262,12 +276,14 @@ def turn(q, k, how: Map | None, backend: str):
     return _turn(q, k, how.query_scale, how.key_scale, how.rotated, backend)
 
 
-def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str):
+def attend(
+    q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str, seen=None
+):
     """`reference.attend_turned` on the chosen backend, as one operation that compilation can take up: the output, and the
     chunk's keys as they are to be stored. how: the map of `spec.transform`; without one, it is `reference.attend`, and the keys
     are what they were."""
     scales = (None, None) if how is None else (how.query_scale, how.key_scale)
-    out, keys = _attend(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, backend, *_flat(state))
+    out, keys = _attend(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, seen, backend, *_flat(state))
     return out, k if how is None else keys
 
 

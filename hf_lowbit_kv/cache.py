@@ -153,7 +153,7 @@ class LowBitCache(Cache):
             "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
             "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
             "capacity": f"{layers[0].max_cache_len} tokens, preallocated" if layers[0].max_cache_len else "growing",
-            "backend": ready[0].backend if ready else "chosen at the first call",
+            "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
             "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
             + (f" x {ready[0].batch_size} rows" if ready else ""),
             "bits per value": f"{self.bits_per_value:.2f}",

@@ -93,6 +93,10 @@ class LowBitLayer(CacheLayerMixin):
         self.backend = ops.choose_backend(
             self.requested_backend, key_states.device, key_states.dtype, self.spec.formats
         )
+        reason = ops.reason_for(
+            self.requested_backend, self.backend, key_states.device, key_states.dtype, self.spec.formats
+        )
+        self.backend_shown = self.backend + (f" (cuda {reason})" if reason else "")
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.transform = self.spec.transform.on(head_dims[0], key_states.device)
@@ -218,9 +222,10 @@ class LowBitLayer(CacheLayerMixin):
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
         else:
-            out, stored = ops.attend(
-                *(query, key, value, mask, state, self.spec, self.transform, scaling, softcap, sinks, self.backend)
-            )
+            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
+            seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
+            options = scaling, softcap, sinks, self.backend, seen
+            out, stored = ops.attend(query, key, value, mask, state, self.spec, self.transform, *options)
         ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)

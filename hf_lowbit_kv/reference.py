@@ -81,6 +81,7 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> torch.Tensor:
     """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
 
@@ -89,6 +90,7 @@ def attend(
         mask: bool `[B, S]`, False for padding in the chunk; `None`: there is none.
         scaling: factor on q.k. softcap: `softcap * tanh(score / softcap)`, or `None`.
         sinks: `[Hq]`, one logit per query head that takes weight and gives no value (gpt-oss), or `None`.
+        seen: no row holds more tokens than this, where the host knows; changes no result.
 
     Returns:
         `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.
@@ -119,10 +121,11 @@ def attend_turned(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`turn`, then `attend`; returns what `attend` does, and the chunk's transformed keys, which are to be stored."""
     queries, keys = turned(q, how.query_scale, how.rotated), turned(k, how.key_scale, how.rotated)
-    return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks), keys
+    return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks, seen), keys
 
 
 def _history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> Iterator[tuple]:

@@ -10,7 +10,7 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import bench_decode, bench_memory, packed_case, peers, results
+from hf_lowbit_kv.eval import bench_decode, bench_memory, bench_prefill, packed_case, peers, results
 from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build
 from hf_lowbit_kv.pages import LayerSpec
 
@@ -169,3 +169,29 @@ def test_records(tmp_path):
     assert results.results_path("decode", "NVIDIA H200").name == "decode-nvidia-h200.jsonl"
     with pytest.raises(ValueError, match="Out of range float"):
         results.append_record(path, {"x": float("nan")})
+
+
+def test_bench_prefill(tmp_path):
+    out = tmp_path / "prefill.jsonl"
+    app = typer.Typer()
+    app.command()(bench_prefill.main)
+    arguments = ["--device", "cpu", "--dtype", "float32", "--head-dim", "64", "--rounds", "1", "--out", str(out)]
+    arguments += [
+        "--history",
+        "300",
+        "--query-length",
+        "20",
+        "--prompt",
+        "300",
+        "--backend",
+        "torch",
+        "--commit",
+        "abc",
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    chunk, prompt = (json.loads(line) for line in out.read_text().splitlines())
+    assert (chunk["kind"], chunk["tokens"], chunk["query_length"]) == ("chunk", 320, 20)
+    assert (prompt["kind"], prompt["tokens"], prompt["backend"]) == ("prompt", 300, "torch")
+    assert chunk["relerr"] < 1e-5
+    assert {"ms", "ratio", "peers_ms", "gpu", "commit", "dtype"} <= set(chunk)

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,7 @@ def test_old_gpu(monkeypatch):
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
@@ -234,22 +236,62 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
 
 
 def test_default_on_a_gpu(monkeypatch):
-    found = {"capability": (9, 0), "nvrtc": True}
-    monkeypatch.setattr(ops, "_has_nvrtc", lambda: found["nvrtc"])
+    """`cuda` where it serves, else `triton`; and why."""
+    found = {"capability": (9, 0), "compiler": None}
+    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: found["compiler"])
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.delenv(ops.VARIABLE, raising=False)
-    monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "cuda")
     device, formats = torch.device("cuda"), Case().spec.formats
-    assert ops.choose_backend(None, device, torch.bfloat16, formats) == "cuda"
-    assert ops.choose_backend(None, device, torch.float32, formats) == "triton"
-    found["nvrtc"] = False
-    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
-    found.update(nvrtc=True, capability=(7, 5))
-    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
+
+    def check(dtype, chosen, reason, formats=formats):
+        assert ops.choose_backend(None, device, dtype, formats) == chosen
+        said = ops.reason_for(None, chosen, device, dtype, formats)
+        assert said is None if reason is None else reason in said
+
+    check(torch.bfloat16, "cuda", None)
+    check(torch.float32, "triton", "computes in")
+    check(torch.float16, "triton", "no kernels for values in format", [formats[0], parse_format("boosted2-r0.125")])
+    found["compiler"] = "needs NVRTC"
+    check(torch.float16, "triton", "needs NVRTC")
+    found.update(compiler=None, capability=(7, 5))
+    check(torch.float16, "triton", "Tesla T4")
+    assert ops.reason_for("triton", "triton", device, torch.float16, formats) is None
     found.update(capability=(9, 0))
+    monkeypatch.setenv(ops.VARIABLE, "triton")
+    assert ops.reason_for(None, "triton", device, torch.float32, formats) is None
+    monkeypatch.delenv(ops.VARIABLE)
     monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "triton")
-    assert ops.choose_backend(None, device, torch.float16, formats) == "triton"
+    check(torch.float16, "triton", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "architectures", "supported", "expected"),
+    [
+        (13, [80, 90], 13000, None),
+        (12, [80, 90], 13000, None),
+        (12, [80], 13000, "knows this GPU"),
+        (13, [80, 90], 12080, "driver for CUDA 13, and this one is for 12"),
+        (None, [], 0, "no library"),
+    ],
+)
+def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectures, supported, expected):
+    """Without NVRTC, or with one that does not fit GPU or driver, the default is another backend and nothing is raised."""
+
+    def nvrtc_version():
+        if version is None:
+            raise RuntimeError("no library")
+        return 0, version, 0
+
+    nvrtc = SimpleNamespace(nvrtcVersion=nvrtc_version, nvrtcGetSupportedArchs=lambda: (0, architectures))
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, supported))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver, nvrtc=nvrtc))
+    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    ops._why_no_compiler.cache_clear()
+    reason = ops._why_no_compiler((9, 0))
+    ops._why_no_compiler.cache_clear()
+    assert reason is None if expected is None else expected in reason
 
 
 def test_source_is_one_text():

@@ -1,4 +1,4 @@
-"""The attend kernel: one template for every pair of formats, for decode, several query tokens, and prefill over history.
+"""The attend kernel: one template for every pair of formats, for decode and several query tokens (`prompt` takes many).
 
 Rows of a tile are the query heads of one KV head times query tokens (token-major). Per row the walk carries the running
 maximum `m` of the weighing scores in binary logarithms, the sum of weights `l`, the offset `z` common to all channels, and
@@ -251,9 +251,8 @@ def attend_kernel(
             BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
     if (not SPLIT) or part < WINDOW_PARTS:
-        # with splits few programs come here, and buffers for them would keep the others off the multiprocessor. Not with
-        # 64 rows: Triton 3.6 on Hopper (wgmma) then gives wrong results
-        STAGES: tl.constexpr = 1 if SPLIT and BLOCK_M < 64 else 2
+        # with splits few programs come here, and buffers for them would keep the others off the multiprocessor
+        STAGES: tl.constexpr = 1 if SPLIT else 2
         last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)
         dense_q = as_operand(load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), T)
         carried = _walk_window(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,19 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 LOWEST = tl.constexpr(-1.0e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
+#: launches since import, by kernel name: tests assert that kernels ran
+launches: dict[str, int] = {}
+#: fused multiply-adds are what the arithmetic was written for (and packing has none); newer Triton asks for a choice
+OPTIONS = {"enable_fp_fusion": True}
+
+
+def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constants) -> None:
+    """Launch a kernel on `device`, and count it."""
+    name = kernel.fn.__name__
+    launches[name] = launches.get(name, 0) + 1
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*args, **constants, **OPTIONS)
+
 
 def padded_width(width: int) -> int:
     """Power of two that a tile of `width` channels is padded to; 16 is the least that a dot takes."""
@@ -21,6 +36,16 @@ def padded_width(width: int) -> int:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold inline PTX."""
+    return device.type == "cuda" and torch.version.hip is None and not interpreted()
+
+
+def dot_type(dtype: torch.dtype):
+    """Type of the operands of products. The interpreter computes wrongly in bfloat16."""
+    return DTYPES[torch.float32 if interpreted() and dtype == torch.bfloat16 else dtype]
 
 
 def constants(params):

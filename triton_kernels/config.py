@@ -19,6 +19,13 @@ TURN_ROWS = 4
 #: multiprocessors assumed where the device cannot be asked (interpreter)
 DEFAULT_PROCESSORS = 132
 
+#: query rows a KV head (tokens x heads of its group) up to which a backend attends to packed pages as they are; chunks with
+#: more are attended to by `prompt.py`. Where the two take equally long on an H200 (docs/kernels.md), a little below for `cuda`
+FUSED_ROWS = {"triton": 128, "cuda": 256}
+#: bytes of the buffer that it unpacks into, and of what it carries from one stretch of a row to the next, at most
+BUFFER_BYTES = 128 * 2**20
+CARRY_BYTES = 128 * 2**20
+
 
 class Config(NamedTuple):
     """How the attend kernel is launched."""
@@ -70,13 +77,45 @@ def attend_config(rows: int, widest: int, key_width: int, value_width: int, is_f
         config = next(config for width, config in table if value_width <= width)
         return config._replace(block_m=8) if rows <= 8 else config
     block_n = 64 if widest <= 128 else 32
-    if rows <= 32 or widest > 128:
-        return Config(32, block_n, block_n, num_warps=4, num_stages=2, programs=2)
-    return Config(64, block_n, block_n, num_warps=4, num_stages=2, programs=2)
+    return Config(32, block_n, block_n, num_warps=4, num_stages=2, programs=2)
+
+
+class PromptConfig(NamedTuple):
+    """How the prompt kernel is launched."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    #: programs that a multiprocessor should be given
+    programs: int
+
+
+@functools.cache
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may take 227 KiB of shared memory (sm90, sm100), not 99 (sm86, sm89, sm120)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+
+
+def prompt_config(rows: int, heads: int, widest: int, is_float32: bool, device: torch.device) -> PromptConfig:
+    """rows: query rows of a KV head; heads: KV heads of all sequences; widest: the larger head size."""
+    if is_float32:
+        return PromptConfig(32, 32, num_warps=4, num_stages=1, programs=2)
+    if not _has_large_shared_memory(device):
+        return PromptConfig(64, 64 if widest <= 128 else 32, num_warps=4, num_stages=2, programs=2)
+    if widest > 128:
+        return PromptConfig(128, 64, num_warps=8, num_stages=2, programs=1)
+    if rows <= 64:
+        return PromptConfig(64, 64, num_warps=4, num_stages=3, programs=2)
+    if rows * heads < 2 * 128 * processors(device):
+        return PromptConfig(128, 64, num_warps=8, num_stages=3, programs=1)
+    return PromptConfig(128, 128, num_warps=8, num_stages=3, programs=1)
 
 
 def split_count(programs: int, pages: int, wanted: int) -> int:
-    """Shares to divide a row's pages into. programs: rows * heads * query blocks; pages: capacity of a row."""
+    """Shares to divide a row's pages (or other pieces) into. programs: rows * heads * query blocks; pages: most of a row."""
     if programs * 2 > wanted or pages <= 2:
         return 1
     return max(min(wanted // programs, pages // 2), 1)

@@ -5,7 +5,6 @@ Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -16,12 +15,17 @@ from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
 from ..transforms import Map, base_order, hadamard
-from . import dense
+from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
-from .common import DTYPES, constants, interpreted, padded_width
+from .common import OPTIONS as OPTIONS
+from .common import constants, dot_type, padded_width
+from .common import launch as _launch
+from .common import launches as launches
+from .common import takes_ptx as _takes_ptx
 from .config import (
     APPEND_WARPS,
+    FUSED_ROWS,
     MERGE_CHANNELS,
     MERGE_SPLITS,
     TAIL_SHARE,
@@ -30,21 +34,9 @@ from .config import (
     processors,
     split_count,
 )
-from .read import read_pages_kernel, read_window_kernel
+from .read import read as read
 from .registry import kernels
 from .turn import turn_kernel
-
-#: launches since import, by kernel name: tests assert that kernels ran
-launches: dict[str, int] = {}
-#: fused multiply-adds are what the arithmetic was written for (and packing has none); newer Triton asks for a choice
-OPTIONS = {"enable_fp_fusion": True}
-
-
-def _launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constants) -> None:
-    name = kernel.fn.__name__
-    launches[name] = launches.get(name, 0) + 1
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*args, **constants, **OPTIONS)
 
 
 class _Sides(NamedTuple):
@@ -88,10 +80,6 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
     )
 
 
-def _takes_ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and not interpreted()
-
-
 def _prepare(k, v, spec: LayerSpec) -> _Sides:
     return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, _takes_ptx(k.device))
 
@@ -101,11 +89,6 @@ def _chained(device: torch.device) -> bool:
     """Whether kernels of a step are launched before the one in front of them is done (programmatic dependent launch, sm90 and
     later). Whoever is launched so waits, first of all, for that one's end; so everything before it has ended as well."""
     return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _dot_type(dtype: torch.dtype):
-    """Type of the operands of products. The interpreter computes wrongly in bfloat16."""
-    return DTYPES[torch.float32 if interpreted() and dtype == torch.bfloat16 else dtype]
 
 
 @functools.cache
@@ -155,12 +138,15 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
-    sides = _prepare(k, v, spec)
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
+    if rows > FUSED_ROWS["triton"]:
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+    sides = _prepare(k, v, spec)
     config = attend_config(
         rows, max(head_dim_k, head_dim_v), sides.key_width, sides.value_width, q.dtype == torch.float32
     )
@@ -204,7 +190,7 @@ def attend(
         HAS_MASK=mask is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
-        DOT=_dot_type(q.dtype),
+        DOT=dot_type(q.dtype),
         BLOCK_M=config.block_m,
         BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
         WINDOW_N=config.window_n,
@@ -246,11 +232,12 @@ def attend_turned(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attend_turned`, in two launches. The second one is not launched ahead of the end of the first (`_chained`):
     that slowed it (docs/kernels.md)."""
     q, k = turn(q, k, how)
-    return attend(q, k, v, mask, state, spec, scaling, softcap, sinks), k
+    return attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
@@ -338,48 +325,3 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
 
 def _strides(x: torch.Tensor, *axes: int) -> tuple[int, ...]:
     return tuple(x.stride(axis) for axis in axes)
-
-
-def read(
-    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
-    sides = _prepare(state.sink_k, state.sink_v, spec)
-    (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
-    outs = []
-    for module, p, part_at, head_dim, sink, tail, max_block in (
-        (sides.keys, sides.kp, 0, head_dim_k, state.sink_k, state.tail_k, sides.max_block[0]),
-        (sides.values, sides.vp, sides.value_at, head_dim_v, state.sink_v, state.tail_v, sides.max_block[1]),
-    ):
-        out = torch.zeros(batch, heads, max_length, head_dim, dtype=sink.dtype, device=device)
-        outs.append(out)
-        if max_length == 0:
-            continue
-        block = min(32, max_block)
-        _launch(
-            read_pages_kernel,
-            (batch * heads, triton.cdiv(min(pages * spec.page_size, max_length), block)),
-            *(state.pool[0], state.page_address, state.paged, out, heads, pages, max_length),
-            device=device,
-            DECODE=module.decode,
-            P=p,
-            D=head_dim,
-            SINK=spec.sink,
-            PAGE=spec.page_size,
-            PAGE_BYTES=sides.page_bytes,
-            PART_AT=part_at,
-            BLOCK_N=block,
-        )
-        if slots := spec.sink + spec.tail_size:
-            _launch(
-                read_window_kernel,
-                (batch * heads, triton.cdiv(slots, 32)),
-                *(sink, tail, state.length, state.paged, out, max_length),
-                device=device,
-                D=head_dim,
-                D_PADDED=padded_width(head_dim),
-                SINK=spec.sink,
-                TAIL=spec.tail_size,
-                BLOCK=32,
-            )
-    return outs[0], outs[1]

@@ -1,53 +1,207 @@
-"""Reading stored tokens back, unpacked and in order."""
+"""Stored tokens unpacked and in order: all of them (`read`), or a stretch of them and of the chunk behind (`unpack`)."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from ..pages import LayerSpec, LayerState
+from .common import constants, padded_width, takes_ptx
+from .common import launch as _launch
+from .registry import reader
 
-@triton.jit(do_not_specialize=["pages", "max_length"])
+#: tokens of a program, at most
+PAGE_BLOCK = 64
+WINDOW_BLOCK = 32
+
+
+@triton.jit(do_not_specialize=["pages", "first", "count"])
 def read_pages_kernel(
-    pool, address, paged, out, heads, pages, max_length,
+    pool, address, paged, out, heads, pages, first, count,
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode pages into out `[B, H, max_length, D]`. Grid (row * head, tile of BLOCK_N tokens)."""
+    """Decode the packed ones of a row's tokens `first` to `first + count` into out `[B, H, count, D]`.
+
+    Grid (row * head, tile of BLOCK_N tokens).
+    """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    start = tl.program_id(1) * BLOCK_N
+    start = (tl.maximum(first - SINK, 0) // BLOCK_N + tl.program_id(1)) * BLOCK_N
     packed = tl.load(paged + bh)
     if start < packed:
         index = start + tl.arange(0, BLOCK_N)
         valid = index < packed
         page = pool + tl.multiple_of(tl.load(address + b * pages + start // PAGE) + h * PAGE_BYTES, 16) + PART_AT
-        rows = out + (bh * max_length + SINK + index) * D
+        place = SINK + index - first
+        rows = out + (bh * count + place) * D
         channel = tl.arange(0, P.padded)
-        keep = (valid & (SINK + index < max_length))[:, None] & (channel < P.width)[None, :]
+        keep = (valid & (place >= 0) & (place < count))[:, None] & (channel < P.width)[None, :]
         for j in tl.static_range(P.planes):
             x = DECODE(page, start % PAGE, valid, j, BLOCK_N, P)
             tl.store(rows[:, None] + (j * P.width + channel)[None, :], x.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["max_length"])
-def read_window_kernel(
-    sink, tail, length, paged, out, max_length,
-    D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _copy_window(
+    sink, tail, chunk, stride_s, stride_d, out, bh, number, source, place, keep,
+    D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Copy sink and tail into out `[B, H, max_length, D]`. Grid (row * head, block of their slots)."""
-    bh = tl.program_id(0).to(tl.int64)
-    stored, packed = tl.load(length + bh), tl.load(paged + bh)
-    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.arange(0, D_PADDED)[None, :]
-    # number counts the sink's slots, then the tokens of the tail from the oldest
-    place = tl.where(number < SINK, number, number + packed)
-    keep = ((place < stored) & (place < max_length))[:, None] & (channel < D)
-    rows = (out + (bh * max_length + place) * D)[:, None] + channel
+    """One side of `read_window_kernel`: tokens `number` of the window to rows `place` of out; source: places in the chunk."""
+    channel = tl.arange(0, PADDED)[None, :]
+    rows = (out + place.to(tl.int64) * D)[:, None] + channel
+    keep = keep[:, None] & (channel < D)
     if SINK > 0:
         here = keep & (number < SINK)[:, None]
         x = tl.load((sink + (bh * SINK + number) * D)[:, None] + channel, mask=here, other=0.0)
         tl.store(rows, x, mask=here)
     if TAIL > 0:
         here = keep & ((number >= SINK) & (number < SINK + TAIL))[:, None]
-        x = tl.load((tail + (bh * TAIL + (place - SINK) % TAIL) * D)[:, None] + channel, mask=here, other=0.0)
+        x = tl.load((tail + (bh * TAIL + source % TAIL) * D)[:, None] + channel, mask=here, other=0.0)
         tl.store(rows, x, mask=here)
+    if HAS_CHUNK:
+        here = keep & (number >= SINK + TAIL)[:, None]
+        x = tl.load((chunk + source.to(tl.int64) * stride_s)[:, None] + channel * stride_d, mask=here, other=0.0)
+        tl.store(rows, x, mask=here)
+
+
+@triton.jit(do_not_specialize=["tokens", "first", "count"])
+def read_window_kernel(
+    sink_k, sink_v, tail_k, tail_v, length, paged, k, v, order, real, out_k, out_v,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    heads, tokens, first, count,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
+    TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy what is not packed of a row's tokens `first` to `first + count` into out_k and out_v `[B, H, count, D]`: sink, tail
+    and, HAS_CHUNK, behind them the chunk's `tokens`. Grid (row * head, block of these).
+
+    HAS_ORDER: the chunk's tokens are those at the places `order` `[B, tokens]`, `real` `[B]` of them.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    stored, packed = tl.load(length + bh), tl.load(paged + bh)
+    # number counts the sink's slots, then the tokens of the tail from the oldest, then the chunk's
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = number + packed - SINK
+    token = tl.where(number < SINK, number, number + packed)
+    keep = token < stored
+    if HAS_CHUNK:
+        chunk = number - (SINK + TAIL)
+        many = tl.load(real + b) if HAS_ORDER else tokens
+        in_chunk = (chunk >= 0) & (chunk < many)
+        token = tl.where(chunk >= 0, stored + chunk, token)
+        keep = tl.where(chunk >= 0, in_chunk, keep)
+        if HAS_ORDER:
+            chunk = tl.load(order + b * tokens + chunk, mask=in_chunk, other=0)
+        source = tl.where(number >= SINK + TAIL, chunk, source)
+    keep = keep & (token >= first) & (token < first + count)
+    place = bh * count + token - first
+    _copy_window(
+        sink_k, tail_k, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, out_k, bh, number, source, place, keep,
+        DK, DK_PADDED, SINK, TAIL, HAS_CHUNK,
+    )  # fmt: skip
+    _copy_window(
+        sink_v, tail_v, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, out_v, bh, number, source, place, keep,
+        DV, DV_PADDED, SINK, TAIL, HAS_CHUNK,
+    )  # fmt: skip
+
+
+class _Side(NamedTuple):
+    """How pages of one side are read."""
+
+    decode: Any
+    params: Any
+    part_at: int
+    max_block: int
+
+
+@functools.cache
+def _sides(spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx: bool) -> tuple[tuple[_Side, ...], int]:
+    """Keys, values; and bytes of a page."""
+    parts = spec.part_bytes(*head_dims, dtype)
+    sides = []
+    for fmt, head_dim, part_at in zip(spec.formats, head_dims, (0, parts[0]), strict=True):
+        module = reader(fmt)
+        params = module.params(fmt, head_dim, spec.page_size, dtype, ptx)
+        sides.append(_Side(module.decode, constants(params), part_at, params.max_block))
+    return tuple(sides), sum(parts)
+
+
+class Chunk(NamedTuple):
+    """Tokens that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others `[B, S]` and how
+    many there are `[B]`, int32."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    order: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+
+def unpack(
+    state: LayerState, spec: LayerSpec, outs: tuple[torch.Tensor, torch.Tensor], first: int, chunk: Chunk | None = None
+) -> None:
+    """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
+
+    Those of `chunk` follow those stored. What lies behind a row's end is left as it is.
+    """
+    (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
+    head_dims, count = (outs[0].shape[-1], outs[1].shape[-1]), outs[0].shape[2]
+    dtype = state.sink_k.dtype
+    sides, page_bytes = _sides(spec, head_dims, dtype, takes_ptx(device))
+    packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
+    for side, head_dim, out in zip(sides, head_dims, outs, strict=True):
+        block = min(PAGE_BLOCK, side.max_block, spec.page_size)
+        if packed > 0:
+            _launch(
+                read_pages_kernel,
+                (batch * heads, triton.cdiv(packed, block) + 1),
+                *(state.pool[0], state.page_address, state.paged, out, heads, pages, first, count),
+                device=device,
+                DECODE=side.decode,
+                P=side.params,
+                D=head_dim,
+                SINK=spec.sink,
+                PAGE=spec.page_size,
+                PAGE_BYTES=page_bytes,
+                PART_AT=side.part_at,
+                BLOCK_N=block,
+            )
+    tokens = 0 if chunk is None else chunk.k.shape[2]
+    k, v, order, real = (state.sink_k, state.sink_v, None, None) if chunk is None else chunk
+    if slots := spec.sink + spec.tail_size + tokens:
+        _launch(
+            read_window_kernel,
+            (batch * heads, triton.cdiv(slots, WINDOW_BLOCK)),
+            *(state.sink_k, state.sink_v, state.tail_k, state.tail_v, state.length, state.paged, k, v),
+            *(state.length if order is None else order, state.length if real is None else real, *outs),
+            *(*k.stride(), *v.stride(), heads, tokens, first, count),
+            device=device,
+            DK=head_dims[0],
+            DV=head_dims[1],
+            DK_PADDED=padded_width(head_dims[0]),
+            DV_PADDED=padded_width(head_dims[1]),
+            SINK=spec.sink,
+            TAIL=spec.tail_size,
+            HAS_CHUNK=chunk is not None,
+            HAS_ORDER=order is not None,
+            BLOCK=WINDOW_BLOCK,
+        )
+
+
+def read(
+    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
+    batch, heads = state.length.shape
+    outs = tuple(
+        torch.zeros(batch, heads, max_length, head_dim, dtype=state.sink_k.dtype, device=state.length.device)
+        for head_dim in (head_dim_k, head_dim_v)
+    )
+    if max_length:
+        unpack(state, spec, (outs[0], outs[1]), 0)
+    return outs[0], outs[1]

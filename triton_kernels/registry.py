@@ -27,13 +27,22 @@ from ..formats import Format
 from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.dense import Dense
-from . import affine, boosted, dense
+from ..formats.fragment import LAYOUTS
+from . import affine, boosted, boosted_fragment, dense, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
     Boosted: boosted,
     Dense: dense,
 }
+
+#: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
+READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fragment}
+
+
+def reader(fmt: Format) -> ModuleType:
+    """The module with `decode` for pages of `fmt`, in whatever layout they are stored."""
+    return READERS[type(fmt)] if fmt.layout in LAYOUTS else kernels(fmt)
 
 
 def kernels(fmt: Format) -> ModuleType:

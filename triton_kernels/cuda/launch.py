@@ -12,8 +12,10 @@ import torch
 
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
-from ...reference import read as read  # reading back is no hot path: the definition, on the GPU
 from ...transforms import Map
+from .. import prompt
+from ..config import FUSED_ROWS
+from ..read import read as read
 from .compile import Module, load
 from .geometry import Choice, append_defines, attend_defines, choose, grid_size, turn_defines
 
@@ -148,9 +150,10 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
-    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks)[0]
+    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)[0]
 
 
 def attend_turned(
@@ -164,12 +167,13 @@ def attend_turned(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attend_turned`: one launch where query rows are few, else two."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= TURN_INSIDE:
-        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks)
+        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen)
     q, k = turn(q, k, how)
-    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks)
+    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)
 
 
 def _attend(
@@ -183,9 +187,12 @@ def _attend(
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    seen: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the chunk's keys as they are attended to and stored."""
     _check(q)
+    if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     sink_kind = 0

@@ -1,0 +1,120 @@
+"""Reading pages in the layouts of `formats.fragment`. They are attended to by the CUDA kernels; here is only `decode`, as
+`registry` describes it.
+
+Where a code stands is a sum of what its token and what its channel contribute, in words and in bits alike, so a tile's
+places cost one addition each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..formats import fragment
+from .common import padded_width
+
+
+class Params(NamedTuple):
+    bits: int
+    head_dim: int
+    #: whether rows of an operand are channels (values), or tokens (keys)
+    transposed: bool
+    per_channel: bool
+    #: tokens of a group (per channel), or channels of a group (per token)
+    group: int
+    #: groups of a token
+    groups: int
+    #: loads of `vector` words that a lane's part of a block consists of
+    chunks: int
+    vector: int
+    scale_at: int
+    zero_at: int
+    width: int
+    padded: int
+    max_block: int
+    planes: int = 1
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    _, chunks, _, vector = fragment.shape(fmt.bits, head_dim, page_size)
+    per_channel = fmt.axis == "channel"
+    group = fmt.group_size or (page_size if per_channel else head_dim)
+    fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    return Params(
+        bits=fmt.bits,
+        head_dim=head_dim,
+        transposed=fmt.layout == fragment.LAYOUTS[1],
+        per_channel=per_channel,
+        group=group,
+        groups=1 if per_channel else head_dim // group,
+        chunks=chunks,
+        vector=vector,
+        scale_at=fields["scale"],
+        zero_at=fields["zero"],
+        width=head_dim,
+        padded=padded_width(head_dim),
+        max_block=group if per_channel else page_size,
+    )
+
+
+@triton.jit
+def _place(x, j, c, h, block, IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
+    """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand, block:
+    which 32 tokens, each given by one side alone and 0 from the other."""
+    word = c * (BITS // 2)
+    if BITS == 8 and not IS_ROW:
+        word += j
+    if BITS == 4:
+        word += h
+    if BITS == 8:
+        word += 2 * h
+    lane = 4 * x if IS_ROW else x >> 1
+    place = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
+    if IS_ROW:
+        bit = 8 * j
+    else:
+        bit = 16 * (x & 1)
+        if BITS < 8:
+            bit += BITS * j
+    if BITS == 2:
+        bit += 4 * h
+    return place, bit
+
+
+@triton.jit
+def load_codes(
+    array, token, channel, keep,
+    CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep `[M]`."""
+    WHOLE: tl.constexpr = CHANNELS // 32 * 32
+    row, row_bit = _place(
+        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR
+    )
+    rest = channel >= WHOLE
+    of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
+    tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
+    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR)
+    words = array.to(tl.pointer_type(tl.int32))
+    code = tl.load(words + (row[:, None] + column[None, :]), mask=keep[None, :], other=0)
+    return (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    token = n0 + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, P.padded)
+    keep = channel < P.head_dim
+    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, P.transposed)
+    if P.per_channel:
+        at = (n0 // P.group * P.head_dim + channel)[None, :]
+    elif P.groups == 1:
+        at = token[:, None]
+    else:
+        at = token[:, None] * P.groups + channel[None, :] // P.group
+    known = keep[None, :] if P.per_channel or P.groups > 1 else token[:, None] >= 0
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + at, mask=known, other=0.0).to(tl.float32)
+    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + at, mask=known, other=0.0).to(tl.float32)
+    return code.to(tl.float32) * scale + zero

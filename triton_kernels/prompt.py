@@ -1,0 +1,282 @@
+"""Attention of many query tokens to packed history and, causally, to their own chunk.
+
+Decoding a page again for every tile of query rows would cost more than the products. So stretches of the row, history and
+behind it the chunk, are unpacked once into a transient buffer of bounded size (`config.BUFFER_BYTES`) and attended to
+there as any 16-bit attention would be. From one stretch to the next each query row carries its output so far and the
+log-sum-exp of its scores. No format is known here: `read.unpack` is all that it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..pages import LayerSpec, LayerState
+from ..reference import max_length as row_capacity
+from .attend import _capped, merge_kernel
+from .common import LOG2E, LOWEST, dot_type, padded_width
+from .common import launch as _launch
+from .config import (
+    BUFFER_BYTES,
+    CARRY_BYTES,
+    MERGE_CHANNELS,
+    MERGE_SPLITS,
+    PromptConfig,
+    processors,
+    prompt_config,
+    split_count,
+)
+from .read import Chunk, unpack
+
+
+@triton.jit
+def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Channels of tokens: pointers `[N]` -> `[N, PADDED]`; zero where not valid."""
+    channel = tl.arange(0, PADDED)[None, :]
+    if MASKED:
+        x = tl.load(rows[:, None] + channel, mask=valid[:, None] & (channel < D), other=0.0)
+    elif D != PADDED:
+        x = tl.load(rows[:, None] + channel, mask=channel < D, other=0.0)
+    else:
+        x = tl.load(rows[:, None] + channel)
+    return x
+
+
+@triton.jit
+def _walk(
+    carried, q, keys, values, start, stop, last, factor, softcap,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole tiles.
+
+    factor: what turns a product into a binary logarithm, above 0; with a softcap, into a natural one.
+    """
+    m, l, acc = carried
+    for n0 in range(start, stop, BLOCK_N):
+        index = n0 + tl.arange(0, BLOCK_N)
+        valid = index < stop
+        k = _load(keys + index * DK, valid, DK, DK_PADDED, MASKED).to(DOT)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scale = factor
+        if HAS_SOFTCAP:
+            s = _capped(s * factor, softcap, True)
+            scale = 1.0
+        if MASKED:
+            s = tl.where(valid[None, :] & (index[None, :] <= last[:, None]), s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1) * scale)
+        weights = tl.exp2(s * scale - new_m[:, None])
+        decay = tl.exp2(m - new_m)
+        l = l * decay + tl.sum(weights, 1)
+        v = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
+        acc = tl.dot(weights.to(DOT), v, acc * decay[:, None], input_precision="ieee")
+        m = new_m
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["position_stride_b", "tokens", "before", "first", "count", "splits", "final"])
+def prompt_kernel(
+    q, keys, values, position, sinks, length, partial, lse, out,
+    q_stride_b, q_stride_h, q_stride_s, q_stride_d, position_stride_b,
+    heads, tokens, before, first, count, splits, final, scaling, softcap,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the group).
+
+    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. A query token is number `before` and up of
+    its chunk, whose tokens follow the row's `length`; HAS_POSITION: their numbers without padding, `position` `[B, S]`.
+    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DV]`. Else what is carried on goes to partial, float32
+    `[B * H, splits, GROUPS * tokens, DV]`, and lse, the same without DV, in binary logarithms.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    split = tl.program_id(1)
+    # the blocks that see most of the chunk first: they take longest
+    row = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows_valid = row < GROUPS * tokens
+    token, group = tl.minimum(row // GROUPS, tokens - 1), row % GROUPS
+    q_head = h * GROUPS + group
+    number = before + token
+    if HAS_POSITION:
+        number = tl.load(position + b * position_stride_b + token)
+    last = tl.load(length + bh) + number - first  # what a query may see ends here, in tokens of this stretch
+    full_end = tl.maximum(tl.minimum(tl.min(last, 0) + 1, count), 0) // BLOCK_N * BLOCK_N
+    end = tl.maximum(tl.minimum(tl.max(last, 0) + 1, count), 0)
+    tiles = (end + BLOCK_N - 1) // BLOCK_N
+    start = (tiles * split // splits) * BLOCK_N
+    stop = tl.minimum((tiles * (split + 1) // splits) * BLOCK_N, end)
+    if (first == 0) | (final != 0) | (start < stop):
+        carry = (bh * splits + split) * (GROUPS * tokens) + row
+        channel = tl.arange(0, DV_PADDED)
+        keep = rows_valid[:, None] & (channel < DV)[None, :]
+        # what is carried counts as one token: the output so far, with the log-sum-exp as its score
+        m = tl.load(lse + carry, mask=rows_valid & (first > 0), other=float("-inf"))
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        m = tl.maximum(m, LOWEST)
+        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & (first > 0), other=0.0)
+        factor = scaling if HAS_SOFTCAP else scaling * LOG2E
+        q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
+        q_channel = tl.arange(0, DK_PADDED)[None, :]
+        queries = tl.load(
+            q_rows[:, None] + q_channel * q_stride_d, mask=rows_valid[:, None] & (q_channel < DK), other=0.0
+        ).to(DOT)
+        keys += bh * count * DK
+        values += bh * count * DV
+        middle = tl.maximum(tl.minimum(full_end, stop), start)
+        carried = _walk(
+            (m, l, acc), queries, keys, values, start, middle, last, factor, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, False,
+        )  # fmt: skip
+        m, l, acc = _walk(
+            carried, queries, keys, values, middle, stop, last, factor, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, True,
+        )  # fmt: skip
+        if final != 0:
+            if HAS_SINKS:
+                logit = tl.load(sinks + q_head, mask=rows_valid, other=0.0).to(tl.float32) * LOG2E
+                new_m = tl.maximum(m, logit)
+                decay = tl.exp2(m - new_m)
+                l = l * decay + tl.exp2(logit - new_m)
+                acc = acc * decay[:, None]
+            x = acc / tl.where(l > 0, l, 1.0)[:, None]  # zero where nothing was attended to
+            rows = out + ((b * tokens + token) * (heads * GROUPS) + q_head) * DV
+            tl.store(rows[:, None] + channel[None, :], x.to(out.dtype.element_ty), mask=keep)
+        else:
+            total = tl.where(l > 0, l, 1.0)
+            tl.store(partial + carry[:, None] * DV + channel[None, :], acc / total[:, None], mask=keep)
+            tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.attend`, for chunks of many tokens. Does not wait for the device.
+
+    seen: no row holds more tokens than this, as far as the host knows.
+    """
+    batch, q_heads, tokens, head_dim_k = q.shape
+    heads, head_dim_v = k.shape[1], v.shape[-1]
+    if scaling <= 0:  # the kernel takes the maximum before it scales
+        q, scaling = q * scaling, 1.0
+    order = real = position = None
+    if mask is not None:
+        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
+        position = mask.cumsum(1, dtype=torch.int32) - 1
+        real = position[:, -1] + 1
+    capacity = row_capacity(spec, state.page_address.shape[1])
+    history = capacity if seen is None else min(capacity, seen)
+    out = q.new_empty(batch, tokens, q_heads, head_dim_v)
+    total = history + tokens
+    token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
+    # sequences side by side, if there is room for more than one of them; else one at a time, and if need be in stretches
+    together = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
+    size = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
+    buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
+    queries = tokens
+    if size < total:
+        queries = min(max(CARRY_BYTES // (q_heads * (head_dim_v + 1) * 4), 1), tokens)
+    for low in range(0, batch, together):
+        rows = slice(low, min(low + together, batch))
+        count = rows.stop - low
+        group = LayerState(state.pool, *(tensor[rows] for tensor in state[1:]))
+        chunk = Chunk(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
+        for start in range(0, tokens, queries):
+            stop = min(start + queries, tokens)
+            walk = _Walk(
+                q[rows, :, start:stop], None if position is None else position[rows, start:stop], start,
+                group, spec, chunk, scaling, softcap, sinks, out[rows, start:stop],
+            )  # fmt: skip
+            for first in range(0, history + stop, size):
+                length = min(size, history + stop - first)
+                split_at = count * heads * length * head_dim_k
+                end = split_at + count * heads * length * head_dim_v
+                keys = buffer[:split_at].view(count, heads, length, head_dim_k)
+                values = buffer[split_at:end].view(count, heads, length, head_dim_v)
+                unpack(group, spec, (keys, values), first, chunk)
+                walk.stretch(keys, values, first, first + length == history + stop)
+    return out
+
+
+class _Walk:
+    """Some query tokens on their way through the stretches of their rows.
+
+    q: `[B, Hq, S, D]`; position: `[B, S]`; before: tokens of the chunk before them; out: `[B, S, Hq, Dv]`.
+    """
+
+    def __init__(self, q, position, before, state, spec, chunk, scaling, softcap, sinks, out):
+        self.q, self.position, self.before, self.state, self.sinks, self.out = q, position, before, state, sinks, out
+        self.scaling, self.softcap = scaling, softcap
+        self.batch, self.heads = state.length.shape
+        self.groups = q.shape[1] // self.heads
+        self.rows = self.groups * q.shape[2]
+        self.config: PromptConfig | None = None
+        self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
+
+    def _begin(self, length: int, final: bool) -> None:
+        """Choose how to launch, by the first stretch, which is the longest."""
+        programs = self.batch * self.heads
+        widest = max(self.q.shape[-1], self.out.shape[-1])
+        self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
+        programs *= triton.cdiv(self.rows, self.config.block_m)
+        wanted = self.config.programs * processors(self.q.device)
+        self.splits = split_count(programs, triton.cdiv(length, 256), wanted)
+        if self.splits > 1 or not final:
+            sizes = self.batch * self.heads, self.splits, self.rows
+            self.partial = self.q.new_empty(*sizes, self.out.shape[-1], dtype=torch.float32)
+            self.lse = self.q.new_empty(*sizes, dtype=torch.float32)
+
+    def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
+        """Attend to tokens `first` and up, `[B, H, count, D]`; after the final ones, the output is written."""
+        if self.config is None:
+            self._begin(keys.shape[2], final)
+        config, q, out = self.config, self.q, self.out
+        head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
+        sinks = q if self.sinks is None else self.sinks
+        _launch(
+            prompt_kernel,
+            (self.batch * self.heads, self.splits, triton.cdiv(self.rows, config.block_m)),
+            *(q, keys, values, self.state.length if self.position is None else self.position, sinks, self.state.length),
+            *(self.partial, self.lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
+            *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits, int(final and self.splits == 1)),
+            *(self.scaling, 1.0 if self.softcap is None else self.softcap),
+            device=q.device,
+            DK=head_dim_k,
+            DV=head_dim_v,
+            DK_PADDED=padded_width(head_dim_k),
+            DV_PADDED=padded_width(head_dim_v),
+            GROUPS=self.groups,
+            HAS_POSITION=self.position is not None,
+            HAS_SINKS=self.sinks is not None,
+            HAS_SOFTCAP=self.softcap is not None,
+            DOT=dot_type(q.dtype),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if final and self.splits > 1:
+            _launch(
+                merge_kernel,
+                (self.batch * self.heads, self.rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
+                *(self.partial, self.lse, sinks, out, self.heads, self.rows, self.splits),
+                device=q.device,
+                DV=head_dim_v,
+                GROUPS=self.groups,
+                HAS_SINKS=self.sinks is not None,
+                BLOCK=min(triton.next_power_of_2(self.splits), MERGE_SPLITS),
+                CHANNELS=MERGE_CHANNELS,
+                PDL=False,
+                num_warps=4,
+            )
