@@ -158,8 +158,10 @@ def test_small_scaling(scaling):
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 @pytest.mark.parametrize(
     "name",
-    ["int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"]
-    + ["boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"],
+    [
+        *("int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"),
+        *("boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"),
+    ],
 )
 def test_small_read(name, head_dim):
     """Pages in fragment order, unpacked: what the reference decodes, bit for bit."""
