@@ -386,6 +386,16 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int i = 0; i < GROUPS; i++) z[i][n][e] *= a;
   }
 
+  // From true size to that in which `add` sums up.
+  static __device__ __forceinline__ void resume(float (*o)[NT][4]) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[k][n][i] *= 1 / TWO24;
+  }
+
   // Bring o to true size.
   __device__ __forceinline__ void finish(float (*o)[NT][4]) {
 #pragma unroll

@@ -125,5 +125,6 @@ template <int D> struct DenseValues {
     for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
   }
   __device__ __forceinline__ void decay(int, int, float) {}
+  static __device__ __forceinline__ void resume(float (*)[NT][4]) {}
   __device__ __forceinline__ void finish(float (*)[NT][4]) {}
 };

@@ -26,7 +26,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
         *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
-        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail".split()),
+        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
     ]
 
@@ -129,12 +129,12 @@ def attend(
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
     pages = state.page_address.shape[1]
-    # no more blocks than could have work: what rows hold is known on the device alone
+    # no more teams than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-    slots = max(_properties(device).multi_processor_count * choice.blocks // row_blocks, 1)
-    blocks = min(grid_size(slots, batch * heads), most)
+    slots = max(_properties(device).multi_processor_count * choice.teams // row_blocks, 1)
+    teams = min(grid_size(slots, batch * heads), most)
     partial = torch.empty(
-        row_blocks * (blocks + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
+        row_blocks * (teams + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
     counters = _counters_for(state, row_blocks * batch * heads)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
@@ -144,10 +144,11 @@ def attend(
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
         *(state.length.data_ptr(), state.paged.data_ptr(), out.data_ptr(), partial.data_ptr(), counters.data_ptr()),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
-        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size),
+        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams),
         *(scaling, 1.0 if softcap is None else softcap),
     )
-    _launch(module, "attend", (blocks, row_blocks, 1), 32 * choice.warps, args, shared=shared)
+    grid = -(-teams // choice.teams), row_blocks, 1
+    _launch(module, "attend", grid, 32 * choice.teams * choice.warps, args, shared=shared)
     return out
 
 
