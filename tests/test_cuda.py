@@ -96,6 +96,18 @@ def test_repeated_launches_agree(launch):
 
 @pytest.mark.gpu
 @needs_gpu
+def test_fixed_order(launch, monkeypatch):
+    monkeypatch.setenv(launch.ORDERED, "1")
+    case = fragment(Case(head_dim=128, page_size=128, residual=128, lengths=(9000, 3000, 40, 12000)))
+    gen = generator(case, kernels.SEED)
+    _, dev = filled(case, gen, "cuda")
+    step = random_step(case, gen).to("cuda")
+    outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(20)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("residual", [0, 128])
 def test_graph(residual, launch, monkeypatch):
     monkeypatch.setattr(kernels, "Case", lambda **options: fragment(Case(**options)))

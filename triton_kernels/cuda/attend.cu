@@ -110,8 +110,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   const u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
   if (here >= (int)blocks) return;
   // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
-  u32 at = (u64)total * here / blocks;
-  const u32 stop = (u64)total * (here + 1) / blocks;
+  auto share = [&](u32 x) { return (u32)((u64)total * x / blocks); };
+  u32 at = share(here);
+  const u32 stop = share(here + 1);
   auto owner = [&](u32 x) { return (u32)(((u64)(x + 1) * blocks - 1) / total); };
 
   Row row; row.b = 0;
@@ -145,14 +146,16 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const int low = at - start, high = min(stop - start, cost);
     // the same part of the row's units and of its window, so that no team has the whole window
     auto part = [&](int x, int count) { return x >= (int)cost ? count : min((int)((float)x * ((float)count / (float)cost)), count); };
+    const int w0 = part(low, row.blocks), w1 = part(high, row.blocks);
+    const i64 r = (i64)row.b * a.heads + row.h;
+    const int first = owner(start), final = owner(start + cost - 1);  // the teams that share the row
     const Work work(row, part(low, row.units), part(high, row.units));
     // few warps take the window, so that it does not hold up the others, and before pages, so that these even out the rest
-    const int w0 = part(low, row.blocks), w1 = part(high, row.blocks);
     const int few = min(w1 - w0, min((WARPS * (w1 - w0) + work.units) / (work.units + 1), WARPS));
     const bool both = warp < few;
     const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, ring};
-    const int item = warp < few ? WARPS - 1 - warp : warp - few;
-    if (thread == 0) taken = WARPS;
+    const int item = both ? WARPS - 1 - warp : warp - few;
+    if (thread == 0) taken = 0;
     meet(team);
     Queries queries;
     queries.load(a, row, row_block, warp, lane);
@@ -185,8 +188,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
         for (int e = 0; e < 2; e++) { mine_ml[8 * n + 2 * t + e] = w.m[n][e]; mine_ml[ROWS + 8 * n + 2 * t + e] = w.l[n][e]; }
     }
     meet(team);
-    const i64 r = (i64)row.b * a.heads + row.h;
-    const int first = owner(start), final = owner(start + cost - 1);  // the teams that share the row
     const i64 slots = a.teams + (i64)a.batch * a.heads;
     float* partial = a.partial + (row_block * slots + r) * SLOT_FLOATS;  // of team c: + c * SLOT_FLOATS
     for (int x = thread; x < real * DV; x += WARPS * 32) {

@@ -155,8 +155,9 @@ def attend_defines(
     has_mask: bool,
     sinks: int,
     softcap: bool,
+    ordered: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32."""
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32. ordered: pages are dealt out to warps in a fixed order."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
@@ -174,6 +175,7 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
+            "ORDERED": int(ordered),
         }
     )
 

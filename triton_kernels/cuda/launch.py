@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 
 import torch
 
@@ -17,6 +18,8 @@ from .compile import Module, load
 from .geometry import Choice, append_defines, attend_defines, choose, grid_size
 
 DTYPES = (torch.float16, torch.bfloat16)
+#: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
+ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
@@ -73,15 +76,15 @@ def _attend_module(
     mask: bool,
     sinks: int,
     softcap: bool,
+    ordered: bool,
     device: torch.device,
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
-    module = load(
-        "attend.cu", attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap), device
-    )
+    defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, ordered)
+    module = load("attend.cu", defines, device)
     return module, choice, module.integer("shared_bytes")
 
 
@@ -124,7 +127,7 @@ def attend(
     rows = groups * tokens
     module, choice, shared = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, device),
+        *(softcap is not None, os.environ.get(ORDERED) == "1", device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)

@@ -2,14 +2,14 @@
 #pragma once
 #include "warp.cuh"
 
-// Units [begin, end) of a row's pages, which the warps of a team take in turn: whole units, and of the last ones a piece at a time, so
-// that all warps are done together (older warps are served first and run ahead).
+// Units [begin, stop) of a row's pages, which the warps of a team take as they get done: whole units, and of the last ones a piece at
+// a time, so that all warps are done together (older warps are served first and run ahead).
 struct Work {
   int units, first, whole, items, end;                    // first token; items that are whole units; all items; where tokens end
   __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
     units = stop - begin;
     first = begin * UNIT; end = min(stop * UNIT, row.paged);
-    whole = max(units - SINGLES, 0); items = whole + (units - whole) * PIECES;
+    whole = max(units - WARPS, 0); items = whole + (units - whole) * PIECES;
   }
 };
 
@@ -23,8 +23,8 @@ struct Pages {
   int left, next, next_left;                              // pieces that follow in this item; the item to take next
   i64 next_page;
   Work work;
-  int* taken;                                             // items that the team has taken, in shared memory
-  int lane;
+  int* taken;                                             // items that the team has taken beyond the first two of each warp
+  int pending, lane;                                      // the item after `next` (of lane 0)
 
   __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_) : work(work_), taken(taken_), lane(lane_) {
     table = a.address + (i64)row.b * a.pages; pool = a.pool + (i64)row.h * PAGE_BYTES;
@@ -45,9 +45,10 @@ struct Pages {
     }
     t = next; left = next_left; p = pool + next_page;
     if (next == NONE) return;
-    int item;
-    if (lane == 0) item = atomicAdd(taken, 1);
-    take(__shfl_sync(~0u, item, 0));
+    const int item = __shfl_sync(~0u, pending, 0);
+    if (ORDERED) pending += WARPS;
+    else if (lane == 0) pending = 2 * WARPS + atomicAdd(taken, 1);
+    take(item);
   }
   __device__ __forceinline__ void copy_keys(const Keys& keys, int i, u32 slot) {
     const int t = token[i] & -2;
@@ -59,7 +60,7 @@ struct Pages {
   }
 
   __device__ __forceinline__ void start(const Warp& w, int item, u32 ring) {
-    left = 0;
+    left = 0; pending = item + WARPS;
     take(item);
 #pragma unroll
     for (int i = 0; i < RING; i++) {

@@ -9,9 +9,6 @@ using Values = VALUE_FORMAT;
 
 constexpr int UNIT = 128;                              // tokens that a warp takes at a time, as long as there are many
 constexpr int PIECES = UNIT / PT;                      // pieces of a unit
-#ifndef SINGLES
-#define SINGLES WARPS
-#endif
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
@@ -25,9 +22,7 @@ constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
 constexpr int UNIT_COST = (PIECES * (Keys::SLOT + Values::SLOT) + 255) / 256;
-#ifndef BLOCK_COST
-#define BLOCK_COST (WINDOW_BYTES / 256)                // of 32 tokens of the window
-#endif
+constexpr int BLOCK_COST = WINDOW_BYTES / 256;         // of 32 tokens of the window
 constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
 
 // A row's work, in units of its pages and blocks of its window, and where its tokens stand.
