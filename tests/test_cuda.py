@@ -50,7 +50,8 @@ def _half(cases):
 @needs_gpu
 @pytest.mark.parametrize("case", _half([*kernels.SMALL, *kernels._matrix()]), ids=str)
 def test_attend(case, launch):
-    kernels.check_attend(fragment(case))
+    # scores near 2e4: rounding q x scale to fp16, which is what these kernels do, gives up to 0.042 in 60 seeds by itself
+    kernels.check_attend(fragment(case), outlier_bound=6e-2)
 
 
 @pytest.mark.gpu

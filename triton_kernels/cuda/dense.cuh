@@ -112,7 +112,7 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK; static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
@@ -125,6 +125,5 @@ template <int D> struct DenseValues {
     for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
   }
   __device__ __forceinline__ void decay(int, int, float) {}
-  static __device__ __forceinline__ void resume(float (*)[NT][4]) {}
   __device__ __forceinline__ void finish(float (*)[NT][4]) {}
 };

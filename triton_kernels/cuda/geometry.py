@@ -109,13 +109,14 @@ def choose(
     best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
-        ring = 3 if min(bits) == 16 and warps * teams == 4 else 2
+        ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
         need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
         if teams * need + RESERVED > shared or warps * teams > most:
             continue
         slots = processors * teams
         even = grid_size(slots, heads) % heads == 0
-        score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams)
+        # where a team has many rows one after the other, several teams keep each other's gaps busy
+        score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams if slots >= heads else teams)
         if score > best:
             best, found = score, Choice(piece, ring, warps, teams, row_tiles)
     return found
