@@ -56,7 +56,8 @@ def _half(cases):
 @needs_gpu
 @pytest.mark.parametrize("case", _half([*kernels.SMALL, *kernels._matrix()]), ids=str)
 def test_attend(case, launch):
-    kernels.check_attend(fragment(case))
+    # scores near 2e4: rounding q x scale to fp16, which is what these kernels do, gives up to 0.042 in 60 seeds by itself
+    kernels.check_attend(fragment(case), outlier_bound=6e-2)
 
 
 @pytest.mark.gpu
@@ -127,6 +128,18 @@ def test_repeated_launches_agree(launch):
     outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(50)]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fixed_order(launch, monkeypatch):
+    monkeypatch.setenv(launch.ORDERED, "1")
+    case = fragment(Case(head_dim=128, page_size=128, residual=128, lengths=(9000, 3000, 40, 12000)))
+    gen = generator(case, kernels.SEED)
+    _, dev = filled(case, gen, "cuda")
+    step = random_step(case, gen).to("cuda")
+    outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(20)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.gpu

@@ -68,7 +68,8 @@ def attend_poisoned(*args) -> torch.Tensor:
     return out
 
 
-def check_attend(case: Case, seed: int = SEED) -> None:
+def check_attend(case: Case, seed: int = SEED, outlier_bound: float = 2e-2) -> None:
+    """outlier_bound: of the relative error where scores are beyond what the plain computation can represent."""
     gen = generator(case, seed)
     ref, dev = filled(case, gen, DEVICE)
     before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
@@ -88,9 +89,7 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     out, exact = real_queries(out, step), real_queries(exact, step)
     error = relative_error(out, exact)
     if case.outliers:
-        # scores beyond what the plain computation can represent; rounding q times a scale of thousands to float16, which
-        # kernels do for keys per channel, moves them by about 1 and the output by 0.01 to 0.045 (emulated)
-        assert error < 6e-2
+        assert error < outlier_bound
         return
     error_plain = relative_error(real_queries(plain(step, ref.state, case), step), exact)
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")

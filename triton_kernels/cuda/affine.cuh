@@ -232,7 +232,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
-  static constexpr int SLOT = CODES + 2 * META;
+  static constexpr int SLOT = CODES + 2 * META; static constexpr float SUM_UNIT = 1 / TWO24;  // in which `add` sums up
 
   float shift[PT / 32][4];               // added to the exponents of the lane's tokens
   float kept[PT / 32][4];                // their scales, where there is one a token

@@ -144,26 +144,38 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
   }
 }
 
-// The token `place` of a row (sink counted) into sink or tail.
-template <int D> __device__ __forceinline__ void keep(const AppendArgs& a, u8* sink, u8* tail, int bh, int place, const u16* x, int lane, int lanes) {
-  u16* target = reinterpret_cast<u16*>(sink) + ((i64)bh * a.sink + place) * D;
-  if (place >= a.sink) {
-    if (a.tail == 0) return;
-    target = reinterpret_cast<u16*>(tail) + ((i64)bh * a.tail + (place - a.sink) % a.tail) * D;
-  }
-  for (int i = lane; i < D; i += lanes) target[i] = x[i];
+// Where the token `place` of a row (sink counted) belongs in sink or tail, or null where it has no place there.
+template <int D> __device__ __forceinline__ u16* home(const AppendArgs& a, u8* sink, u8* tail, int bh, int place) {
+  if (place < a.sink) return reinterpret_cast<u16*>(sink) + ((i64)bh * a.sink + place) * D;
+  return a.tail ? reinterpret_cast<u16*>(tail) + ((i64)bh * a.tail + (place - a.sink) % a.tail) * D : nullptr;
+}
+template <int D> __device__ __forceinline__ void keep(const AppendArgs& a, u8* sink, u8* tail, int bh, int place, const u16* x, int lane) {
+  if (u16* target = home<D>(a, sink, tail, bh, place))
+    for (int i = lane; i < D; i += 32) target[i] = x[i];
 }
 
 extern "C" __global__ void __launch_bounds__(256) append_one(const __grid_constant__ AppendArgs a) {
   __shared__ Meta meta[META];
   const int bh = blockIdx.x, b = bh / a.heads, h = bh % a.heads;
+  // all is loaded before the first branch, so that one memory latency is waited for
+  constexpr int EACH_K = (DK + 255) / 256, EACH_V = (DV + 255) / 256;
+  const u16 *k = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h, *v = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
+  u16 new_k[EACH_K], new_v[EACH_V];
+#pragma unroll
+  for (int j = 0; j < EACH_K; j++) new_k[j] = k[min(j * 256 + (int)threadIdx.x, DK - 1)];
+#pragma unroll
+  for (int j = 0; j < EACH_V; j++) new_v[j] = v[min(j * 256 + (int)threadIdx.x, DV - 1)];
+  const bool real = !a.mask || a.mask[b * a.mask_b];
   const Counts n(a, bh);
-  if (n.fits == 0 || (a.mask && !a.mask[b * a.mask_b])) return;
-  __syncthreads();  // all have read the counters
+  if (n.fits == 0 || !real) return;
   if (n.stored < a.sink || n.stored - a.sink >= n.after) {  // else it goes straight into a page
-    keep<DK>(a, a.sink_k, a.tail_k, bh, n.stored, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h, threadIdx.x, blockDim.x);
-    keep<DV>(a, a.sink_v, a.tail_v, bh, n.stored, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h, threadIdx.x, blockDim.x);
+    u16 *place_k = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), *place_v = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
+#pragma unroll
+    for (int j = 0; j < EACH_K; j++) if (place_k && j * 256 + threadIdx.x < DK) place_k[j * 256 + threadIdx.x] = new_k[j];
+#pragma unroll
+    for (int j = 0; j < EACH_V; j++) if (place_v && j * 256 + threadIdx.x < DV) place_v[j * 256 + threadIdx.x] = new_v[j];
   }
+  __syncthreads();  // all have read the counters, and written the token
   if (n.after > n.before)
     for (int page = n.before / PAGE; page * PAGE < n.after; page++)
       for (int side = 0; side < 2; side++) pack(a, n, bh, page, side, meta);
@@ -186,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(256) append_window(const __grid_con
     const int place = n.stored + i;
     if (place >= a.sink && place - a.sink < n.after) continue;
     const i64 number = a.order ? a.order[(i64)b * a.tokens + i] : i;
-    keep<DK>(a, a.sink_k, a.tail_k, bh, place, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane, 32);
-    keep<DV>(a, a.sink_v, a.tail_v, bh, place, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane, 32);
+    keep<DK>(a, a.sink_k, a.tail_k, bh, place, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane);
+    keep<DV>(a, a.sink_v, a.tail_v, bh, place, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane);
   }
 }
 

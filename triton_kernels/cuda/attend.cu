@@ -1,9 +1,10 @@
 // Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TURNED,
 // queries and the chunk's keys are transformed here (`reference.attend_turned`).
 //
-// One launch. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one a block of threads; a share may
-// end inside a row and begin inside another. The warps of a block take pages of a row in turn, then blocks of its window. The last
-// block to finish a row merges what the others left in memory.
+// One launch, one block of threads a multiprocessor. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one
+// a team of warps; a share may end inside a row and begin inside another. A team's warps take units of a row's pages, each the
+// next one when it is done, after a few of them have taken the window. Teams alternate in the order of warps, because
+// older warps are served first and run ahead. The last team to finish a row merges what the others left in memory.
 //
 // q k^T and p v are computed with the stored tokens as left operand of m16n8k16, and query rows (heads x tokens) as its eight
 // columns: lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
@@ -13,72 +14,93 @@
 #if TURNED
 #include "rotate.cuh"
 
-// The chunk's keys that lie in these blocks of a row's window, transformed: from where they came to where the window looks for them,
-// and where storing finds them afterwards.
-__device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int w0, int w1, int warp, int lane) {
-  const int stored = row.sinks + row.tail, last = min(32 * w1 - stored, row.chunk);
-  for (int c = max(32 * w0 - stored, 0) + warp; c < last; c += WARPS) {
-    const u32* from = reinterpret_cast<const u32*>(a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s));
-    u32* to = reinterpret_cast<u32*>(const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s));
-    u32 x[Rotation<DK>::WORDS];
+// The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
+// them, and where storing finds them afterwards. Before the warp copies any of them.
+__device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
+  const int stored = row.sinks + row.tail;
+  for (int block = first; block < stop; block += stride)
+    for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {
+      const u32* from = reinterpret_cast<const u32*>(a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s));
+      u32* to = reinterpret_cast<u32*>(const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s));
+      u32 x[Rotation<DK>::WORDS];
 #pragma unroll
-    for (int j = 0; j < Rotation<DK>::WORDS; j++) x[j] = 32 * j + lane < DK / 2 ? from[32 * j + lane] : 0u;
-    turn_row<DK>(x, a.k_scale, lane);
+      for (int j = 0; j < Rotation<DK>::WORDS; j++) x[j] = 32 * j + lane < DK / 2 ? from[32 * j + lane] : 0u;
+      turn_row<DK>(x, a.k_scale, lane);
 #pragma unroll
-    for (int j = 0; j < Rotation<DK>::WORDS; j++)
-      if (32 * j + lane < DK / 2) to[32 * j + lane] = x[j];
-  }
+      for (int j = 0; j < Rotation<DK>::WORDS; j++)
+        if (32 * j + lane < DK / 2) to[32 * j + lane] = x[j];
+    }
+  __syncwarp();
 }
 #endif
 
-extern "C" __device__ int shared_bytes = HEAD_BYTES + WARPS * WARP_BYTES;
+constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
+extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES;
 
-// Queries into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
-__device__ __forceinline__ void load_queries(const Args& a, const Row& row, int row_block, u8* head, int warp, int lane) {
-  float* size = reinterpret_cast<float*>(head + Q_BYTES);
-  const int rows = a.groups * a.tokens;
-  for (int i = warp; i < ROWS; i += WARPS) {
-    const int r = row_block * ROWS + i;
-    const u32* source = nullptr;
-    if (r < rows) source = reinterpret_cast<const u32*>(a.q + 2 * (row.b * a.q_b + (row.h * a.groups + r % a.groups) * a.q_h + r / a.groups * a.q_s));
-    u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
-    u32 x[(DK + 63) / 64];
-    float most = 0.f;
+// Waits for all warps of a team.
+__device__ __forceinline__ void meet(int team) {
+  if constexpr (TEAMS == 1) __syncthreads();
+  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WARPS * 32) : "memory");
+}
+
+// The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
+struct Queries {
+  static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
+  u32 x[EACH][WORDS];
+
+  __device__ __forceinline__ void load(const Args& a, const Row& row, int row_block, int warp, int lane) {
 #pragma unroll
-    for (int k = 0; k < (DK + 63) / 64; k++) x[k] = source && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
+    for (int j = 0; j < EACH; j++) {
+      const int i = warp + j * WARPS, r = row_block * ROWS + i;
+      const bool real = i < ROWS && r < a.groups * a.tokens;
+      const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (row.b * a.q_b + (row.h * a.groups + (real ? r % a.groups : 0)) * a.q_h + (real ? r / a.groups : 0) * a.q_s));
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
+    }
+  }
+
+  __device__ __forceinline__ void put(const Args& a, u8* head, int warp, int lane) {
+    float* size = reinterpret_cast<float*>(head + Q_BYTES);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int i = warp + j * WARPS;
+      if (i >= ROWS) break;
 #if TURNED
-    if (source) turn_row<DK>(x, a.q_scale, lane);
+      turn_row<DK>(x[j], a.q_scale, lane);
 #endif
+      u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
+      float most = 0.f;
 #pragma unroll
-    for (int k = 0; k < (DK + 63) / 64; k++) {
-      const int pair = k * 32 + lane;
-      if (pair < DK / 2) target[pair] = x[k];
-      most = fmaxf(most, fmaxf(fabsf(to_float(x[k] & 0xffff)), fabsf(to_float(x[k] >> 16))));
-    }
-    if constexpr (Keys::NORMALISED) {
-#pragma unroll
-      for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-      const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 252u);  // the next power of two
-      const float inverse = __uint_as_float((254 - exponent) << 23);
-      float sum[Keys::GROUPS] = {};
-#pragma unroll
-      for (int k = 0; k < (DK + 63) / 64; k++) {
+      for (int k = 0; k < WORDS; k++) {
         const int pair = k * 32 + lane;
-        const float low = to_float(x[k] & 0xffff) * inverse, high = to_float(x[k] >> 16) * inverse;
-        if (pair < DK / 2) target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
-#pragma unroll
-        for (int j = 0; j < Keys::GROUPS; j++) sum[j] += 2 * pair / (DK / Keys::GROUPS) == j ? low + high : 0.f;
+        if (pair < DK / 2) target[pair] = x[j][k];
+        most = fmaxf(most, fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
       }
+      if constexpr (Keys::NORMALISED) {
 #pragma unroll
-      for (int j = 0; j < Keys::GROUPS; j++) {
+        for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+        const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 252u);  // the next power of two
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+        float sum[Keys::GROUPS] = {};
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) sum[j] += __shfl_xor_sync(~0u, sum[j], d);
-        if (lane == 0) size[ROWS + i * Keys::GROUPS + j] = sum[j];
+        for (int k = 0; k < WORDS; k++) {
+          const int pair = k * 32 + lane;
+          const float low = to_float(x[j][k] & 0xffff) * inverse, high = to_float(x[j][k] >> 16) * inverse;
+          if (pair < DK / 2) target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
+#pragma unroll
+          for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (DK / Keys::GROUPS) == c ? low + high : 0.f;
+        }
+#pragma unroll
+        for (int c = 0; c < Keys::GROUPS; c++) {
+#pragma unroll
+          for (int d = 1; d < 32; d <<= 1) sum[c] += __shfl_xor_sync(~0u, sum[c], d);
+          if (lane == 0) size[ROWS + i * Keys::GROUPS + c] = sum[c];
+        }
+        if (lane == 0) size[i] = __uint_as_float(exponent << 23);
       }
-      if (lane == 0) size[i] = __uint_as_float(exponent << 23);
     }
   }
-}
+};
 
 // One output number: o and l, both relative to 2^m.
 __device__ __forceinline__ void store(const Args& a, int b, int h, int r, int channel, float o, float l, float m) {
@@ -93,14 +115,17 @@ __device__ __forceinline__ void store(const Args& a, int b, int h, int r, int ch
   reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(value, 0.f);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __grid_constant__ Args a) {
-  extern __shared__ __align__(128) u8 smem[];
-  __shared__ int last;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ int lasts[TEAMS], takens[TEAMS];
+  const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int thread = warp * 32 + lane, here = blockIdx.x * TEAMS + team;  // of the team; of all teams
+  u8* smem = memory + team * TEAM_BYTES;
+  int &last = lasts[team], &taken = takens[team];         // taken: see Pages
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // this block's share of the work: cost from `at` to `stop` of all rows together, in units of 256 bytes
+  // this team's share of the work: cost from `at` to `stop` of all rows together, in units of 256 bytes
   u32 total = 0;
   for (int b0 = 0; b0 < a.batch; b0 += 32) {
     Row row; row.b = b0 + lane; row.h = 0;
@@ -108,11 +133,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
     if (row.b < a.batch) { row.count(a, row_block); cost = row.cost(); }
     total += __reduce_add_sync(~0u, cost) * a.heads;
   }
-  const u32 blocks = min(gridDim.x, max(total / (WARPS * UNIT_COST), 1u));
-  if (blockIdx.x >= blocks) return;
+  const u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
+  if (here >= (int)blocks) return;
   // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
-  u32 at = (u64)total * blockIdx.x / blocks;
-  const u32 stop = (u64)total * (blockIdx.x + 1) / blocks;
+  auto share = [&](u32 x) { return (u32)((u64)total * x / blocks); };
+  u32 at = share(here);
+  const u32 stop = share(here + 1);
   auto owner = [&](u32 x) { return (u32)(((u64)(x + 1) * blocks - 1) / total); };
 
   Row row; row.b = 0;
@@ -143,90 +169,119 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) attend(const __gr
   Warp w;
   while (at < stop) {
     row.count(a, row_block); cost = row.cost();
-    const int low = at - start, high = min(stop - start, cost), packed = row.units * UNIT_COST;
-    auto index = [](int x, int c, int most) { return x <= 0 ? 0 : min((x + c - 1) / c, most); };
-    const int u0 = index(low, UNIT_COST, row.units), u1 = index(high, UNIT_COST, row.units);
-    const int w0 = index(low - packed, BLOCK_COST, row.blocks), w1 = index(high - packed, BLOCK_COST, row.blocks);
-    __syncthreads();
-    Pages pages;
-    pages.start(w, a, row, u0, u1, warp, lane, ring);
+    const int low = at - start, high = min(stop - start, cost);
+    // the same part of the row's units and of its window, so that no team has the whole window
+    auto part = [&](int x, int count) { return x >= (int)cost ? count : min((int)((float)x * ((float)count / (float)cost)), count); };
+    const int w0 = part(low, row.blocks), w1 = part(high, row.blocks);
+    const i64 r = (i64)row.b * a.heads + row.h;
+    const int first = owner(start), final = owner(start + cost - 1);  // the teams that share the row
+    const Work work(row, part(low, row.units), part(high, row.units));
+    // few warps take the window, so that it does not hold up the others, and before pages, so that these even out the rest
+    const int few = min(w1 - w0, min((WARPS * (w1 - w0) + work.units) / (work.units + 1), WARPS));
+    const bool both = warp < few;
+    const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, ring};
+    const int item = both ? WARPS - 1 - warp : warp - few;
+    if (thread == 0) taken = 0;
+    meet(team);
+    Queries queries;
+    queries.load(a, row, row_block, warp, lane);
+    Pages pages(a, row, work, &taken, lane);
 #if TURNED
-    turn_chunk(a, row, w0, w1, warp, lane);
+    if (both) turn_chunk(a, row, w0 + warp, w1, few, lane);
 #endif
-    load_queries(a, row, row_block, smem, warp, lane);
-    __syncthreads();
+    if (both) window.start(); else pages.start(w, item, ring);
+    queries.put(a, smem, warp, lane);
+    meet(team);
     w.begin();
     w.keys.begin(rows, size, size + ROWS, scale, lane);
-    pages.attend(w, rows, a.softcap);
+    if (both) {
+      window.attend(w, row_block, rows_raw, scale);
+#pragma unroll
+      for (int k = 0; k < DV / 16; k++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) w.o[k][n][i] *= Values::SUM_UNIT;
+      pages.start(w, item, ring);
+    }
+    pages.attend(w, rows, ring, a.softcap);
     w.values.finish(w.o);
-    const int turn = (u1 - u0) % WARPS;                   // the warp whose turn it is next
-    attend_window(w, a, row, row_block, w0 + (warp - turn + WARPS) % WARPS, w1, lane, rows_raw, ring, scale);
 
-    // the warps of the block
-    __syncthreads();
-    float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * DV;
+    // the warps of the team
+    meet(team);
+    float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * MERGE_STRIDE;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       w.l[n][0] = sum_rows(w.l[n][0]); w.l[n][1] = sum_rows(w.l[n][1]);
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) mine[(8 * n + 2 * t + (i & 1)) * DV + channel_of<DV>(k, i >> 1, g)] = w.o[k][n][i];
+        for (int i = 0; i < 4; i++) mine[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE + channel_of<DV>(k, i >> 1, g)] = w.o[k][n][i];
       if (g == 0)
 #pragma unroll
         for (int e = 0; e < 2; e++) { mine_ml[8 * n + 2 * t + e] = w.m[n][e]; mine_ml[ROWS + 8 * n + 2 * t + e] = w.l[n][e]; }
     }
-    __syncthreads();
-    const i64 r = (i64)row.b * a.heads + row.h;
-    const int first = owner(start), final = owner(start + cost - 1);  // the blocks of threads that share the row
-    const i64 slots = gridDim.x + (i64)a.batch * a.heads;
-    float* partial = a.partial + (row_block * slots + r) * SLOT_FLOATS;  // of block c of the grid: + c * SLOT_FLOATS
-    for (int x = threadIdx.x; x < real * DV; x += WARPS * 32) {
+    meet(team);
+    const i64 slots = a.teams + (i64)a.batch * a.heads;
+    float* partial = a.partial + (row_block * slots + r) * SLOT_FLOATS;  // of team c: + c * SLOT_FLOATS
+    for (int x = thread; x < real * DV; x += WARPS * 32) {
       const int i = x / DV;
       float m = LOWEST, l = 0.f, o = 0.f;
 #pragma unroll
-      for (int k = 0; k < WARPS; k++) m = fmaxf(m, merge[k * (WARP_BYTES / 4) + ROWS * DV + i]);
+      for (int k = 0; k < WARPS; k++) m = fmaxf(m, merge[k * (WARP_BYTES / 4) + ROWS * MERGE_STRIDE + i]);
 #pragma unroll
       for (int k = 0; k < WARPS; k++) {
         const float* other = merge + k * (WARP_BYTES / 4);
-        const float f = ex2(other[ROWS * DV + i] - m);
-        l += f * other[ROWS * DV + ROWS + i]; o += f * other[x];
+        const float f = ex2(other[ROWS * MERGE_STRIDE + i] - m);
+        l += f * other[ROWS * MERGE_STRIDE + ROWS + i]; o += f * other[i * MERGE_STRIDE + x % DV];
       }
       if (first == final) store(a, row.b, row.h, row_block * ROWS + i, x % DV, o, l, m);
       else {
-        float* slot = partial + (i64)blockIdx.x * SLOT_FLOATS;
+        float* slot = partial + (i64)here * SLOT_FLOATS;
         slot[x] = o;
         if (x % DV == 0) { slot[ROWS * DV + i] = m; slot[ROWS * DV + ROWS + i] = l; }
       }
     }
-    if (first != final) {  // the blocks of the grid
+    if (first != final) {  // the teams
       __threadfence();
-      __syncthreads();
+      meet(team);
       int* counter = a.counters + row_block * a.batch * a.heads + r;
-      if (threadIdx.x == 0) last = atomicAdd(counter, 1) == final - first;
-      __syncthreads();
+      if (thread == 0) last = atomicAdd(counter, 1) == final - first;
+      meet(team);
       if (last) {
         __threadfence();
         for (int i = warp; i < real; i += WARPS) {
-          float m = LOWEST, l = 0.f;
-          for (int c = first + lane; c <= final; c += 32) m = fmaxf(m, __ldcg(partial + (i64)c * SLOT_FLOATS + ROWS * DV + i));
+          constexpr int BATCH = 8, WORDS = (DV + 31) / 32;   // loads in flight, and a lane's channels
+          float m = LOWEST, l = 0.f, o[WORDS] = {};
+          for (int c0 = first; c0 <= final; c0 += BATCH) {
+            float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
 #pragma unroll
-          for (int d = 1; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-          float o[(DV + 31) / 32] = {};
-#pragma unroll 8
-          for (int c = first; c <= final; c++) {
-            const float* slot = partial + (i64)c * SLOT_FLOATS;
-            const float f = ex2(__ldcg(slot + ROWS * DV + i) - m);
-            l += f * __ldcg(slot + ROWS * DV + ROWS + i);
+            for (int j = 0; j < BATCH; j++) {
+              const bool there = c0 + j <= final;
+              const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
+              ms[j] = there ? __ldcg(slot + ROWS * DV + i) : -INF; ls[j] = __ldcg(slot + ROWS * DV + ROWS + i);
 #pragma unroll
-            for (int k = 0; k < (DV + 31) / 32; k++)
-              if (DV % 32 == 0 || k * 32 + lane < DV) o[k] += f * __ldcg(slot + i * DV + k * 32 + lane);
+              for (int k = 0; k < WORDS; k++) os[j][k] = DV % 32 == 0 || k * 32 + lane < DV ? __ldcg(slot + i * DV + k * 32 + lane) : 0.f;
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) top = fmaxf(top, ms[j]);
+            const float decay = ex2(m - top);
+            m = top; l *= decay;
+#pragma unroll
+            for (int k = 0; k < WORDS; k++) o[k] *= decay;
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+              const float f = ex2(ms[j] - m);
+              l += f * ls[j];
+#pragma unroll
+              for (int k = 0; k < WORDS; k++) o[k] += f * os[j][k];
+            }
           }
 #pragma unroll
           for (int k = 0; k < (DV + 31) / 32; k++)
             if (DV % 32 == 0 || k * 32 + lane < DV) store(a, row.b, row.h, row_block * ROWS + i, k * 32 + lane, o[k], l, m);
         }
-        if (threadIdx.x == 0) *counter = 0;
+        if (thread == 0) *counter = 0;
       }
     }
     at = start + cost; start = at;

@@ -8,7 +8,7 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-constexpr int ROWS = 8 * NT;        // query rows (heads x tokens) a block of threads attends for
+constexpr int ROWS = 8 * NT;        // query rows (heads x tokens) a team of warps attends for
 constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24
@@ -23,7 +23,7 @@ struct Args {
   float* partial;
   int* counters;                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
-  int batch, heads, groups, tokens, pages, sink, tail;
+  int batch, heads, groups, tokens, pages, sink, tail, teams;
   float scaling, softcap;
   const u8* raw_k;                  // TURNED: the chunk's keys; `k` is then where they are put, transformed
   const float *q_scale, *k_scale;   // factors of channels, or null

@@ -112,7 +112,7 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK; static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {

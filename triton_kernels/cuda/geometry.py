@@ -26,13 +26,13 @@ RESERVED, SHARED = 1024 + 128, 228 * 1024
 
 
 class Choice(NamedTuple):
-    """How the attend kernel is laid out: tokens of a piece, pieces in the ring, warps of a block, blocks a multiprocessor,
-    groups of eight query rows."""
+    """How the attend kernel is laid out: tokens of a piece, pieces in the ring, warps of a team, teams of a block of threads
+    (one a multiprocessor), groups of eight query rows."""
 
     piece: int
     ring: int
     warps: int
-    blocks: int
+    teams: int
     row_tiles: int
 
 
@@ -116,28 +116,29 @@ def choose(
     )
     slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
     window = 64 * (head_dim_k + head_dim_v)
-    merge = 8 * row_tiles * (head_dim_v + 2) * 4
+    merge = 8 * row_tiles * (head_dim_v + 3) * 4
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0.0, 0), Choice(piece, 2, 1, 1, row_tiles)
-    for warps, blocks in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
+    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles)
+    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
-        ring = 3 if min(bits) == 16 and (warps, blocks) == (4, 1) else 2
+        ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
         need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
-        if blocks * (need + RESERVED) > shared or warps * blocks > most:
+        if teams * need + RESERVED > shared or warps * teams > most:
             continue
-        slots = processors * blocks
-        even = grid_size(slots, heads) % heads == 0 or slots < heads
-        score = (most + 1.0 if ring == 3 else warps * blocks + 0.5 * even, -abs(warps - 4))
+        slots = processors * teams
+        even = grid_size(slots, heads) % heads == 0
+        # where a team has many rows one after the other, several teams keep each other's gaps busy
+        score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams if slots >= heads else teams)
         if score > best:
-            best, found = score, Choice(piece, ring, warps, blocks, row_tiles)
+            best, found = score, Choice(piece, ring, warps, teams, row_tiles)
     return found
 
 
 def grid_size(slots: int, heads: int) -> int:
-    """Blocks of threads for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle,
-    because then a block's share of the work lies in one head."""
+    """Teams for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle, because then
+    a team's share of the work lies in one head."""
     even = slots // heads * heads
     return even if even >= 0.9 * slots else slots
 
@@ -170,8 +171,10 @@ def attend_defines(
     sinks: int,
     softcap: bool,
     turned: bool = False,
+    ordered: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel."""
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel.
+    ordered: pages are dealt out to warps in a fixed order."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
@@ -184,11 +187,12 @@ def attend_defines(
             "PT": choice.piece,
             "RING": choice.ring,
             "WARPS": choice.warps,
-            "MINB": choice.blocks,
+            "TEAMS": choice.teams,
             "NT": choice.row_tiles,
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
+            "ORDERED": int(ordered),
         }
         | (_turn_macros(head_dim_k, spec.transform.rotated) if turned else {"TURNED": 0})
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 
 import torch
 
@@ -22,6 +23,8 @@ from .geometry import Choice, append_defines, attend_defines, choose, grid_size,
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TURN_INSIDE = 16
+#: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
+ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
@@ -31,7 +34,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
         *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
-        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail".split()),
+        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
         *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s".split()),
@@ -89,13 +92,16 @@ def _attend_module(
     sinks: int,
     softcap: bool,
     turned: bool,
+    ordered: bool,
     device: torch.device,
 ) -> tuple[Module, Choice, int]:
     """The kernel, how it is laid out, and its shared memory in bytes."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
-    defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, turned)
+    defines = attend_defines(
+        spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, turned=turned, ordered=ordered
+    )
     module = load("attend.cu", defines, device)
     return module, choice, module.integer("shared_bytes")
 
@@ -203,17 +209,17 @@ def _attend(
     rows = groups * tokens
     module, choice, shared = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, how is not None, device),
+        *(softcap is not None, how is not None, os.environ.get(ORDERED) == "1", device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
     pages = state.page_address.shape[1]
-    # no more blocks than could have work: what rows hold is known on the device alone
+    # no more teams than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-    slots = max(_properties(device).multi_processor_count * choice.blocks // row_blocks, 1)
-    blocks = min(grid_size(slots, batch * heads), most)
+    slots = max(_properties(device).multi_processor_count * choice.teams // row_blocks, 1)
+    teams = min(grid_size(slots, batch * heads), most)
     partial = torch.empty(
-        row_blocks * (blocks + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
+        row_blocks * (teams + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
     counters = _counters_for(state, row_blocks * batch * heads)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
@@ -224,12 +230,13 @@ def _attend(
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
         *(state.length.data_ptr(), state.paged.data_ptr(), out.data_ptr(), partial.data_ptr(), counters.data_ptr()),
         *(*q.stride()[:3], *keys.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
-        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size),
+        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams),
         *(scaling, 1.0 if softcap is None else softcap),
         *((0, 0, 0) if how is None else (raw_k.data_ptr(), _address(how.query_scale), _address(how.key_scale))),
         *raw_k.stride()[:3],
     )
-    _launch(module, "attend", (blocks, row_blocks, 1), 32 * choice.warps, args, shared=shared)
+    grid = -(-teams // choice.teams), row_blocks, 1
+    _launch(module, "attend", grid, 32 * choice.teams * choice.warps, args, shared=shared)
     return out, keys
 
 

@@ -2,83 +2,116 @@
 #pragma once
 #include "warp.cuh"
 
-// The packed pages [u0 + warp, u1) of a row, piece by piece. Copies run ahead of what is computed: group n of them holds the keys
-// of piece n + 1 and the values of piece n.
+// Units [begin, stop) of a row's pages, which the warps of a team take as they get done: whole units, and of the last ones a piece at
+// a time, so that all warps are done together (older warps are served first and run ahead).
+struct Work {
+  int units, first, whole, items, end;                    // first token; items that are whole units; all items; where tokens end
+  __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
+    units = stop - begin;
+    first = begin * UNIT; end = min(stop * UNIT, row.paged);
+    whole = max(units - WARPS, 0); items = whole + (units - whole) * PIECES;
+  }
+};
+
+// Copies run ahead of what is computed: group n of them holds the keys of piece n + 1 and the values of piece n.
 struct Pages {
-  static constexpr int STEP = UNIT * WARPS;               // tokens from a unit of this warp to its next
-  static constexpr int SLOT = Keys::SLOT + Values::SLOT;
+  static constexpr int SLOT = Keys::SLOT + Values::SLOT, NONE = 0x7fffffff;
   const i64* table;
-  const u8 *pool, *k_page, *v_page;
-  i64 k_next, v_next;                                     // the pages after these, looked up a unit ahead
-  int begin, end, k_token, v_token;                       // tokens, sink not counted; k and v: of the units to copy next
-  int paged, lane;
-  u32 ring;
+  const u8* pool;
+  const u8* page[RING + 1];                               // of pieces n, n + 1, ..., n + RING
+  int token[RING + 1];                                    // of these, sink not counted; odd where a unit or an item begins
+  int left, next, next_left;                              // pieces that follow in this item; the item to take next
+  i64 next_page;
+  Work work;
+  int* taken;                                             // items that the team has taken beyond the first two of each warp
+  int pending, lane;                                      // the item after `next` (of lane 0)
 
-  __device__ __forceinline__ void copy_keys(const Keys& keys, int piece, u32 slot) {
-    if (k_token >= end) return;
-    if (piece == 0) { k_page = pool + k_next; if (k_token + STEP < end) k_next = table[(k_token + STEP) / PAGE]; }
-    keys.copy(slot, k_page, k_token % PAGE + piece * PT, piece == 0, paged - k_token - piece * PT, lane);
-    if (piece == PIECES - 1) k_token += STEP;
-  }
-  __device__ __forceinline__ void copy_values(const Values& values, int piece, u32 slot) {
-    if (v_token >= end) return;
-    if (piece == 0) { v_page = pool + v_next + VALUE_AT; if (v_token + STEP < end) v_next = table[(v_token + STEP) / PAGE]; }
-    values.copy(slot + Keys::SLOT, v_page, v_token % PAGE + piece * PT, paged - v_token - piece * PT, lane);
-    if (piece == PIECES - 1) v_token += STEP;
-  }
-
-  __device__ __forceinline__ void start(const Warp& w, const Args& a, const Row& row, int u0, int u1, int warp, int lane_, u32 ring_) {
-    const int count = u1 - u0 > warp ? (u1 - u0 - warp + WARPS - 1) / WARPS : 0;
+  __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_) : work(work_), taken(taken_), lane(lane_) {
     table = a.address + (i64)row.b * a.pages; pool = a.pool + (i64)row.h * PAGE_BYTES;
-    paged = row.paged; lane = lane_; ring = ring_;
-    begin = k_token = v_token = (u0 + warp) * UNIT; end = begin + count * STEP;
-    if (count == 0) return;
-    k_next = v_next = table[begin / PAGE];
-    copy_keys(w.keys, 0, ring); commit();
+  }
+
+  __device__ __forceinline__ void take(int item) {
+    const bool unit = item < work.whole;
+    next = work.first + (unit ? item * UNIT : work.whole * UNIT + (item - work.whole) * PT) + 1;
+    next_left = unit ? PIECES - 1 : 0;
+    if (item < work.items && next <= work.end) next_page = table[next / PAGE]; else next = NONE;
+  }
+  // From one piece of this warp to its next.
+  __device__ __forceinline__ void step(int& t, const u8*& p) {
+    if (left > 0 && (t & -2) + PT < work.end) {
+      left--; t = (t & -2) + PT;
+      if (PAGE < UNIT && t % PAGE == 0) { p = pool + table[t / PAGE]; t++; }
+      return;
+    }
+    t = next; left = next_left; p = pool + next_page;
+    if (next == NONE) return;
+    const int item = __shfl_sync(~0u, pending, 0);
+    if (ORDERED) pending += WARPS;
+    else if (lane == 0) pending = 2 * WARPS + atomicAdd(taken, 1);
+    take(item);
+  }
+  __device__ __forceinline__ void copy_keys(const Keys& keys, int i, u32 slot) {
+    const int t = token[i] & -2;
+    if (t < work.end) keys.copy(slot, page[i], t % PAGE, token[i] & 1, work.end - t, lane);
+  }
+  __device__ __forceinline__ void copy_values(const Values& values, int i, u32 slot) {
+    const int t = token[i] & -2;
+    if (t < work.end) values.copy(slot + Keys::SLOT, page[i] + VALUE_AT, t % PAGE, work.end - t, lane);
+  }
+
+  __device__ __forceinline__ void start(const Warp& w, int item, u32 ring) {
+    left = 0; pending = item + WARPS;
+    take(item);
 #pragma unroll
-    for (int i = 0; i < RING - 1; i++) {
-      copy_keys(w.keys, (i + 1) % PIECES, ring + (i + 1) * SLOT); copy_values(w.values, i % PIECES, ring + i * SLOT); commit();
+    for (int i = 0; i < RING; i++) {
+      if (i) { token[i] = token[i - 1]; page[i] = page[i - 1]; }
+      step(token[i], page[i]);
+      copy_keys(w.keys, i, ring + i * SLOT);
+      if (i) copy_values(w.values, i - 1, ring + (i - 1) * SLOT);
+      commit();
     }
   }
 
-  __device__ __forceinline__ void attend(Warp& w, u32 rows, float cap) {
-    if (begin == end) return;
+  __device__ __forceinline__ void attend(Warp& w, u32 rows, u32 ring, float cap) {
+    if (token[0] == NONE) return;
     wait<RING - 1>(); __syncwarp();
     u32 before = ring + (RING - 1) * SLOT, here = ring, behind = ring + SLOT;  // slots of pieces n - 1, n, n + 1
     float s[TILES][NT][4];
-    w.keys.refresh(ring, rows, begin % PAGE, true, lane);
+    w.keys.refresh(ring, rows, (token[0] & -2) % PAGE, true, lane);
     w.keys.scores(s, ring, rows, lane);
-    for (int unit = begin; unit < end; unit += STEP) {
+#pragma unroll 1
+    while (token[0] != NONE) {
+      wait<RING - 2>(); __syncwarp();
+      token[RING] = token[RING - 1]; page[RING] = page[RING - 1];
+      step(token[RING], page[RING]);
+      copy_keys(w.keys, RING, here); copy_values(w.values, RING - 1, before); commit();
+      const int limit = DIRECT ? work.end - (token[0] & -2) : 0;
+      w.values.weigh(here + Keys::SLOT, limit, lane);
 #pragma unroll
-      for (int piece = 0; piece < PIECES; piece++) {
-        wait<RING - 2>(); __syncwarp();
-        copy_keys(w.keys, (piece + RING) % PIECES, here); copy_values(w.values, (piece + RING - 1) % PIECES, before); commit();
-        const int limit = DIRECT ? paged - unit - piece * PT : 0;
-        w.values.weigh(here + Keys::SLOT, limit, lane);
+      for (int k = 0; k < TILES; k++)
 #pragma unroll
-        for (int k = 0; k < TILES; k++)
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int n = 0; n < NT; n++)
+          for (int i = 0; i < 4; i++) {
+            s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
+            if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
+          }
+      w.subtract_maximum<TILES>(s);
+      // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
+      // they are computed from stale memory and not used)
+      w.keys.refresh(behind, rows, (token[1] & -2) % PAGE, token[1] & 1, lane);
+      float ahead[TILES][NT][4];
+      w.keys.scores(ahead, behind, rows, lane);
+      w.values.add(w.o, w.l, s, here + Keys::SLOT, limit, lane);
+      before = here; here = behind; behind = behind == ring + (RING - 1) * SLOT ? ring : behind + SLOT;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
-              if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
-            }
-        w.subtract_maximum<TILES>(s);
-        // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
-        // they are computed from stale memory and not used)
-        w.keys.refresh(behind, rows, unit % PAGE + (piece + 1) % PIECES * PT, piece == PIECES - 1, lane);
-        float next[TILES][NT][4];
-        w.keys.scores(next, behind, rows, lane);
-        w.values.add(w.o, w.l, s, here + Keys::SLOT, limit, lane);
-        before = here; here = behind; behind = behind == ring + (RING - 1) * SLOT ? ring : behind + SLOT;
+      for (int i = 0; i < RING; i++) { token[i] = token[i + 1]; page[i] = page[i + 1]; }
 #pragma unroll
-        for (int k = 0; k < TILES; k++)
+      for (int k = 0; k < TILES; k++)
 #pragma unroll
-          for (int n = 0; n < NT; n++)
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[k][n][i] = next[k][n][i];
-      }
+          for (int i = 0; i < 4; i++) s[k][n][i] = ahead[k][n][i];
     }
     wait<0>(); __syncwarp();
   }

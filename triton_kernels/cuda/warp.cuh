@@ -8,7 +8,7 @@
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-constexpr int UNIT = PAGE < 128 ? PAGE : 128;          // tokens that a warp takes at a time
+constexpr int UNIT = 128;                              // tokens that a warp takes at a time, as long as there are many
 constexpr int PIECES = UNIT / PT;                      // pieces of a unit
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
@@ -17,15 +17,16 @@ constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 constexpr int RING_BYTES = RING * (Keys::SLOT + Values::SLOT);
 constexpr int WINDOW_BYTES = Dense<DK>::BLOCK + Dense<DV>::BLOCK;
-constexpr int MERGE_BYTES = ROWS * (DV + 2) * 4;       // of a warp
+constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
+constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
-constexpr int UNIT_COST = (UNIT / PT * (Keys::SLOT + Values::SLOT) + 255) / 256;
-constexpr int BLOCK_COST = WINDOW_BYTES / 256 * 5 / 4; // of 32 tokens of the window, which are copied less evenly
+constexpr int UNIT_COST = (PIECES * (Keys::SLOT + Values::SLOT) + 255) / 256;
+constexpr int BLOCK_COST = WINDOW_BYTES / 256;         // of 32 tokens of the window
 constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
 
-// A row's share of work, and where its tokens stand.
+// A row's work, in units of its pages and blocks of its window, and where its tokens stand.
 struct Row {
   int b, h, length, paged, units, sinks, tail, chunk, blocks;
   __device__ __forceinline__ void count(const Args& a, int row_block) {

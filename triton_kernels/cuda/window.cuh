@@ -2,62 +2,74 @@
 #pragma once
 #include "warp.cuh"
 
-// The blocks of 32 tokens w0 + first, w0 + first + WARPS, ... of a row's window: its sink, tail and chunk, one behind the other.
-__device__ __forceinline__ void attend_window(Warp& w, const Args& a, const Row& row, int row_block, int w0, int w1, int lane, u32 rows, u32 space, float scale) {
-  const int g = lane >> 2, t = lane & 3;
-  const i64 bh = (i64)row.b * a.heads + row.h;
-  const int stored = row.sinks + row.tail;
-  const int oldest = a.tail ? row.paged % a.tail - row.sinks : 0;  // slot of the tail's first token, less its number
-  // which: 0 keys, 1 values
-  auto locate = [&](int which, int i, bool& keep) -> const u8* {
-    const int d = 2 * (which ? DV : DK);
+// The blocks of 32 tokens first, first + stride, ... below `stop` of a row's window: its sink, tail and chunk, one behind the other.
+struct Window {
+  const Args& a;
+  const Row& row;
+  int first, stop, stride, lane;
+  u32 space;
+
+  // which: 0 keys, 1 values; i: number of the token in the window
+  __device__ __forceinline__ const u8* locate(int which, int i, bool& keep) const {
+    const i64 bh = (i64)row.b * a.heads + row.h;
+    const int stored = row.sinks + row.tail, d = 2 * (which ? DV : DK);
     keep = true;
     if (i < row.sinks) return (which ? a.sink_v : a.sink_k) + (bh * a.sink + i) * d;
     if (i < stored) {
-      const int slot = oldest + i;
+      const int slot = row.paged % a.tail + i - row.sinks;
       return (which ? a.tail_v : a.tail_k) + (bh * a.tail + (slot < a.tail ? slot : slot - a.tail)) * d;
     }
     const int c = i - stored;
     keep = c < row.chunk && (!HAS_MASK || a.mask[row.b * a.mask_b + c * a.mask_s]);
     const i64 at = which ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
     return (which ? a.v : a.k) + 2 * at;
-  };
-  auto copy_keys = [&](int blk) { Dense<DK>::copy(space, [&](int j, bool& keep) { return locate(0, 32 * blk + 4 * g + j, keep); }, lane); };
-  auto copy_values = [&](int blk) { Dense<DV>::copy(space + Dense<DK>::BLOCK, [&](int j, bool& keep) { return locate(1, 32 * blk + 4 * g + j, keep); }, lane); };
-  if (w0 >= w1) return;
-  int query[NT][2];                                       // token of each column's query
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) query[n][e] = (row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
-  copy_keys(w0); commit();
-  copy_values(w0); commit();
-  for (int blk = w0; blk < w1; blk += WARPS) {
-    const bool more = blk + WARPS < w1;
-    float s[2][NT][4];
-    wait<1>(); __syncwarp();
-    Dense<DK>::scores(s, space, rows, lane);
-    __syncwarp();
-    if (more) copy_keys(blk + WARPS);
-    commit();
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int c = 32 * blk + 4 * g + j - stored;        // token of the chunk
-      const bool keep = c < row.chunk && (!HAS_MASK || c < 0 || a.mask[row.b * a.mask_b + c * a.mask_s]);
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float& x = s[j >> 1][n][2 * (j & 1) + e];
-          x = keep && c <= query[n][e] ? Warp::capped(x * scale, a.softcap) : -INF;
-        }
-    }
-    w.subtract_maximum<2>(s);
-    wait<1>(); __syncwarp();
-    Dense<DV>::add(w.o, w.l, s, space + Dense<DK>::BLOCK, lane);
-    __syncwarp();
-    if (more) copy_values(blk + WARPS);
+  }
+  __device__ __forceinline__ void copy_keys(int block) const {
+    Dense<DK>::copy(space, [&](int j, bool& keep) { return locate(0, 32 * block + lane / 4 * 4 + j, keep); }, lane);
     commit();
   }
-  wait<0>(); __syncwarp();
-}
+  __device__ __forceinline__ void copy_values(int block) const {
+    Dense<DV>::copy(space + Dense<DK>::BLOCK, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
+    commit();
+  }
+  __device__ __forceinline__ void start() const {
+    if (first < stop) { copy_keys(first); copy_values(first); }
+  }
+
+  __device__ __forceinline__ void attend(Warp& w, int row_block, u32 rows, float scale) const {
+    if (first >= stop) return;
+    const int g = lane >> 2, t = lane & 3, stored = row.sinks + row.tail;
+    int query[NT][2];                                     // token of each column's query
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) query[n][e] = (row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
+#pragma unroll 1
+    for (int block = first; block < stop; block += stride) {
+      const bool more = block + stride < stop;
+      float s[2][NT][4];
+      wait<1>(); __syncwarp();
+      Dense<DK>::scores(s, space, rows, lane);
+      __syncwarp();
+      if (more) copy_keys(block + stride); else commit();
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int c = 32 * block + 4 * g + j - stored;    // token of the chunk
+        const bool keep = c < row.chunk && (!HAS_MASK || c < 0 || a.mask[row.b * a.mask_b + c * a.mask_s]);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float& x = s[j >> 1][n][2 * (j & 1) + e];
+            x = keep && c <= query[n][e] ? Warp::capped(x * scale, a.softcap) : -INF;
+          }
+      }
+      w.subtract_maximum<2>(s);
+      wait<1>(); __syncwarp();
+      Dense<DV>::add(w.o, w.l, s, space + Dense<DK>::BLOCK, lane);
+      __syncwarp();
+      if (more) copy_values(block + stride); else commit();
+    }
+    wait<0>(); __syncwarp();
+  }
+};
