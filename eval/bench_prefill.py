@@ -95,18 +95,7 @@ def measure_chunk(
     if not relerr <= bound:  # NaN is not
         raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
     peers = _usable(_chunk_peers(Inputs.random(1, HEADS, KV_HEADS, tokens, head_dim, queries, dtype, device)))
-    known = tokens - queries, True
-
-    def ours() -> torch.Tensor:
-        return ops.attend(
-            case.q, case.k, case.v, None, case.state, case.spec, case.scaling, None, None, backend, *known
-        )
-
-    # the check poisons memory, which wants deterministic operations, which not all that serves here is
-    other = float((ours().float() - case.attend(backend).float()).norm() / case.attend(backend).float().norm())
-    if not other <= 4 * bound:
-        raise WrongResultError(f"with lengths known the result differs by {other:.2g}")
-    candidates = [Candidate("ours", [ours], graph=False)]
+    candidates = [Candidate("ours", [lambda: case.attend(backend)], graph=False)]
     candidates += [Candidate(name, [call], graph=False) for name, call in peers.items()]
     return {"kind": "chunk", "relerr": relerr} | _times(candidates, device, rounds, without=("sdpa-cudnn",))
 
@@ -128,7 +117,7 @@ def measure_prompt(
             if start == 0:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
             else:
-                out = ops.attend(q, k, v, None, state, spec, head_dim**-0.5, None, None, backend, start, True)
+                out = ops.attend(q, k, v, None, state, spec, head_dim**-0.5, None, None, backend, start)
             ops.append(k, v, None, state, spec, backend, after=out)
             outs.append(out)
         return torch.cat(outs, dim=1)

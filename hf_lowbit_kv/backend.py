@@ -183,7 +183,6 @@ def _attend(
     scaling: float,
     softcap: float | None,
     seen: int | None,
-    even: bool,
     backend: str,
     block: torch.Tensor,
     more: Sequence[torch.Tensor],
@@ -197,7 +196,7 @@ def _attend(
     paged: torch.Tensor,
 ) -> torch.Tensor:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap, sinks, seen, even)
+    out = _module(backend).attend(q, k, v, mask, state, LayerSpec.parse(spec), scaling, softcap, sinks, seen)
     return out.contiguous()
 
 
@@ -243,21 +242,10 @@ def _flat(state: LayerState) -> list:
 
 
 def attend(
-    q,
-    k,
-    v,
-    mask,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling,
-    softcap,
-    sinks,
-    backend: str,
-    seen: int | None = None,
-    even: bool = False,
+    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen: int | None = None
 ) -> torch.Tensor:
     """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
-    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, seen, even, backend, *_flat(state))
+    return _attend(q, k, v, mask, sinks, spec.key, scaling, softcap, seen, backend, *_flat(state))
 
 
 def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:

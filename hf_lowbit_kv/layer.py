@@ -76,7 +76,6 @@ class LowBitLayer(CacheLayerMixin):
         self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
         self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
         self._padding: list[tuple[int, torch.Tensor]] = []  # (first position, mask) of chunks with padding
-        self._even = True  # whether all rows surely hold as many tokens as came in
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
@@ -162,7 +161,6 @@ class LowBitLayer(CacheLayerMixin):
             return
         if count > int(self.cumulative_length):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
-        self._recount()
         state, spec = self.store.state, self.spec
         state.length.sub_(self._real_tokens_among_last(count)).clamp_(min=0)
         if spec.direct:
@@ -224,13 +222,9 @@ class LowBitLayer(CacheLayerMixin):
         else:
             if self.transform is not None:
                 query = apply(query, self.transform.queries)
-            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_recount`)
-            known = (None, False)
-            if tokens > 1 and not torch.compiler.is_compiling():
-                known = self._seen_at_least - tokens, self._even
-            out = ops.attend(
-                query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend, *known
-            )
+            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
+            seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
+            out = ops.attend(query, stored, value, mask, state, self.spec, scaling, softcap, sinks, self.backend, seen)
         ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
@@ -244,10 +238,8 @@ class LowBitLayer(CacheLayerMixin):
         """Keep what `crop` needs to know without asking the device."""
         if mask is None:  # else a row may have got none of these tokens
             self._in_tail += tokens
-        else:
-            self._even = False
-            if tokens > 1:
-                self._padding.append((int(self.cumulative_length) - tokens, mask))
+        elif tokens > 1:
+            self._padding.append((int(self.cumulative_length) - tokens, mask))
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
     def _make_room(self, tokens: int, mode: str) -> None:
@@ -325,16 +317,9 @@ class LowBitLayer(CacheLayerMixin):
                 f"tokens stored under {'lowbit_kv' if self._mode == 'packed' else 'another one'}: reset() it first"
             )
 
-    def _recount(self) -> None:
-        """Learn how many padded tokens there are; waits for the device."""
-        seen = int(self.cumulative_length)
-        if seen != self._seen_at_least:  # compiled steps came by, with masks that were not looked at
-            self._even = False
-        self._seen_at_least = seen
-
     def _check_capacity(self, tokens: int) -> None:
         if self.is_initialized and (tokens > 1 or self.device.type == "cpu"):
-            self._recount()  # a prompt may wait for the device; a decode step may not
+            self._seen_at_least = int(self.cumulative_length)  # a prompt may wait for the device; a decode step may not
         if self._seen_at_least + tokens > self.max_cache_len:
             raise ValueError(
                 f"max_cache_len={self.max_cache_len} is too small: {self._seen_at_least} tokens are stored and "

@@ -75,7 +75,6 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
-    even: bool = False,
 ) -> torch.Tensor:
     """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
 
@@ -84,8 +83,7 @@ def attend(
         mask: bool `[B, S]`, False for padding in the chunk; `None`: there is none.
         scaling: factor on q.k. softcap: `softcap * tanh(score / softcap)`, or `None`.
         sinks: `[Hq]`, one logit per query head that takes weight and gives no value (gpt-oss), or `None`.
-        seen: no row holds more tokens than this, and `even`: each holds exactly so many; where the host knows. They
-            change no result.
+        seen: no row holds more tokens than this, where the host knows; changes no result.
 
     Returns:
         `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.

@@ -227,64 +227,6 @@ def test_attend(case, stretch, backend, monkeypatch):
     kernels.check_attend(served(case, backend))
 
 
-@kernels.needs_interpreter
-@pytest.mark.parametrize("tokens", [24, 40])
-def test_small_cudnn(tokens, monkeypatch):
-    """Stretches left to another attention that returns the log-sum-exp, which here is plain PyTorch."""
-
-    def attend(q, keys, values, scaling):
-        scores = q.float() @ keys.float().repeat_interleave(2, 1).transpose(-1, -2) * scaling
-        out = torch.softmax(scores, -1) @ values.float().repeat_interleave(2, 1)
-        return out.to(q.dtype), scores.logsumexp(-1)
-
-    monkeypatch.setattr(prompt.prompt_cudnn, "STRETCH", 64)
-    monkeypatch.setattr(prompt.prompt_cudnn, "serves", lambda q, k, v: True)
-    monkeypatch.setattr(prompt.prompt_cudnn, "attend", attend)
-    case = Case(groups=2, tokens=tokens, lengths=(150, 150), head_dim_v=96)
-    ref, dev = filled(case, generator(case, kernels.SEED), "cpu")
-    step = random_step(case, generator(case, 2))
-    expected = plain(step.float(), ref.state, case)
-    for even, launches in ((True, 2), (False, 0)):
-        before = count("carry_kernel")
-        out = prompt.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling, seen=150, even=even)
-        assert relative_error(real_queries(out, step), expected) < 1e-3
-        assert count("carry_kernel") == before + launches
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("tokens", [512, 9472])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cudnn(tokens, dtype, backend):
-    """Rows of one length that the host knows: the same as without that knowledge, and as attention over all read back."""
-    lengths = (17000,) * (2 if tokens == 512 else 1)
-    case = served(Case(heads=8, groups=4, tokens=tokens, dtype=dtype, **BASE | {"lengths": lengths}), backend)
-    store = PagedStore(case.spec, len(lengths), 8, 128, 128, dtype, "cuda", capacity=20000)
-    for _ in range(2):
-        x = torch.randn(2, len(lengths), 8, 8500, 128, device="cuda").to(dtype)
-        ops._module(backend).append(x[0], x[1], None, store.state, case.spec)
-    step = random_step(case, generator(case, kernels.SEED)).to("cuda")
-    args = (step.q, step.k, step.v, None, store.state, case.spec, step.scaling, None, None, 17000)
-    if not prompt.prompt_cudnn.serves(step.q, step.k, step.v):
-        pytest.skip("PyTorch would not take cuDNN here")
-    before = count("carry_kernel")
-    out = ops._module(backend).attend(*args, True)
-    assert count("carry_kernel") > before
-    assert relative_error(out, ops._module(backend).attend(*args, False)) < (1e-3 if dtype == torch.float16 else 6e-3)
-    k, v = (
-        torch.cat(pair, dim=2)[:, :, : 17000 + 512]
-        for pair in zip(
-            ops._module(backend).read(store.state, case.spec, 128, 128, 17000), (step.k, step.v), strict=True
-        )
-    )
-    few = step.q[:, :, :512]
-    causal = torch.ones(512, 17512, dtype=torch.bool, device="cuda").tril(17000)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.float() for x in (few, k, v)), attn_mask=causal, scale=step.scaling, enable_gqa=True
-    )
-    assert relative_error(out[:, :512], expected.transpose(1, 2)) < (1e-3 if dtype == torch.float16 else 6e-3)
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_float32(monkeypatch):

@@ -92,14 +92,13 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
-    even: bool = False,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
     if rows > FUSED_ROWS["triton"]:
-        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, even)
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     sides = _prepare(k, v, spec)
     config = attend_config(
         rows, max(head_dim_k, head_dim_v), sides.key_width, sides.value_width, q.dtype == torch.float32

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
-from . import prompt_cudnn
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, dot_type, padded_width
 from .common import launch as _launch
@@ -114,11 +113,10 @@ def prompt_kernel(
         channel = tl.arange(0, DV_PADDED)
         keep = rows_valid[:, None] & (channel < DV)[None, :]
         # what is carried counts as one token: the output so far, with the log-sum-exp as its score
-        carried = row < tl.where(first > 0, GROUPS * tokens, 0)
-        m = tl.load(lse + carry, mask=carried, other=float("-inf"))
+        m = tl.load(lse + carry, mask=rows_valid & (first > 0), other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
         m = tl.maximum(m, LOWEST)
-        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & carried[:, None], other=0.0)
+        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & (first > 0), other=0.0)
         factor = scaling if HAS_SOFTCAP else scaling * LOG2E
         q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
         q_channel = tl.arange(0, DK_PADDED)[None, :]
@@ -128,12 +126,12 @@ def prompt_kernel(
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
-        m, l, acc = _walk(
+        carried = _walk(
             (m, l, acc), queries, keys, values, start, middle, last, factor, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         m, l, acc = _walk(
-            (m, l, acc), queries, keys, values, middle, stop, last, factor, softcap,
+            carried, queries, keys, values, middle, stop, last, factor, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
         if final != 0:
@@ -152,14 +150,6 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def _room(token_bytes: int, tokens: int, batch: int) -> tuple[int, int]:
-    """How many sequences of `tokens` tokens to unpack side by side, and how many tokens of theirs at a time: more than one only
-    where they fit into the buffer as a whole."""
-    together = min(max(BUFFER_BYTES // (token_bytes * tokens), 1), batch)
-    fits = token_bytes * tokens <= BUFFER_BYTES
-    return together, tokens if fits else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -171,12 +161,13 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
-    even: bool = False,
 ) -> torch.Tensor:
-    """`reference.attend`, for chunks of many tokens. Does not wait for the device."""
+    """`reference.attend`, for chunks of many tokens. Does not wait for the device.
+
+    seen: no row holds more tokens than this, as far as the host knows.
+    """
     batch, q_heads, tokens, head_dim_k = q.shape
     heads, head_dim_v = k.shape[1], v.shape[-1]
-    token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
     if scaling <= 0:  # the kernel takes the maximum before it scales
         q, scaling = q * scaling, 1.0
     order = real = position = None
@@ -188,22 +179,14 @@ def attend(
     history = capacity if seen is None else min(capacity, seen)
     out = q.new_empty(batch, tokens, q_heads, head_dim_v)
     total = history + tokens
-    together, size = _room(token_bytes, total, batch)
+    token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
+    # sequences side by side, if there is room for more than one of them; else one at a time, and if need be in stretches
+    together = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
+    size = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
     buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
-    # what can be left to cuDNN: history that all rows hold, seen whole by all queries
-    whole, plain = 0, mask is None and softcap is None and sinks is None
-    if (
-        even
-        and plain
-        and prompt_cudnn.STRETCH <= size
-        and prompt_cudnn.serves(q[:together], k[:together], v[:together])
-    ):
-        whole = history // prompt_cudnn.STRETCH * prompt_cudnn.STRETCH
     queries = tokens
-    if whole or size < total:  # something is carried: 4 bytes a number, and 2 of what cuDNN returns
-        multiple = prompt_cudnn.QUERY_MULTIPLE if whole else 1
-        queries = CARRY_BYTES // (together * q_heads * (head_dim_v + 1) * (6 if whole else 4)) // multiple * multiple
-        queries = min(max(queries, multiple), tokens)
+    if size < total:
+        queries = min(max(CARRY_BYTES // (q_heads * (head_dim_v + 1) * 4), 1), tokens)
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
@@ -215,14 +198,14 @@ def attend(
                 q[rows, :, start:stop], None if position is None else position[rows, start:stop], start,
                 group, spec, chunk, scaling, softcap, sinks, out[rows, start:stop],
             )  # fmt: skip
-            end = history + stop
-            stretches = [(first, prompt_cudnn.STRETCH) for first in range(0, whole, prompt_cudnn.STRETCH)]
-            stretches += [(first, min(size, end - first)) for first in range(whole, end, size)]
-            for first, length in stretches:
-                sizes = [count * heads * length * head_dim for head_dim in (head_dim_k, head_dim_v)]
-                keys, values = (x.view(count, heads, length, -1) for x in buffer[: sum(sizes)].split(sizes))
+            for first in range(0, history + stop, size):
+                length = min(size, history + stop - first)
+                split_at = count * heads * length * head_dim_k
+                end = split_at + count * heads * length * head_dim_v
+                keys = buffer[:split_at].view(count, heads, length, head_dim_k)
+                values = buffer[split_at:end].view(count, heads, length, head_dim_v)
                 unpack(group, spec, (keys, values), first, chunk)
-                walk.stretch(keys, values, first, first + length == end, first < whole)
+                walk.stretch(keys, values, first, first + length == history + stop)
     return out
 
 
@@ -241,27 +224,23 @@ class _Walk:
         self.config: PromptConfig | None = None
         self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
 
-    def _begin(self, length: int, final: bool, by_cudnn: bool) -> None:
+    def _begin(self, length: int, final: bool) -> None:
         """Choose how to launch, by the first stretch, which is the longest."""
         programs = self.batch * self.heads
         widest = max(self.q.shape[-1], self.out.shape[-1])
         self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
         programs *= triton.cdiv(self.rows, self.config.block_m)
         wanted = self.config.programs * processors(self.q.device)
-        self.splits = 1 if by_cudnn else split_count(programs, triton.cdiv(length, 256), wanted)
+        self.splits = split_count(programs, triton.cdiv(length, 256), wanted)
         if self.splits > 1 or not final:
             sizes = self.batch * self.heads, self.splits, self.rows
             self.partial = self.q.new_empty(*sizes, self.out.shape[-1], dtype=torch.float32)
             self.lse = self.q.new_empty(*sizes, dtype=torch.float32)
 
-    def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool, by_cudnn: bool) -> None:
+    def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
         """Attend to tokens `first` and up, `[B, H, count, D]`; after the final ones, the output is written."""
         if self.config is None:
-            self._begin(keys.shape[2], final, by_cudnn)
-        if by_cudnn:
-            part, lse = prompt_cudnn.attend(self.q, keys, values, self.scaling)
-            prompt_cudnn.carry(part, lse, self.partial, self.lse, self.heads, first)
-            return
+            self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
         sinks = q if self.sinks is None else self.sinks

@@ -114,12 +114,11 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
-    even: bool = False,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
-        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, even)
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     sink_kind = 0
