@@ -173,8 +173,8 @@ def main(
     asked: list[str | None] = [*backend] if backend else [None]
     for name in presets:
         get_preset(name)
-    for name in asked:
-        choose_backend(name, where)  # raises for what does not exist
+    for wanted in asked:
+        choose_backend(wanted, where)  # raises for what does not exist
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []

@@ -155,9 +155,10 @@ def main(
     chunks = query_length or [512, 2048]
     work = [(measure_chunk, tokens + queries, queries) for tokens in history or [8192, 32768] for queries in chunks]
     work += [(measure_prompt, tokens, chunks[-1]) for tokens in prompt or [32768]]
+    wanted: list[str | None] = [*backend] if backend else [None]
     table = Table("kind", "tokens", "queries", "preset", "backend", "ms", "ratio", "peers", "relerr")
     for name in preset or ["kivi-4"]:
-        for asked in backend or [None]:
+        for asked in wanted:
             chosen = ops.choose_backend(asked, where, number, get_preset(name).spec().formats)
             for measure, tokens, queries in work:
                 record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)

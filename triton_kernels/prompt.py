@@ -222,7 +222,8 @@ class _Walk:
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
-        self.config: PromptConfig | None = None
+        self.config: PromptConfig
+        self.splits = 0  # not begun
         self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
 
     def _begin(self, length: int, final: bool) -> None:
@@ -240,7 +241,7 @@ class _Walk:
 
     def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
         """Attend to tokens `first` and up, `[B, H, count, D]`; after the final ones, the output is written."""
-        if self.config is None:
+        if self.splits == 0:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
