@@ -6,14 +6,14 @@ what it reads whatever the numbers are, and reading a prompt of 128k tokens take
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
+from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.packed_case import fill
@@ -49,13 +49,13 @@ class StepClock(LogitsProcessor):
         return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-@dataclass
+@dataclass(eq=False)
 class Contender:
     """A cache and a way to decode with it.
 
     Args:
         name: `kivi-2` or another preset, `DynamicCache`, `StaticCache`, `quanto-4`.
-        mode: `compiled` or `eager`.
+        mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with `compile_config`, or `lb.generate`'s settings.
         cache: filled by `set_back`.
         length: tokens it holds then.
     """
@@ -66,7 +66,9 @@ class Contender:
     cache: Any
     batch: int
     backend: str | None = None
+    compile_config: Any = None
     length: int = 0
+    filled: int = 0
     source: list[torch.Tensor] = field(default_factory=list)
     """keys and values `[B, H, n, D]` that the host's caches are filled with"""
 
@@ -81,7 +83,7 @@ class Contender:
     def compile(self) -> None:
         """Compile the step, on an empty cache."""
         self._attach()
-        if self.mode == "compiled":
+        if self.mode != "eager":
             ids = torch.zeros(self.batch, 4, dtype=torch.long, device=self.model.device)
             self.generate(ids, 5)
             self.cache.reset()
@@ -90,7 +92,9 @@ class Contender:
         """Make the cache hold `tokens` random tokens, less one: the next token attends to `tokens`."""
         self.length, config, model = tokens - 1, self.model.config, self.model
         if self.ours:
-            fill_low_bit(self.cache, model, self.batch, self.length)
+            if self.length > self.filled:  # a longer history serves a shorter length
+                fill_low_bit(self.cache, model, self.batch, self.length)
+                self.filled = self.length
         else:
             heads = (self.batch, config.num_key_value_heads)
             self.source = [
@@ -118,9 +122,14 @@ class Contender:
             for index in range(self.model.config.num_hidden_layers):
                 self.cache.update(*self.source, index)
 
+    @property
+    def transient(self) -> bool:
+        """Whether `set_back` makes the cache anew."""
+        return type(self.cache) is DynamicCache
+
     def put_away(self) -> None:
-        """Drop what steps have made, where `set_back` makes it anew."""
-        if isinstance(self.cache, DynamicCache) and not isinstance(self.cache, QuantizedCache):
+        """Give back the memory of a cache that `set_back` makes anew."""
+        if self.transient:
             self.cache = DynamicCache(config=self.model.config)
 
     def prompt(self) -> torch.Tensor:
@@ -134,10 +143,17 @@ class Contender:
         """`generate` with this cache, greedily, to the end."""
         self._attach()
         options = {"do_sample": False, "pad_token_id": 0, **options}
-        if self.ours and self.mode == "compiled":
-            call: Callable = lambda **o: lb.generate(self.model, o.pop("inputs"), progress=False, **o)  # noqa: E731
+        if self.mode == "tuned":
+            options["compile_config"] = self.compile_config or lb.generation.compile_config()
+        elif self.mode == "compiled":
+            options["compile_config"] = CompileConfig()
+        if self.ours and self.mode != "eager":
+            call: Any = functools.partial(lb.generate, self.model, progress=False)
         else:
-            call, options["disable_compile"] = self.model.generate, self.mode == "eager"
+            call = self.model.generate
+            options.setdefault("disable_compile", self.mode == "eager")
+        if self.model.device.type != "cuda":
+            options.pop("compile_config", None)
         return call(
             inputs=ids,
             attention_mask=torch.ones_like(ids),
@@ -165,6 +181,14 @@ class Contender:
         per_number = (int(bits[1]) + 2 * 16 / 64) / 16 if bits else 1
         return int(full * per_number) * config.num_hidden_layers
 
+    def allocated_bytes(self) -> int:
+        """Bytes that the cache holds, unused capacity included."""
+        if self.ours:
+            return int(self.cache.nbytes)
+        if isinstance(self.cache, StaticCache):
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return self.cache_bytes()
+
     def _attach(self) -> None:
         wanted = lb.ATTENTION_NAME if self.ours else "sdpa"
         if self.model.config._attn_implementation != wanted:
@@ -182,10 +206,10 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
         cache = QuantizedCache("quanto", config=model.config, nbits=int(match[1]))
     else:
         get_preset(name)  # raises for what is not known
-        preallocated = {"max_cache_len": capacity} if mode == "compiled" else {}
+        preallocated = {"max_cache_len": capacity} if mode != "eager" else {}
         cache = lb.from_preset(name, model, backend=backend, **preallocated)
-    if mode == "compiled" and not cache.is_compileable:
-        raise ValueError(f"mode='compiled' is not possible with {name}: the host compiles for preallocated caches")
+    if mode != "eager" and not cache.is_compileable:
+        raise ValueError(f"mode={mode!r} is not possible with {name}: the host compiles for preallocated caches")
     return Contender(name, mode, model, cache, batch, backend if isinstance(cache, lb.LowBitCache) else None)
 
 

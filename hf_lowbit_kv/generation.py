@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import torch._inductor
+from transformers import CompileConfig, PreTrainedModel
 from transformers.generation import utils as host
 
 from .cache import LowBitCache
@@ -29,6 +30,21 @@ from .presets import from_preset, get_preset
 KEPT_CACHES = 2
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
 COMPILED_STEPS = 64
+
+#: how inductor compiles the step (docs/generation.md has the times). `reduce-overhead`, transformers' own choice, is the first alone
+STEP_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": True,
+    # one row: products with weights become reductions, whose tiles are searched for
+    "coordinate_descent_tuning": True,
+    # reductions that read the same activations (q, k, v) in one launch
+    "combo_kernels": True,
+    "combo_kernel_allow_mixed_sizes": 2,
+    # a kernel starts while the one before it ends
+    "triton.enable_pdl": True,
+    # several rows: Triton's products are tried beside cuBLAS's
+    "max_autotune_gemm": True,
+    "autotune_num_choices_displayed": 0,
+}
 
 _kept: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[tuple, LowBitCache]] = weakref.WeakKeyDictionary()
 #: what has been compiled for a cache: `_step_key`s
@@ -98,10 +114,18 @@ def generate(
         cache = _check_cache(past_key_values, preset, cache_options, wanted)
     options = inputs | {"past_key_values": cache, "max_new_tokens": new_tokens} | options
     with _deferred_stop_check(), _compile_limit():
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and not _setting(model, options, "disable_compile"):
+            if _setting(model, options, "compile_config") is None:
+                options["compile_config"] = compile_config()
             _compile_first(model, cache, rows, options, progress)
         _read_chunks(model, cache, options)
         return model.generate(**options)
+
+
+def compile_config() -> CompileConfig:
+    """How `generate` compiles the step where the caller does not say: `STEP_OPTIONS`, as far as this torch knows them."""
+    known = set(torch._inductor.list_options())
+    return CompileConfig(mode=None, options={key: value for key, value in STEP_OPTIONS.items() if key in known})  # type: ignore
 
 
 def release(model: Any) -> None:
@@ -246,8 +270,6 @@ def _compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str,
     The host's step differs with padding in the prompt and with what it shall return; a step that was not compiled here
     is compiled by the call itself.
     """
-    if _setting(model, options, "disable_compile"):
-        return
     mask = options.get("attention_mask")
     padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
     outputs = ("output_hidden_states", "output_attentions", "compile_config")
