@@ -127,7 +127,7 @@ def measure(
     for contender, record in records.items():
         record["step_ms"] = statistics.median(samples[contender])
         record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
-        record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.mode != "eager" else None
+        record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
         if contender.model.device.type == "cuda":
             found = profile_steps(contender, 8)
             record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}

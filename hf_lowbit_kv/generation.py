@@ -137,7 +137,7 @@ def release(model: Any) -> None:
 
 
 def cache_length(tokens: int) -> int:
-    """`tokens` rounded up, by a quarter at most (and to 512 at least), so that calls of similar length share a cache."""
+    """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that, so that calls of similar length share a cache."""
     step = max(2 ** (tokens.bit_length() - 3), 512)
     return -(-tokens // step) * step
 

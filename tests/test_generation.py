@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
 from transformers import (
@@ -58,7 +57,7 @@ MODES = {
     "chunked_prefill": {"prefill_chunk_size": 40},
     "logits_processor": {"logits_processor": [RepetitionPenaltyLogitsProcessor(3.0)], "no_repeat_ngram_size": 2},
     "stopping_criteria": {"stopping_criteria": [StopAt(105)]},
-    "eos": {"eos_token_id": list(range(0, 160, 7))},
+    "eos": {"eos_token_id": list(range(0, 160, 2))},
 }
 
 
@@ -157,7 +156,7 @@ def test_release_gives_the_memory_back(model):
 def test_lengths_are_rounded_up_by_a_quarter_at_most():
     for tokens in (1, 512, 513, 5000, 131072, 131073, 10**6):
         length = generation.cache_length(tokens)
-        assert tokens <= length <= max(1.25 * tokens, 512)
+        assert tokens <= length < tokens + max(tokens / 4, 512)
         assert generation.cache_length(length) == length
     assert generation.cache_length(5000) == generation.cache_length(5100)
 
@@ -230,6 +229,7 @@ def test_a_turn_must_fit_the_cache(model):
 
 def test_another_attention_implementation_is_refused():
     _, theirs = tiny_models("llama")
+    theirs.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attn_implementation='sdpa' cannot read packed pages"):
         lb.generate(theirs, left_padded(1, 50)[0], "kivi-2", 12)
 
@@ -237,8 +237,9 @@ def test_another_attention_implementation_is_refused():
 def test_calls_and_turns_use_the_compiled_step_again(model):
     """With the host's own way to compile on any device: one compilation for calls of any length, and for further turns."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    config = CompileConfig(fullgraph=True, backend=counter, mode=None)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
     for tokens in (100, 33, 100):
         ids, mask = left_padded(3, tokens)
@@ -250,7 +251,7 @@ def test_calls_and_turns_use_the_compiled_step_again(model):
         return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=12, **kind, **options)
 
     turns(model, with_compiled)
-    assert counter.frame_count == 1
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_stop_checks_are_deferred_only_inside(monkeypatch):
