@@ -94,7 +94,7 @@ def test_tokens_of_the_growing_cache(model, mode, batch):
     want = growing(model, ids, mask, **MODES[mode])
     for _ in range(2):  # with a new cache, and with the one that was kept
         assert torch.equal(ours(model, ids, mask, **MODES[mode]), want)
-    if mode in ("stopping_criteria", "eos"):
+    if mode == "stopping_criteria" or (mode, batch) == ("eos", 1):
         assert want.shape[1] < 112
 
 
