@@ -111,7 +111,13 @@ def largest(
             console.print(f"{contender.label}: {rows} rows do not fit: {str(error).splitlines()[0]}", markup=False)
         if found is not None:
             peak = torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None
-            facts = {"rows": rows, "rows_tried": tried, "row_bytes": each, "weight_bytes": weights, "peak_reserved": peak}
+            facts = {
+                "rows": rows,
+                "rows_tried": tried,
+                "row_bytes": each,
+                "weight_bytes": weights,
+                "peak_reserved": peak,
+            }
             used = contender.cache.packed_layers[0].backend if contender.ours else None
             return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **found}
         del contender

@@ -4,8 +4,8 @@ A model of the 8B Llama 3.1 shape with random weights goes on from caches that a
 given length. The contenders are timed in turn, round by round, in one process. Nothing is timed before its compiled
 tokens have been compared with the eager ones of the same cache (`agreement`).
 
-- `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and sampling
-  included. `mean_ms`: mean over a whole page of steps, packing included.
+- `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and
+  sampling included. `mean_ms`: mean over a whole page of steps, packing included.
 - `device_ms`: how long the device is busy in a step, by kind of work.
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
@@ -15,6 +15,7 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import re
@@ -28,7 +29,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.table import Table
-from transformers import CompileConfig
+from transformers import CompileConfig, LogitsProcessor
 
 from hf_lowbit_kv.eval.bench_memory import PeakMemory, llama_8b, random_model
 from hf_lowbit_kv.eval.generate_case import HEADROOM, Contender, make
@@ -39,7 +40,8 @@ from hf_lowbit_kv.eval.timing import read_bandwidth
 #: what a plain run measures: `name[:backend]/mode`
 CONTENDERS = ("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned")
 #: relative error of logits up to which compiled and eager steps in 16 bits agree: fused arithmetic rounds less often
-LOGITS_TOLERANCE = 0.05
+#: (the host's own compiled step comes to 0.06 on random weights)
+LOGITS_TOLERANCE = 0.1
 console = wide_console()
 
 
@@ -48,34 +50,45 @@ class DisagreementError(RuntimeError):
 
 
 def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
-    """Greedy tokens of the compiled step against those of the eager one, from the same cache.
+    """Compiled steps against eager ones, from the same cache and along the eager steps' greedy tokens.
 
-    In 16 bits the two round differently, and where the two likeliest tokens are closer than that either may win: there the
-    comparison ends. `tokens_equal`: tokens compared until then. `logits_error`: largest relative error of their logits.
+    In 16 bits the two round differently. `logits_error`: largest relative error of a step's logits. `tokens_equal`: steps in
+    which the likeliest token is the same in all rows; it must be wherever the two likeliest are further apart than six times
+    the typical (root mean square) difference of a logit.
 
     Raises:
         DisagreementError: logits differ by more than `LOGITS_TOLERANCE`, or tokens though their logits are apart.
     """
-    results = []
-    for disable in (True, False):
-        contender.set_back()
-        options = {"disable_compile": disable, "return_dict_in_generate": True, "output_logits": True}
-        results.append(contender.generate(contender.prompt(), steps, **options))
-    eager, compiled = results
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    contender.set_back()
+    eager = contender.generate(contender.prompt(), steps, disable_compile=True, **options)
+    forced = _Forced(eager.sequences)
+    contender.set_back()
+    compiled = contender.generate(contender.prompt(), steps, logits_processor=[forced], **options)
     equal, worst = 0, 0.0
-    for x, y in zip(eager.logits, compiled.logits, strict=True):
+    for step, (x, y) in enumerate(zip(eager.logits, compiled.logits, strict=True)):
         difference = (x - y).float()
         worst = max(worst, float(difference.norm() / x.float().norm()))
         if not worst <= LOGITS_TOLERANCE:
-            raise DisagreementError(f"{contender.label}: logits of step {equal} differ by {worst:.3g}")
+            raise DisagreementError(f"{contender.label}: logits of step {step} differ by {worst:.3g}")
         best = x.float().topk(2, dim=-1).values
-        apart = (best[:, 0] - best[:, 1]) > 2 * difference.abs().max()
-        if not bool((x.argmax(-1) == y.argmax(-1))[apart].all()):
-            raise DisagreementError(f"{contender.label}: tokens of step {equal} differ")
-        if not torch.equal(x.argmax(-1), y.argmax(-1)):
-            break
-        equal += 1
+        apart = (best[:, 0] - best[:, 1]) > 6 * difference.square().mean(-1).sqrt()
+        same = x.argmax(-1) == y.argmax(-1)
+        if not bool(same[apart].all()):
+            raise DisagreementError(f"{contender.label}: tokens of step {step} differ")
+        equal += int(same.all())
     return {"tokens_equal": equal, "tokens_compared": steps, "logits_error": worst}
+
+
+class _Forced(LogitsProcessor):
+    """Makes generation repeat `sequences` `[B, n]`."""
+
+    def __init__(self, sequences: torch.Tensor):
+        self.sequences = sequences
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self.sequences[:, input_ids.shape[1], None]
+        return torch.full_like(scores, float("-inf")).scatter_(1, token, 0.0)
 
 
 def weight_bytes(model: Any) -> int:
@@ -116,7 +129,9 @@ def measure(
     """Check, then time at one length, in turn, all contenders that pass."""
     records: dict[Contender, dict[str, Any]] = {}
     for contender in contenders:
-        if (record := _attempt(faults, contender.label, lambda c=contender: _checked(c, tokens, bandwidth))) is not None:
+        if (
+            record := _attempt(faults, contender.label, functools.partial(_checked, contender, tokens, bandwidth))
+        ) is not None:
             records[contender] = record
         contender.put_away()
     samples: dict[Contender, list[float]] = {contender: [] for contender in records}
@@ -196,17 +211,23 @@ class Wanted(NamedTuple):
 def main(
     contender: Annotated[list[str] | None, typer.Option(help="NAME[:BACKEND]/MODE[@LONGEST]; repeatable.")] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples of each contender.")] = 3,
-    prefill_tokens: Annotated[int, typer.Option(help="Measure prefill up to so many tokens, all rows together.")] = 32768,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="Measure prefill up to so many tokens, all rows together.")
+    ] = 32768,
     compile_options: Annotated[str | None, typer.Option(help="Mode `tuned`: inductor's options, as JSON.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/generate-<device>.jsonl].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines [default: eval/results/generate-<device>.jsonl].")
+    ] = None,
 ) -> None:
     """Check and time, and append a JSON line for each contender and length."""
     where = torch.device(device)
@@ -222,13 +243,13 @@ def main(
     for each in wanted:
         if not each.is_host:
             longest = max(length for length in lengths if each.at(length))
-            ours[each] = _attempt(faults, each, lambda each=each, n=longest: _ready(each, length=n, **settings))
+            ours[each] = _attempt(faults, each, functools.partial(_ready, each, length=longest, **settings))
     records = []
     for length in lengths:
         present = {each: made for each, made in ours.items() if each.at(length)}
         for each in wanted:
             if each.is_host and each.at(length):
-                present[each] = _attempt(faults, each, lambda each=each: _ready(each, length=length, **settings))
+                present[each] = _attempt(faults, each, functools.partial(_ready, each, length=length, **settings))
         ready = [made for made in present.values() if made is not None]
         found = measure(ready, length, bandwidth, steps, rounds, prefill_tokens, faults)
         for record in found:
@@ -292,9 +313,7 @@ def crossovers(records: list[dict[str, Any]]) -> list[str]:
     lines = []
     for theirs in sorted({(r["cache"], r["mode"]) for r in records if is_host(r["cache"])}):
         for ours in sorted({(r["cache"], r["mode"]) for r in records if not is_host(r["cache"])}):
-            times = {
-                which: {r["tokens"]: r["step_ms"] for r in records if (r["cache"], r["mode"]) == which} for which in (ours, theirs)
-            }
+            times = {which: _times(records, which) for which in (ours, theirs)}
             lengths = sorted(times[ours].keys() & times[theirs].keys())
             slower = [n for n in lengths if times[ours][n] >= times[theirs][n]]
             faster = [n for n in lengths if not slower or n > slower[-1]]
@@ -303,9 +322,26 @@ def crossovers(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _times(records: list[dict[str, Any]], which: tuple[str, str]) -> dict[int, float]:
+    return {r["tokens"]: r["step_ms"] for r in records if (r["cache"], r["mode"]) == which}
+
+
 def table(records: list[dict[str, Any]]) -> Table:
     """The records in short."""
-    out = Table("batch", "tokens", "cache", "ms", "limit", "x limit", "mean", "busy", "prefill s", "peak GB", "cache GB", "syncs")
+    out = Table(
+        "batch",
+        "tokens",
+        "cache",
+        "ms",
+        "limit",
+        "x limit",
+        "mean",
+        "busy",
+        "prefill s",
+        "peak GB",
+        "cache GB",
+        "syncs",
+    )
     for r in records:
         busy = r.get("device_ms", {}).get("total")
         values = (r["step_ms"], r["limit_ms"], r["step_ms"] / r["limit_ms"], r.get("mean_ms"), busy, r["prefill_s"])

@@ -55,7 +55,8 @@ class Contender:
 
     Args:
         name: `kivi-2` or another preset, `DynamicCache`, `StaticCache`, `quanto-4`.
-        mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with `compile_config`, or `lb.generate`'s settings.
+        mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
+            `compile_config`, or `lb.generate`'s settings.
         cache: filled by `set_back`.
         length: tokens it holds then.
     """
@@ -70,7 +71,7 @@ class Contender:
     length: int = 0
     filled: int = 0
     source: list[torch.Tensor] = field(default_factory=list)
-    """keys and values `[B, H, n, D]` that the host's caches are filled with"""
+    """what caches are set back to: keys and values `[B, H, n, D]` of all tokens (the host's) or of the tail (ours)"""
 
     @property
     def label(self) -> str:
@@ -95,6 +96,8 @@ class Contender:
             if self.length > self.filled:  # a longer history serves a shorter length
                 fill_low_bit(self.cache, model, self.batch, self.length)
                 self.filled = self.length
+                state = self.cache.packed_layers[0].store.state
+                self.source = [state.tail_k.clone(), state.tail_v.clone()]
         else:
             heads = (self.batch, config.num_key_value_heads)
             self.source = [
@@ -105,9 +108,16 @@ class Contender:
     def set_back(self) -> None:
         """The cache as it was after `fill`."""
         if self.ours:
+            # a step may have packed the tail's oldest page, and the steps after it have written over it
+            for layer in self.cache.packed_layers:
+                for window, source in zip(
+                    (layer.store.state.tail_k, layer.store.state.tail_v), self.source, strict=True
+                ):
+                    window.copy_(source)
             set_length(self.cache, self.length)
         elif isinstance(self.cache, StaticCache):
-            for layer in self.cache.layers:
+            layers: Any = self.cache.layers
+            for layer in layers:
                 if not layer.is_initialized:
                     layer.lazy_initialization(*(x[:, :, :1] for x in self.source))
                 layer.keys[:, :, : self.length].copy_(self.source[0])
@@ -116,11 +126,11 @@ class Contender:
         elif isinstance(self.cache, QuantizedCache):
             if not self.cache.get_seq_length():  # what a few steps add stays: it cannot be cropped
                 for index in range(len(self.cache.layers)):
-                    self.cache.update(*self.source, index)
+                    self.cache.update(self.source[0], self.source[1], index)
         else:
             self.cache = DynamicCache(config=self.model.config)
             for index in range(self.model.config.num_hidden_layers):
-                self.cache.update(*self.source, index)
+                self.cache.update(self.source[0], self.source[1], index)
 
     @property
     def transient(self) -> bool:
@@ -186,7 +196,8 @@ class Contender:
         if self.ours:
             return int(self.cache.nbytes)
         if isinstance(self.cache, StaticCache):
-            return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+            static: Any = self.cache.layers
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in static)
         return self.cache_bytes()
 
     def _attach(self) -> None:
@@ -216,11 +227,10 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
 def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> None:
     """Make every row hold `tokens` random tokens, the same in every layer."""
     config = model.config
-    empty = torch.zeros(
-        batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device
-    )
-    first = None
-    for layer in cache.packed_layers:
+    empty = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
+    first: Any = None
+    layers: list[Any] = cache.packed_layers
+    for layer in layers:
         if not layer.is_initialized:
             layer.lazy_initialization(empty, empty)
         layer.store.reserve(tokens)
@@ -236,7 +246,8 @@ def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> 
 
 def set_length(cache: lb.LowBitCache, tokens: int) -> None:
     """Set the counters of a filled cache to `tokens`; no more than it was filled with, or has stored since."""
-    for layer in cache.packed_layers:
+    layers: list[Any] = cache.packed_layers
+    for layer in layers:
         state, spec = layer.store.state, layer.store.spec
         state.length.fill_(tokens)
         state.paged.fill_(spec.paged_after(tokens - spec.sink))

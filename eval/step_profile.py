@@ -11,11 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_lowbit_kv.eval.generate_case import Contender
 
-#: kinds of device work, by what kernels are called; the first that fits
+#: kinds of device work, by what kernels are called; the first that fits. Inductor names a reduction that joins several, here
+#: the products with the weights of q, k and v, by a number alone
 KINDS = (
     ("attention", r"^attend|^merge_kernel|flash|fmha|sdpa|cudnn.*attention"),
     ("append and pack", r"^append|^pack_kernel|^window_kernel|^counters_kernel"),
-    ("weights", r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block"),
+    ("weights", r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block|triton_red_fused_\d+$"),
     ("copies", r"^Memcpy|^Memset|CatArray|copy_kernel"),
 )
 #: calls by which the host waits for the device
@@ -40,7 +41,8 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     marks = _Marks()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         contender.generate(contender.prompt(), steps + 3, logits_processor=[marks])
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
     ticks = sorted(event.start_ns() for event in events if event.name() == _Marks.NAME)[2:]
     begin, end, count = ticks[0], ticks[-1], len(ticks) - 1
     calls: Counter[str] = Counter()
@@ -59,7 +61,8 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     for name, ns in times.items():
         kinds[kind_of(name)] += ns
     return {
-        "device_ms": {kind: ns / 1e6 / count for kind, ns in kinds.items()} | {"total": sum(times.values()) / 1e6 / count},
+        "device_ms": {kind: ns / 1e6 / count for kind, ns in kinds.items()}
+        | {"total": sum(times.values()) / 1e6 / count},
         "kernels": [(name, ns / 1e6 / count, launches[name] / count) for name, ns in times.most_common(24)],
         "graph_launches": calls["cudaGraphLaunch"] / count,
         "kernel_launches": sum(calls[name] for name in LAUNCHES[1:]) / count,

@@ -31,7 +31,7 @@ KEPT_CACHES = 2
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
 COMPILED_STEPS = 64
 
-#: how inductor compiles the step (docs/generation.md has the times). `reduce-overhead`, transformers' own choice, is the first alone
+#: how inductor compiles the step (docs/generation.md has the times); transformers' own choice is the first of these alone
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
     # one row: products with weights become reductions, whose tiles are searched for
@@ -137,7 +137,7 @@ def release(model: Any) -> None:
 
 
 def cache_length(tokens: int) -> int:
-    """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that, so that calls of similar length share a cache."""
+    """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that: similar lengths share a cache."""
     step = max(2 ** (tokens.bit_length() - 3), 512)
     return -(-tokens // step) * step
 
@@ -193,10 +193,13 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
         )
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
         if options.get(argument) is not None:
-            raise ValueError(f"{argument} is not allowed: its steps are not compiled; use model.generate with a growing cache")
+            raise ValueError(
+                f"{argument} is not allowed: its steps are not compiled; use model.generate with a growing cache"
+            )
     if (beams := _setting(model, options, "num_beams")) not in (None, 1):
         raise ValueError(
-            f"num_beams={beams} is not allowed: transformers does not compile beam search; use model.generate with a growing cache"
+            f"num_beams={beams} is not allowed: transformers does not compile beam search; "
+            "use model.generate with a growing cache"
         )
     if options.get("max_length") is not None:
         raise ValueError("max_length is not allowed: give max_new_tokens")
@@ -221,7 +224,9 @@ def _return_sequences(model: Any, options: Mapping[str, Any]) -> int:
 def _new_tokens(model: Any, given: int | None, config: Any) -> int:
     found = _setting(model, {"max_new_tokens": given, "generation_config": config}, "max_new_tokens")
     if found is None:
-        raise ValueError("max_new_tokens=None: the cache is allocated before the first step, so give the most tokens to write")
+        raise ValueError(
+            "max_new_tokens=None: the cache is allocated before the first step, so give the most tokens to write"
+        )
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ValueError(f"max_new_tokens={found!r} is not allowed; it must be an integer of 1 or more")
     return found
@@ -234,7 +239,8 @@ def _prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
         prompt = inputs.get("inputs_embeds")
     if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2:
         raise ValueError(
-            "inputs must be token ids [batch, tokens], or hold such 'input_ids': tokenizers return them with return_tensors='pt'"
+            "inputs must be token ids [batch, tokens], or hold such 'input_ids': "
+            "tokenizers return them with return_tensors='pt'"
         )
     return prompt.shape[0], prompt.shape[1]
 
@@ -291,7 +297,8 @@ def _compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str,
         prompt_mask[:, 0] = 0
     # three steps: CUDA graphs are warmed up, recorded and replayed
     fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
-    model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
+    with torch.random.fork_rng(devices=[model.device]):  # a seed set before the first call gives what it gives later
+        model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
     cache.reset()
     if progress:
         print(f"Compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
