@@ -41,9 +41,6 @@ STEP_OPTIONS: dict[str, Any] = {
     "combo_kernel_allow_mixed_sizes": 2,
     # a kernel starts while the one before it ends
     "triton.enable_pdl": True,
-    # several rows: Triton's products are tried beside cuBLAS's
-    "max_autotune_gemm": True,
-    "autotune_num_choices_displayed": 0,
 }
 
 _kept: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[tuple, LowBitCache]] = weakref.WeakKeyDictionary()
@@ -284,10 +281,10 @@ def _compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str,
     done = _compiled.setdefault(cache, set())
     if key in done:
         return
-    done.add(key)
     what = f"{cache.preset or 'the cache'}, {rows} x {_capacity(cache)} tokens"
     if progress:
         print(f"Compiling the decoding step of {type(model).__name__} for {what} (once)", file=sys.stderr, flush=True)
+    done.add(key)
     if cache.packed_layers[0].is_initialized and int(cache.get_seq_length()):
         return  # the call's own first steps will do it: nothing may be added to what is stored
     begin = time.perf_counter()
@@ -297,9 +294,14 @@ def _compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str,
         prompt_mask[:, 0] = 0
     # three steps: CUDA graphs are warmed up, recorded and replayed
     fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
-    with torch.random.fork_rng(devices=[model.device]):  # a seed set before the first call gives what it gives later
-        model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
-    cache.reset()
+    try:
+        with torch.random.fork_rng(devices=[model.device]):  # a seed set before the first call gives what it gives later
+            model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
+    except BaseException:
+        done.discard(key)
+        raise
+    finally:
+        cache.reset()
     if progress:
         print(f"Compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
