@@ -294,8 +294,9 @@ def _compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str,
         prompt_mask[:, 0] = 0
     # three steps: CUDA graphs are warmed up, recorded and replayed
     fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
+    devices = [model.device] if model.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=[model.device]):  # a seed set before the first call gives what it gives later
+        with torch.random.fork_rng(devices):  # a seed set before the first call gives what it gives later
             model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
     except BaseException:
         done.discard(key)

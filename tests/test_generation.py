@@ -9,56 +9,13 @@ import pytest
 import torch
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-)
-from transformers.generation.streamers import BaseStreamer
+from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, ours, turns
+from transformers import CompileConfig, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import generation
 
 pytestmark = pytest.mark.host
-
-SMALL_PAGES = {"page_size": 32, "residual": 32}
-GREEDY = {"do_sample": False, "pad_token_id": 0}
-#: inductor's own
-QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-
-
-class StopAt(StoppingCriteria):
-    """All rows stop once they are so long."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
-
-
-class Collect(BaseStreamer):
-    def __init__(self):
-        self.pieces, self.ended = [], False
-
-    def put(self, value):
-        self.pieces.append(value.reshape(-1))
-
-    def end(self):
-        self.ended = True
-
-
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.7},
-    "return_sequences": {"do_sample": True, "num_return_sequences": 2},
-    "chunked_prefill": {"prefill_chunk_size": 40},
-    "logits_processor": {"logits_processor": [RepetitionPenaltyLogitsProcessor(3.0)], "no_repeat_ngram_size": 2},
-    "stopping_criteria": {"stopping_criteria": [StopAt(105)]},
-    "eos": {"eos_token_id": list(range(0, 160, 2))},
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +37,6 @@ def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
     return model.generate(
         ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, **GREEDY | options
     )
-
-
-def ours(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
-    torch.manual_seed(1)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    options = GREEDY | {"cache_options": SMALL_PAGES, "progress": False} | options
-    return lb.generate(model, inputs, preset, new_tokens, **options)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -163,16 +113,6 @@ def test_lengths_are_rounded_up_by_a_quarter_at_most():
     assert generation.cache_length(5000) == generation.cache_length(5100)
 
 
-def turns(model, generate, cache=None):
-    """Two turns, the second with padding in the middle."""
-    (ids, mask), (more_ids, more_mask) = left_padded(3, 90), left_padded(3, 50, seed=1)
-    first = generate(ids, mask, cache)
-    cache = first.past_key_values
-    ids = torch.cat([first.sequences, more_ids], dim=1)
-    mask = torch.cat([mask, torch.ones_like(first.sequences[:, mask.shape[1] :]), more_mask], dim=1)
-    return first.sequences, generate(ids, mask, cache).sequences
-
-
 def test_a_second_turn_goes_on_with_the_cache(model):
     options = {"return_dict_in_generate": True, "max_new_tokens": 12, **GREEDY}
 
@@ -185,7 +125,7 @@ def test_a_second_turn_goes_on_with_the_cache(model):
         kind = {"past_key_values": cache} if cache else new
         return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, **kind, **options)
 
-    for got, want in zip(turns(model, with_ours), turns(model, with_growing), strict=True):
+    for got, want in zip(turns(with_ours), turns(with_growing), strict=True):
         assert torch.equal(got, want)
 
 
@@ -252,11 +192,38 @@ def test_calls_and_turns_use_the_compiled_step_again(model):
         kind = {"past_key_values": cache} if cache else {"preset": "kivi-2-sink", "cache_options": SMALL_PAGES}
         return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=12, **kind, **options)
 
-    turns(model, with_compiled)
+    turns(with_compiled)
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_stop_checks_are_deferred_only_inside(monkeypatch):
+def test_compiling_leaves_no_trace(model, capsys):
+    """What happens before the first call on a GPU, on a CPU: a few steps, a message, nothing stored, no random numbers."""
+    cache = lb.from_preset("kivi-2", model, max_cache_len=64)
+    options = {"attention_mask": left_padded(2, 20)[1], "do_sample": True, "output_hidden_states": True}
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert torch.equal(torch.rand(3), want)
+    assert int(cache.get_seq_length()) == 0
+    err = capsys.readouterr().err
+    assert "Compiling the decoding step of LlamaForCausalLM for kivi-2, 2 x 64 tokens (once)" in err
+    assert "Compiled in" in err
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert not capsys.readouterr().err
+    # without padding it is another step; where compiling fails, nothing is left behind either
+    options = {"attention_mask": torch.ones(2, 20)}
+    fail = pytest.MonkeyPatch()
+    fail.setattr(model, "forward", None)
+    with pytest.raises(TypeError):
+        generation._compile_first(model, cache, 2, options, progress=False)
+    fail.undo()
+    assert int(cache.get_seq_length()) == 0
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert "Compiled in" in capsys.readouterr().err
+
+
+def test_stop_checks_are_deferred_only_inside():
     check = generation.host.DeferredStopCheck.is_supported
     cache = lb.from_preset("kivi-2", tiny_models("llama")[0], max_cache_len=64)
     cuda = torch.device("cuda")
@@ -268,136 +235,42 @@ def test_stop_checks_are_deferred_only_inside(monkeypatch):
     assert not check(cuda, cache, True, is_assistant=False)
 
 
-# ---- on a GPU ---------------------------------------------------------------------------------------------------------
+class NoEvent:
+    """Stands in for a device's event."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
 
 
-class Watch(LogitsProcessor):
-    """From its third call on, whatever waits for the device raises."""
-
-    def __init__(self, first=3):
-        self.calls, self.first = 0, first
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == self.first:
-            torch.cuda.set_sync_debug_mode("error")
-        return scores
-
-
-@pytest.fixture(scope="module")
-def gpu_model():
-    model = tiny_models("llama")[0].cuda()  # in float32: fused 16-bit arithmetic rounds differently
-    yield model
-    lb.release(model)
-
-
-@pytest.fixture(autouse=True)
-def _allow_synchronising():
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default")
-
-
-class StopWatching(StoppingCriteria):
-    """Allows waiting again before the last step: the end of `generate` reads back what was written."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.length:
-            torch.cuda.set_sync_debug_mode("default")
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-@QUIET
-@pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "k4v2", "kitty-hadamard"])
-def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
-    torch._dynamo.reset()
-    ids, mask = (x.cuda() for x in left_padded(2, 200))
-    options = {"cache_options": None, "new_tokens": 100}
-    want = ours(gpu_model, ids, mask, preset, disable_compile=True, **options)
-    ours(gpu_model, ids, mask, preset, **options)  # compiles
-    watch = Watch()
-    got = ours(gpu_model, ids, mask, preset, logits_processor=[watch], stopping_criteria=[StopWatching(299)], **options)
-    assert watch.calls == 100
-    assert torch.equal(got, want)
-    # the host's own check, in contrast, waits in every step
-    cache = lb.from_preset(preset, gpu_model, max_cache_len=512)
-    options = {"max_new_tokens": 9, "disable_compile": True, "logits_processor": [Watch()], **GREEDY}
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        gpu_model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-
-
-@QUIET
-@pytest.mark.gpu
-def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    for tokens in (100, 33, 100):
-        ids, mask = (x.cuda() for x in left_padded(3, tokens))
-        want = ours(gpu_model, ids, mask, disable_compile=True, cache_options={"sink": 16})
-        assert torch.equal(ours(gpu_model, ids, mask, cache_options={"sink": 16}), want)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert counters["inductor"]["cudagraph_skips"] == 0
-    with torch.profiler.profile() as profiler:
-        ours(gpu_model, ids, mask, cache_options={"sink": 16}, new_tokens=12)
-    calls = [event.name() for event in profiler.profiler.kineto_results.events()]
-    assert calls.count("cudaGraphLaunch") == 11  # the first token comes from the prompt
-
-
-@QUIET
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "mode", ["sampling", "return_sequences", "chunked_prefill", "logits_processor", "eos", "streamer"]
-)
-def test_gpu_modes(gpu_model, mode):
-    ids, mask = (x.cuda() for x in left_padded(1, 100))
-    options = MODES.get(mode, {})
-    streamers = [Collect(), Collect()] if mode == "streamer" else [None, None]
-    eager = ours(gpu_model, ids, mask, disable_compile=True, new_tokens=60, streamer=streamers[0], **options)
-    out = ours(gpu_model, ids, mask, new_tokens=60, streamer=streamers[1], return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, eager)
-    # a step beyond the end, which the deferred check takes, has left no trace
-    assert int(out.past_key_values.get_seq_length()) == eager.shape[1] - 1
-    if mode == "eos":
-        assert eager.shape[1] < 160
-    if mode == "streamer":
-        assert torch.equal(torch.cat(streamers[1].pieces), eager[0].cpu())
-
-
-@QUIET
-@pytest.mark.gpu
-def test_gpu_second_turn_after_a_stop(gpu_model):
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
+def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
+    """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""
+    ids, mask = left_padded(3, 90)
     results = []
-    for disable in (True, False):
-
-        def generate(ids, mask, cache, disable=disable):
-            kind = {"past_key_values": cache} if cache else {"preset": "kivi-2", "max_cache_len": 512}
-            options = {
-                "return_dict_in_generate": True,
-                "disable_compile": disable,
-                "eos_token_id": [7, 14, 21],
-                **GREEDY,
-            }
-            inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
-            return lb.generate(gpu_model, inputs, max_new_tokens=80, progress=False, **kind, **options)
-
-        results.append(turns_on_gpu(generate))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-def turns_on_gpu(generate):
-    (ids, mask), (more_ids, more_mask) = left_padded(3, 90), left_padded(3, 50, seed=1)
-    first = generate(ids, mask, None)
-    written = first.sequences.cpu()
-    ids = torch.cat([written, more_ids], dim=1)
-    mask = torch.cat([mask, torch.ones_like(written[:, mask.shape[1] :]), more_mask], dim=1)
-    return written, generate(ids, mask, first.past_key_values).sequences.cpu()
+    for deferred in (False, True):
+        if deferred:
+            monkeypatch.setattr(generation.host.DeferredStopCheck, "is_supported", staticmethod(lambda *a, **k: True))
+            monkeypatch.setattr(torch, "Event", NoEvent)
+        rows = slice(0, 1) if mode in ("eos", "streamer") else slice(0, 3)
+        options = dict(MODES.get(mode, {}))
+        if mode == "streamer":
+            options["streamer"] = streamer = Collect()
+        options |= {"cache_options": {"page_size": 32, "residual": residual}, "max_cache_len": 512}
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        out = ours(model, ids[rows], mask[rows], "kv8", 40, **options)
+        cache = out.past_key_values
+        assert int(cache.get_seq_length()) == out.sequences.shape[1] - 1
+        assert len(out.logits) == out.sequences.shape[1] - 90
+        if mode == "streamer":
+            assert torch.equal(torch.cat(streamer.pieces), out.sequences[0])
+        inputs = {"input_ids": torch.cat([out.sequences, ids[rows]], dim=1)}
+        inputs["attention_mask"] = torch.cat([mask[rows], torch.ones_like(out.sequences[:, 90:]), mask[rows]], dim=1)
+        again = lb.generate(model, inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+        results.append((out.sequences, again))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
