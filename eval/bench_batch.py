@@ -37,19 +37,30 @@ STEPS = 12
 console = wide_console()
 
 
-def qwen3_8b(layers: int = 36) -> Qwen3Config:
-    """The shape of Qwen3 8B."""
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    )
+def qwen3_8b(layers: int = 36, **changes: Any) -> Qwen3Config:
+    """The shape of Qwen3 8B, with changes."""
+    shape = {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3Config(**(shape | changes))
+
+
+#: changes for a dry run
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 
 
 def row_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> int:
@@ -140,10 +151,7 @@ def main(
 ) -> None:
     """Measure, and append a JSON line for each contender."""
     where = torch.device(device)
-    config = qwen3_8b(layers)
-    if tiny:
-        small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-        config.update({**small, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 97})
+    config = qwen3_8b(2, vocab_size=97, **TINY) if tiny else qwen3_8b(layers)
     if where.type == "cuda":
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), where)
