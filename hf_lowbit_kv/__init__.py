@@ -11,6 +11,7 @@ Importing the package registers the attention implementation `lowbit_kv`.
 from .attention import register as _register
 from .cache import CacheBytes, IntCache, KittyCache, KIVICache, LowBitCache
 from .formats import Affine, Boosted, Dense, Format, parse_format
+from .generation import generate, release
 from .layer import ATTENTION_NAME
 from .pages import LayerSpec
 from .presets import Preset, from_preset, get_preset, preset_names
@@ -36,8 +37,10 @@ __all__ = [
     "Preset",
     "Transform",
     "from_preset",
+    "generate",
     "get_preset",
     "parse_format",
     "parse_transform",
     "preset_names",
+    "release",
 ]

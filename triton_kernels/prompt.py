@@ -113,10 +113,11 @@ def prompt_kernel(
         channel = tl.arange(0, DV_PADDED)
         keep = rows_valid[:, None] & (channel < DV)[None, :]
         # what is carried counts as one token: the output so far, with the log-sum-exp as its score
-        m = tl.load(lse + carry, mask=rows_valid & (first > 0), other=float("-inf"))
+        carried = row < tl.where(first > 0, GROUPS * tokens, 0)
+        m = tl.load(lse + carry, mask=carried, other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
         m = tl.maximum(m, LOWEST)
-        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & (first > 0), other=0.0)
+        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & carried[:, None], other=0.0)
         factor = scaling if HAS_SOFTCAP else scaling * LOG2E
         q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
         q_channel = tl.arange(0, DK_PADDED)[None, :]
@@ -126,12 +127,12 @@ def prompt_kernel(
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
-        carried = _walk(
+        m, l, acc = _walk(
             (m, l, acc), queries, keys, values, start, middle, last, factor, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         m, l, acc = _walk(
-            carried, queries, keys, values, middle, stop, last, factor, softcap,
+            (m, l, acc), queries, keys, values, middle, stop, last, factor, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
         if final != 0:
@@ -221,7 +222,8 @@ class _Walk:
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
-        self.config: PromptConfig | None = None
+        self.config: PromptConfig
+        self.splits = 0  # not begun
         self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
 
     def _begin(self, length: int, final: bool) -> None:
@@ -239,7 +241,7 @@ class _Walk:
 
     def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
         """Attend to tokens `first` and up, `[B, H, count, D]`; after the final ones, the output is written."""
-        if self.config is None:
+        if self.splits == 0:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]

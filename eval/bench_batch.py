@@ -1,0 +1,186 @@
+"""Largest batch and throughput under a memory budget: `python -m hf_lowbit_kv.eval.bench_batch`.
+
+Kitty's experiment: a model of the Qwen3 8B shape (random weights), prompts of 100 tokens, 8192 tokens written, 80 GB in
+all. The allocator is held to the budget. A batch counts where its last steps run: caches are filled with random keys and
+values to just before the end, and `generate` goes on from there. Steps are timed at the start, in the middle and at the end;
+time grows linearly with what is stored, so Simpson's rule over the three gives the time of the whole run (reading the prompts
+not counted).
+
+- `rows`: the largest batch, of those tried, that ran to the end. `row_bytes`: bytes of cache a row at the end.
+- `throughput`: tokens a second over the whole run.
+- `attribution_ms`: a step at the end: device time by kind, and `host`, what is left of the step's time.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from transformers import Qwen3Config
+
+from hf_lowbit_kv.eval.bench_generate import Wanted
+from hf_lowbit_kv.eval.bench_memory import random_model
+from hf_lowbit_kv.eval.generate_case import Contender, make
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.step_profile import profile_steps
+
+CONTENDERS = ("DynamicCache/eager", "kivi-2-sink/compiled")
+#: first guess of what a run takes beside weights and caches, and the factor to the next smaller batch
+RESERVE, SHRINK = 2.5e9, 0.96
+#: steps timed at each length
+STEPS = 12
+console = wide_console()
+
+
+def qwen3_8b(layers: int = 36, **changes: Any) -> Qwen3Config:
+    """The shape of Qwen3 8B, with changes."""
+    shape = {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3Config(**(shape | changes))
+
+
+#: changes for a dry run
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+def row_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> int:
+    """Bytes that one row of `capacity` tokens takes in this cache, all layers."""
+    config = model.config
+    if wanted.is_host:
+        per_token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+        return per_token * capacity * config.num_hidden_layers
+    probe = make(wanted.name, wanted.mode, model, 1, capacity, backend)
+    probe.fill(capacity - STEPS)
+    return probe.allocated_bytes()
+
+
+def run_to_the_end(contender: Contender, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """Time steps at the start, in the middle and at the end; profile the end."""
+    contender.compile()
+    end = prompt + new_tokens - STEPS - 4
+    middle = (prompt + end) // 2
+    times = {}
+    for length in (end, middle, prompt):
+        contender.put_away()
+        contender.fill(length)
+        contender.put_away()
+        times[length] = statistics.median(contender.steps_ms(STEPS))
+    contender.fill(end)
+    contender.put_away()
+    found = profile_steps(contender, 4) if contender.model.device.type == "cuda" else {"device_ms": {"total": 0.0}}
+    busy = dict(found["device_ms"])
+    total = busy.pop("total")
+    attribution = {**busy, "host": max(times[end] - total, 0.0)}
+    mean_ms = (times[prompt] + 4 * times[middle] + times[end]) / 6
+    return {
+        "step_ms": {str(length): ms for length, ms in sorted(times.items())},
+        "throughput": contender.batch / mean_ms * 1e3,
+        "attribution_ms": {kind: round(ms, 3) for kind, ms in attribution.items()},
+    }
+
+
+def largest(
+    wanted: Wanted, model: Any, prompt: int, new_tokens: int, budget: float, backend: str | None, most: int | None
+) -> dict[str, Any]:
+    """The largest batch that runs to the end within `budget` bytes, and its times."""
+    weights = sum(p.nbytes for p in model.parameters())
+    each = row_bytes(wanted, model, prompt + new_tokens, backend)
+    rows = int((budget - weights - RESERVE) / each)
+    rows = max(min(rows, most or rows), 1)
+    tried = []
+    while rows:
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(model.device)
+        contender = make(wanted.name, wanted.mode, model, rows, prompt + new_tokens, backend)
+        tried.append(rows)
+        found = None
+        try:
+            found = run_to_the_end(contender, prompt, new_tokens)
+        except torch.cuda.OutOfMemoryError as error:
+            console.print(f"{contender.label}: {rows} rows do not fit: {str(error).splitlines()[0]}", markup=False)
+        if found is not None:
+            peak = torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None
+            facts = {
+                "rows": rows,
+                "rows_tried": tried,
+                "row_bytes": each,
+                "weight_bytes": weights,
+                "peak_reserved": peak,
+            }
+            used = contender.cache.packed_layers[0].backend if contender.ours else None
+            return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **found}
+        del contender
+        rows = int(rows * SHRINK)
+    raise RuntimeError(f"{wanted.name}: not even one row fits")
+
+
+def main(
+    contender: Annotated[list[str] | None, typer.Option(help="NAME[:BACKEND]/MODE; repeatable.")] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 100,
+    new_tokens: Annotated[int, typer.Option(help="Tokens written.")] = 8192,
+    budget: Annotated[float, typer.Option(help="Bytes in all.")] = 80e9,
+    backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 36,
+    most: Annotated[int | None, typer.Option(help="Rows to try at most.")] = None,
+    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/batch-<device>.jsonl].")] = None,
+) -> None:
+    """Measure, and append a JSON line for each contender."""
+    where = torch.device(device)
+    config = qwen3_8b(2, vocab_size=97, **TINY) if tiny else qwen3_8b(layers)
+    if where.type == "cuda":
+        total = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), where)
+    model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
+    out = out or results_path("batch", device_name(where))
+    records = []
+    for text in contender or CONTENDERS:
+        wanted = Wanted.parse(text)
+        record = largest(wanted, model, prompt, new_tokens, budget, wanted.backend or backend, most)
+        record = {"prompt": prompt, "new_tokens": new_tokens, "budget": budget, **record, "gpu": device_name(where)}
+        record |= {"model": "tiny" if tiny else f"qwen3-8b-shape-{layers}-layers"} | provenance(commit)
+        append_record(out, record)
+        records.append(record)
+        gc.collect()
+    console.print(table(records))
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """The records in short; ratios are to the first."""
+    out = Table("cache", "rows", "ratio", "GB a row", "tokens/s", "ratio", "step at the end, ms", "of it")
+    first = records[0]
+    for r in records:
+        end = r["step_ms"][max(r["step_ms"], key=int)]
+        parts = ", ".join(f"{kind} {ms:.1f}" for kind, ms in r["attribution_ms"].items())
+        rates = (f"{r['rows'] / first['rows']:.2f}", f"{r['row_bytes'] / 1e9:.3f}", f"{r['throughput']:.0f}")
+        speedup = f"{r['throughput'] / first['throughput']:.2f}"
+        out.add_row(f"{r['cache']}/{r['mode']}", str(r["rows"]), *rates, speedup, f"{end:.1f}", parts)
+    return out
+
+
+if __name__ == "__main__":
+    typer.run(main)

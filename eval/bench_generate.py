@@ -1,0 +1,356 @@
+"""Decoding with `generate` against the host's caches: `python -m hf_lowbit_kv.eval.bench_generate`.
+
+A model of the 8B Llama 3.1 shape with random weights goes on from caches that are filled with random keys and values to a
+given length. The contenders are timed in turn, round by round, in one process. Nothing is timed before its compiled
+tokens have been compared with the eager ones of the same cache (`agreement`).
+
+- `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and
+  sampling included. `mean_ms`: mean over a whole page of steps, packing included.
+- `device_ms`: how long the device is busy in a step, by kind of work.
+- `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
+- `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
+- `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
+- `mode`: `eager`; `compiled`: as transformers compiles by itself; `tuned`: with `lb.generate`'s own settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import re
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+from transformers import CompileConfig, LogitsProcessor
+
+from hf_lowbit_kv.eval.bench_memory import PeakMemory, llama_8b, random_model
+from hf_lowbit_kv.eval.generate_case import HEADROOM, Contender, make
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.step_profile import profile_steps
+from hf_lowbit_kv.eval.timing import read_bandwidth
+
+#: what a plain run measures: `name[:backend]/mode`
+CONTENDERS = ("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned")
+#: relative error of logits up to which compiled and eager steps in 16 bits agree: fused arithmetic rounds less often
+#: (the host's own compiled step comes to 0.06 on random weights)
+LOGITS_TOLERANCE = 0.1
+console = wide_console()
+
+
+class DisagreementError(RuntimeError):
+    """Compiled steps do not give what eager ones give, so nothing was timed."""
+
+
+def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
+    """Compiled steps against eager ones, from the same cache and along the eager steps' greedy tokens.
+
+    In 16 bits the two round differently. `logits_error`: largest relative error of a step's logits. `tokens_equal`: steps in
+    which the likeliest token is the same in all rows; it must be wherever the two likeliest are further apart than six times
+    the typical (root mean square) difference of a logit.
+
+    Raises:
+        DisagreementError: logits differ by more than `LOGITS_TOLERANCE`, or tokens though their logits are apart.
+    """
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    contender.set_back()
+    eager = contender.generate(contender.prompt(), steps, disable_compile=True, **options)
+    forced = _Forced(eager.sequences)
+    contender.set_back()
+    compiled = contender.generate(contender.prompt(), steps, logits_processor=[forced], **options)
+    equal, worst = 0, 0.0
+    for step, (x, y) in enumerate(zip(eager.logits, compiled.logits, strict=True)):
+        difference = (x - y).float()
+        worst = max(worst, float(difference.norm() / x.float().norm()))
+        if not worst <= LOGITS_TOLERANCE:
+            raise DisagreementError(f"{contender.label}: logits of step {step} differ by {worst:.3g}")
+        best = x.float().topk(2, dim=-1).values
+        apart = (best[:, 0] - best[:, 1]) > 6 * difference.square().mean(-1).sqrt()
+        same = x.argmax(-1) == y.argmax(-1)
+        if not bool(same[apart].all()):
+            raise DisagreementError(f"{contender.label}: tokens of step {step} differ")
+        equal += int(same.all())
+    return {"tokens_equal": equal, "tokens_compared": steps, "logits_error": worst}
+
+
+class _Forced(LogitsProcessor):
+    """Makes generation repeat `sequences` `[B, n]`."""
+
+    def __init__(self, sequences: torch.Tensor):
+        self.sequences = sequences
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self.sequences[:, input_ids.shape[1], None]
+        return torch.full_like(scores, float("-inf")).scatter_(1, token, 0.0)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads: all but the embedding, of which it reads a row a token."""
+    embedding = model.get_input_embeddings().weight
+    return sum(p.nbytes for p in model.parameters() if p is not embedding)
+
+
+def prefill_seconds(contender: Contender, tokens: int) -> float:
+    """Seconds to read a random prompt `[batch, tokens]` and write one token, after a short one."""
+    model = contender.model
+    ids = torch.randint(0, model.config.vocab_size, (contender.batch, tokens), device=model.device)
+    for prompt in (ids[:, :512], ids):
+        contender.put_away()
+        contender.cache.reset()
+        _wait(model.device)
+        begin = time.perf_counter()
+        contender.generate(prompt, 1)
+        _wait(model.device)
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    contenders: list[Contender],
+    tokens: int,
+    bandwidth: float,
+    steps: int,
+    rounds: int,
+    prefill_tokens: int,
+    faults: list[str],
+) -> list[dict[str, Any]]:
+    """Check, then time at one length, in turn, all contenders that pass."""
+    records: dict[Contender, dict[str, Any]] = {}
+    for contender in contenders:
+        if (
+            record := _attempt(faults, contender.label, functools.partial(_checked, contender, tokens, bandwidth))
+        ) is not None:
+            records[contender] = record
+        contender.put_away()
+    samples: dict[Contender, list[float]] = {contender: [] for contender in records}
+    for _ in range(rounds):
+        for contender in records:
+            samples[contender] += contender.steps_ms(steps)
+            contender.put_away()
+    for contender, record in records.items():
+        record["step_ms"] = statistics.median(samples[contender])
+        record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
+        record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
+        if contender.model.device.type == "cuda":
+            found = profile_steps(contender, 8)
+            record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}
+            record |= {key: found[key] for key in ("graph_launches", "kernel_launches", "synchronisations")}
+        contender.put_away()
+    for contender, record in records.items():
+        measured = tokens * contender.batch <= prefill_tokens
+        record["prefill_s"] = prefill_seconds(contender, tokens) if measured else None
+        contender.put_away()
+    return list(records.values())
+
+
+def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, Any]:
+    """Fill and check a contender; the part of its record that needs no clock."""
+    model, device = contender.model, contender.model.device
+    contender.fill(tokens)
+    checked = agreement(contender) if contender.mode != "eager" else {}
+    contender.set_back()
+    cache_bytes, weights = contender.cache_bytes(), weight_bytes(model)
+    contender.put_away()
+    with PeakMemory(device) as peak:
+        contender.steps_ms(2)
+    # what was allocated before holds the cache already, unless `set_back` makes it
+    held = sum(p.nbytes for p in model.parameters()) + (0 if contender.transient else contender.allocated_bytes())
+    return {
+        "batch": contender.batch,
+        "tokens": tokens,
+        "cache": contender.name,
+        "mode": contender.mode,
+        "backend": contender.cache.packed_layers[0].backend if contender.ours else None,
+        "limit_ms": (cache_bytes + weights) / bandwidth * 1e3,
+        "cache_bytes": cache_bytes,
+        "weight_bytes": weights,
+        "peak_bytes": None if peak.growth is None else held + peak.growth,
+        "bandwidth": bandwidth,
+        **checked,
+    }
+
+
+class Wanted(NamedTuple):
+    """A contender as named on the command line."""
+
+    name: str
+    backend: str | None
+    mode: str
+    longest: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """From `NAME[:BACKEND]/MODE[@TOKENS]`: takes part at lengths up to TOKENS."""
+        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|compiled|tuned)(?:@(\d+))?", text)
+        if match is None:
+            raise ValueError(
+                f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, compiled or tuned"
+            )
+        return cls(match[1], match[2], match[3], int(match[4]) if match[4] else None)
+
+    @property
+    def is_host(self) -> bool:
+        return is_host(self.name)
+
+    def at(self, length: int) -> bool:
+        return self.longest is None or length <= self.longest
+
+
+def main(
+    contender: Annotated[list[str] | None, typer.Option(help="NAME[:BACKEND]/MODE[@LONGEST]; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Samples of each contender.")] = 3,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="Measure prefill up to so many tokens, all rows together.")
+    ] = 32768,
+    compile_options: Annotated[str | None, typer.Option(help="Mode `tuned`: inductor's options, as JSON.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines [default: eval/results/generate-<device>.jsonl].")
+    ] = None,
+) -> None:
+    """Check and time, and append a JSON line for each contender and length."""
+    where = torch.device(device)
+    lengths = sorted(tokens or [1024, 8192, 32768, 131072])
+    wanted = [Wanted.parse(text) for text in contender or CONTENDERS]
+    model = random_model(shape_8b(layers, tiny), torch.float32 if where.type == "cpu" else torch.bfloat16, where)
+    bandwidth = read_bandwidth(where)
+    out = out or results_path("generate", device_name(where))
+    faults: list[str] = []
+    settings = {"model": model, "batch": batch, "backend": backend, "options": json.loads(compile_options or "null")}
+    # our caches serve all lengths: a step reads what is stored, not what is allocated
+    ours = {}
+    for each in wanted:
+        if not each.is_host:
+            longest = max(length for length in lengths if each.at(length))
+            ours[each] = _attempt(faults, each, functools.partial(_ready, each, length=longest, **settings))
+    records = []
+    for length in lengths:
+        present = {each: made for each, made in ours.items() if each.at(length)}
+        for each in wanted:
+            if each.is_host and each.at(length):
+                present[each] = _attempt(faults, each, functools.partial(_ready, each, length=length, **settings))
+        ready = [made for made in present.values() if made is not None]
+        found = measure(ready, length, bandwidth, steps, rounds, prefill_tokens, faults)
+        for record in found:
+            record |= {
+                "gpu": device_name(where),
+                "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers",
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "filled": "random keys and values, the same in every layer",
+                "steps": steps * rounds,
+            } | provenance(commit)
+            append_record(out, record)
+        records += found
+        console.print(table(found))
+        del present, ready
+        gc.collect()
+    for line in crossovers(records):
+        console.print(line)
+    for fault in faults:
+        console.print(f"FAILED, not recorded: {fault}", markup=False)
+    if faults:
+        raise typer.Exit(1)
+
+
+def _attempt(faults: list[str], what: Any, work: Callable[[], Any]) -> Any:
+    """What `work` returns; `None` where it raises: what fails must not cost the measurements that follow."""
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        faults.append(f"{what}: {type(error).__name__}: {error}")
+        return None
+
+
+def shape_8b(layers: int, tiny: bool) -> Any:
+    config = llama_8b(layers)
+    config.max_position_embeddings = 2**21  # beyond it the host warns; positions are rotated by the same code
+    if tiny:
+        small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config.update({**small, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 97})
+    return config
+
+
+def is_host(name: str) -> bool:
+    return name.endswith("Cache") or name.startswith("quanto")
+
+
+def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None, options: dict | None) -> Contender:
+    """A contender with its step compiled. Caches of fixed size get `HEADROOM` more tokens than the length."""
+    own = None if wanted.is_host else wanted.backend or backend
+    made = make(wanted.name, wanted.mode, model, batch, length + HEADROOM, own)
+    made.compile_config = None if options is None else CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
+    begin = time.perf_counter()
+    made.compile()
+    if made.mode != "eager":
+        console.print(f"{made.label}: compiled in {time.perf_counter() - begin:.0f} s")
+    return made
+
+
+def crossovers(records: list[dict[str, Any]]) -> list[str]:
+    """For each of our caches and each of the host's: the shortest length from which ours is faster throughout."""
+    lines = []
+    for theirs in sorted({(r["cache"], r["mode"]) for r in records if is_host(r["cache"])}):
+        for ours in sorted({(r["cache"], r["mode"]) for r in records if not is_host(r["cache"])}):
+            times = {which: _times(records, which) for which in (ours, theirs)}
+            lengths = sorted(times[ours].keys() & times[theirs].keys())
+            slower = [n for n in lengths if times[ours][n] >= times[theirs][n]]
+            faster = [n for n in lengths if not slower or n > slower[-1]]
+            since = f"faster from {faster[0]} tokens" if faster else "not faster at any length"
+            lines.append(f"{'/'.join(ours)} against {'/'.join(theirs)}: {since} (of {lengths})")
+    return lines
+
+
+def _times(records: list[dict[str, Any]], which: tuple[str, str]) -> dict[int, float]:
+    return {r["tokens"]: r["step_ms"] for r in records if (r["cache"], r["mode"]) == which}
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    """The records in short."""
+    out = Table(
+        "batch",
+        "tokens",
+        "cache",
+        "ms",
+        "limit",
+        "x limit",
+        "mean",
+        "busy",
+        "prefill s",
+        "peak GB",
+        "cache GB",
+        "syncs",
+    )
+    for r in records:
+        busy = r.get("device_ms", {}).get("total")
+        values = (r["step_ms"], r["limit_ms"], r["step_ms"] / r["limit_ms"], r.get("mean_ms"), busy, r["prefill_s"])
+        sizes = (None if r[key] is None else r[key] / 1e9 for key in ("peak_bytes", "cache_bytes"))
+        name = "/".join(filter(None, (r["cache"], r["backend"], r["mode"])))
+        cells = ["-" if x is None else f"{x:.2f}" for x in (*values, *sizes, r.get("synchronisations"))]
+        out.add_row(str(r["batch"]), str(r["tokens"]), name, *cells)
+    return out
+
+
+if __name__ == "__main__":
+    typer.run(main)

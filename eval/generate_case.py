@@ -1,0 +1,259 @@
+"""Caches of many tokens to decode with, ours and the host's, and the clock that times the steps of `generate`.
+
+What `bench_generate.py` and `bench_batch.py` work on. Caches are filled with random keys and values directly: a step reads
+what it reads whatever the numbers are, and reading a prompt of 128k tokens takes the better part of a minute.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.packed_case import fill
+from hf_lowbit_kv.presets import get_preset
+
+#: tokens that a cache can take beyond those it is filled with
+HEADROOM = 512
+
+
+class StepClock(LogitsProcessor):
+    """A logits processor that notes when it is called: the time from one call to the next is a step's, host work and
+    waiting included. On a GPU the device's own clock is read, in the order of its work, and the host never waits for it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ticks: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            tick: Any = torch.cuda.Event(enable_timing=True)
+            tick.record()
+        else:
+            tick = time.perf_counter()
+        self.ticks.append(tick)
+        return scores
+
+    def steps_ms(self, skip: int = 2) -> list[float]:
+        """Milliseconds of each step but the first `skip`, which start from an idle device."""
+        pairs = list(zip(self.ticks, self.ticks[1:]))[skip:]
+        if self.device.type != "cuda":
+            return [(end - begin) * 1e3 for begin, end in pairs]
+        torch.cuda.synchronize(self.device)
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+@dataclass(eq=False)
+class Contender:
+    """A cache and a way to decode with it.
+
+    Args:
+        name: `kivi-2` or another preset, `DynamicCache`, `StaticCache`, `quanto-4`.
+        mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
+            `compile_config`, or `lb.generate`'s settings.
+        cache: filled by `set_back`.
+        length: tokens it holds then.
+    """
+
+    name: str
+    mode: str
+    model: Any
+    cache: Any
+    batch: int
+    backend: str | None = None
+    compile_config: Any = None
+    length: int = 0
+    filled: int = 0
+    source: list[torch.Tensor] = field(default_factory=list)
+    """what caches are set back to: keys and values `[B, H, n, D]` of all tokens (the host's) or of the tail (ours)"""
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.name, self.backend, self.mode)))
+
+    @property
+    def ours(self) -> bool:
+        return isinstance(self.cache, lb.LowBitCache)
+
+    def compile(self) -> None:
+        """Compile the step, on an empty cache."""
+        self._attach()
+        if self.mode != "eager":
+            ids = torch.zeros(self.batch, 4, dtype=torch.long, device=self.model.device)
+            self.generate(ids, 5)
+            self.cache.reset()
+
+    def fill(self, tokens: int) -> None:
+        """Make the cache hold `tokens` random tokens, less one: the next token attends to `tokens`."""
+        self.length, config, model = tokens - 1, self.model.config, self.model
+        if self.ours:
+            if self.length > self.filled:  # a longer history serves a shorter length
+                fill_low_bit(self.cache, model, self.batch, self.length)
+                self.filled = self.length
+                state = self.cache.packed_layers[0].store.state
+                self.source = [state.tail_k.clone(), state.tail_v.clone()]
+        else:
+            heads = (self.batch, config.num_key_value_heads)
+            self.source = [
+                torch.randn(*heads, self.length, config.head_dim, dtype=model.dtype, device=model.device) for _ in "kv"
+            ]
+        self.set_back()
+
+    def set_back(self) -> None:
+        """The cache as it was after `fill`."""
+        if self.ours:
+            # a step may have packed the tail's oldest page, and the steps after it have written over it
+            for layer in self.cache.packed_layers:
+                for window, source in zip(
+                    (layer.store.state.tail_k, layer.store.state.tail_v), self.source, strict=True
+                ):
+                    window.copy_(source)
+            set_length(self.cache, self.length)
+        elif isinstance(self.cache, StaticCache):
+            layers: Any = self.cache.layers
+            for layer in layers:
+                if not layer.is_initialized:
+                    layer.lazy_initialization(*(x[:, :, :1] for x in self.source))
+                layer.keys[:, :, : self.length].copy_(self.source[0])
+                layer.values[:, :, : self.length].copy_(self.source[1])
+                layer.cumulative_length.fill_(self.length)
+        elif isinstance(self.cache, QuantizedCache):
+            if not self.cache.get_seq_length():  # what a few steps add stays: it cannot be cropped
+                for index in range(len(self.cache.layers)):
+                    self.cache.update(self.source[0], self.source[1], index)
+        else:
+            self.cache = DynamicCache(config=self.model.config)
+            for index in range(self.model.config.num_hidden_layers):
+                self.cache.update(self.source[0], self.source[1], index)
+
+    @property
+    def transient(self) -> bool:
+        """Whether `set_back` makes the cache anew."""
+        return type(self.cache) is DynamicCache
+
+    def put_away(self) -> None:
+        """Give back the memory of a cache that `set_back` makes anew."""
+        if self.transient:
+            self.cache = DynamicCache(config=self.model.config)
+
+    def prompt(self) -> torch.Tensor:
+        """Token ids `[B, length + 1]`: of what is stored, made up, and of the token to go on from."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.model.config.vocab_size, (self.batch, 1), generator=generator)
+        ids = ids.to(self.model.device)
+        return torch.cat([ids.new_zeros(self.batch, int(self.cache.get_seq_length())), ids], dim=1)
+
+    def generate(self, ids: torch.Tensor, new_tokens: int, **options: Any) -> Any:
+        """`generate` with this cache, greedily, to the end."""
+        self._attach()
+        options = {"do_sample": False, "pad_token_id": 0, **options}
+        if self.mode == "tuned":
+            options["compile_config"] = self.compile_config or lb.generation.compile_config()
+        elif self.mode == "compiled":
+            options["compile_config"] = CompileConfig()
+        if self.ours and self.mode != "eager":
+            call: Any = functools.partial(lb.generate, self.model, progress=False)
+        else:
+            call = self.model.generate
+            options.setdefault("disable_compile", self.mode == "eager")
+        if self.model.device.type != "cuda":
+            options.pop("compile_config", None)
+        return call(
+            inputs=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=self.cache,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            **options,
+        )
+
+    def steps_ms(self, steps: int) -> list[float]:
+        """Milliseconds of each of so many steps."""
+        self.set_back()
+        clock = StepClock(self.model.device)
+        self.generate(self.prompt(), steps + 3, logits_processor=[clock])
+        return clock.steps_ms()
+
+    def cache_bytes(self) -> int:
+        """Bytes that a step must read: tokens stored, unused capacity not counted."""
+        if self.ours:
+            parts = self.cache.nbytes
+            return parts.codes + parts.metadata + parts.window
+        config = self.model.config
+        full = 2 * self.batch * self.length * config.num_key_value_heads * config.head_dim * self.model.dtype.itemsize
+        bits = re.fullmatch(r"quanto-(\d)", self.name)  # per group of 64: scale and shift in the model's dtype
+        per_number = (int(bits[1]) + 2 * 16 / 64) / 16 if bits else 1
+        return int(full * per_number) * config.num_hidden_layers
+
+    def allocated_bytes(self) -> int:
+        """Bytes that the cache holds, unused capacity included."""
+        if self.ours:
+            return int(self.cache.nbytes)
+        if isinstance(self.cache, StaticCache):
+            static: Any = self.cache.layers
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in static)
+        return self.cache_bytes()
+
+    def _attach(self) -> None:
+        wanted = lb.ATTENTION_NAME if self.ours else "sdpa"
+        if self.model.config._attn_implementation != wanted:
+            self.model.set_attn_implementation(wanted)
+
+
+def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: str | None = None) -> Contender:
+    """A contender by name; capacity: tokens a row can hold, where that is set beforehand."""
+    cache: Any
+    if name == "DynamicCache":
+        cache = DynamicCache(config=model.config)
+    elif name == "StaticCache":
+        cache = StaticCache(config=model.config, max_cache_len=capacity)
+    elif (match := re.fullmatch(r"quanto-(\d)", name)) is not None:
+        cache = QuantizedCache("quanto", config=model.config, nbits=int(match[1]))
+    else:
+        get_preset(name)  # raises for what is not known
+        preallocated = {"max_cache_len": capacity} if mode != "eager" else {}
+        cache = lb.from_preset(name, model, backend=backend, **preallocated)
+    if mode != "eager" and not cache.is_compileable:
+        raise ValueError(f"mode={mode!r} is not possible with {name}: the host compiles for preallocated caches")
+    return Contender(name, mode, model, cache, batch, backend if isinstance(cache, lb.LowBitCache) else None)
+
+
+def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> None:
+    """Make every row hold `tokens` random tokens, the same in every layer."""
+    config = model.config
+    empty = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
+    first: Any = None
+    layers: list[Any] = cache.packed_layers
+    for layer in layers:
+        if not layer.is_initialized:
+            layer.lazy_initialization(empty, empty)
+        layer.store.reserve(tokens)
+        if first is None:
+            first = layer.store
+            fill(first, tokens)
+            continue
+        state, other = layer.store.state, first.state
+        for target, source in zip([*state.pool, *state[3:]], [*other.pool, *other[3:]], strict=True):
+            target.copy_(source)
+    set_length(cache, tokens)
+
+
+def set_length(cache: lb.LowBitCache, tokens: int) -> None:
+    """Set the counters of a filled cache to `tokens`; no more than it was filled with, or has stored since."""
+    layers: list[Any] = cache.packed_layers
+    for layer in layers:
+        state, spec = layer.store.state, layer.store.spec
+        state.length.fill_(tokens)
+        state.paged.fill_(spec.paged_after(tokens - spec.sink))
+        layer._forget()
+        layer._mode, layer._seen_at_least = "packed", tokens
+        if isinstance(layer.cumulative_length, torch.Tensor):
+            layer.cumulative_length.fill_(tokens)
+        else:
+            layer.cumulative_length = tokens

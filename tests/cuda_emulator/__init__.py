@@ -1,0 +1,84 @@
+"""The CUDA kernels on the CPU: their sources, with what is not C++ replaced, compiled by g++ (what this shows: `machine.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hf_lowbit_kv.triton_kernels.cuda.compile import source
+
+HERE = Path(__file__).parent
+FOLDER = Path(tempfile.gettempdir()) / "hf-lowbit-kv-emulated"
+OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+#: kernel -> its argument
+ARGUMENTS = {"attend": "Args", "turn": "TurnArgs"}
+
+
+def available() -> bool:
+    """Whether this machine can: g++ and a processor of the x86 family."""
+    if (compiler := shutil.which("g++")) is None:
+        return False
+    return "x86_64" in subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
+
+
+def translate(name: str) -> str:
+    text = source(name)
+    start, end = text.index("__device__ __forceinline__ void cp16("), text.index("// Sum over the eight lanes")
+    text = text[:start] + (HERE / "ptx.h").read_text() + text[end:]
+    replaced = (
+        (r'asm volatile\("ld\.shared\.u16 %0, \[%1\];" : "=h"\((\w+)\) : "r"\((.*?)\)\);', r"\1 = lds_u16(\2);"),
+        (r"__device__ __forceinline__ u16 half_bits\(.*\n", ""),
+        (r'asm volatile\("bar\.sync.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].wait(\2);"),
+        (r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];", r"u8* \1 = shared_memory;"),
+        (r"#line.*\n", "\n"),
+    )
+    for pattern, new in replaced:
+        text = re.sub(pattern, new, text)
+    assert not re.search(r"\basm\b", text), re.findall(r".*\basm\b.*", text)
+    return text
+
+
+class Module:
+    """In place of `compile.Module`."""
+
+    def __init__(self, name: str, defines: tuple[tuple[str, str], ...]):
+        macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
+        self.text = f'{macros}#include "{HERE / "machine.h"}"\n{translate(name)}\n'
+        self.libraries: dict[str, ctypes.CDLL] = {}
+
+    def _library(self, call: str) -> ctypes.CDLL:
+        if call not in self.libraries:
+            entry = f"static void entry() {{ {call}; finished[current] = true; for (;;) yield(); }}\n"
+            text = (
+                f"{self.text}static const void* argument;\n{entry}"
+                'extern "C" int run(const void* a, int x, int y, int z, int n) '
+                "{ argument = a; return run_grid(entry, x, y, z, n); }\n"
+            )
+            FOLDER.mkdir(exist_ok=True)
+            key = hashlib.sha256((text + (HERE / "machine.h").read_text()).encode()).hexdigest()[:24]
+            path = FOLDER / f"{key}.so"
+            if not path.exists():
+                with (
+                    tempfile.NamedTemporaryFile("w", suffix=".cpp") as file,
+                    tempfile.TemporaryDirectory(dir=FOLDER) as work,
+                ):
+                    file.write(text)
+                    file.flush()
+                    built = Path(work) / path.name
+                    subprocess.run(["g++", *OPTIONS, "-o", str(built), file.name], check=True)
+                    built.replace(path)
+            self.libraries[call] = ctypes.CDLL(str(path))
+        return self.libraries[call]
+
+    def integer(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self._library("attend(*(const Args*)argument)"), name).value
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
+        more = "".join(f", {arg.value}" for arg in args[1:])
+        library = self._library(f"{name}(*(const {ARGUMENTS.get(name, 'AppendArgs')}*)argument{more})")
+        assert library.run(ctypes.byref(args[0]), *grid, threads) == 0, "threads wait for each other"

@@ -1,0 +1,100 @@
+// A CUDA block on the CPU, to test kernels without a GPU: every thread is a fiber, and what threads of a warp do together (shuffles, votes,
+// tensor-core products) waits until all of them have come there. Copies are done at once, and threads run one after another: this finds
+// wrong results and wrong addresses, not races.
+#include <immintrin.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <type_traits>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __constant__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Dim { unsigned x, y, z; };
+static Dim blockIdx, gridDim, blockDim;
+static int current, threads;                        // the running thread of the block, and their number
+#define threadIdx (Dim{(unsigned)current, 0, 0})
+static unsigned char shared_memory[240 * 1024] __attribute__((aligned(128)));
+
+static ucontext_t scheduler, fibers[1024];
+static bool finished[1024];
+static void yield() { swapcontext(&fibers[current], &scheduler); }
+
+struct Barrier {
+  int arrived, generation;
+  void wait(int count) {
+    const int mine = generation;
+    if (++arrived == count) { arrived = 0; generation++; } else while (generation == mine) yield();
+  }
+};
+static Barrier warps[32], barriers[17];
+static void __syncthreads() { barriers[0].wait(threads); }
+static void __syncwarp() { warps[current / 32].wait(32); }
+static void __threadfence() {}
+
+// What lanes show each other.
+static unsigned shown[32][32][8];
+template <class T> static unsigned bits_of(T x) { unsigned u; static_assert(sizeof(T) == 4); memcpy(&u, &x, 4); return u; }
+template <class T> static T from_bits(unsigned u) { T x; memcpy(&x, &u, 4); return x; }
+// `read` is called between two meetings of the warp; it sees `x` of every lane
+template <class T, class F> static auto exchange(T x, F read) {
+  unsigned(*all)[8] = shown[current / 32];
+  all[current % 32][0] = bits_of(x);
+  __syncwarp();
+  const auto out = read(all);
+  __syncwarp();
+  return out;
+}
+template <class T> static T __shfl_sync(unsigned, T x, int lane) { return exchange(x, [=](unsigned(*all)[8]) { return from_bits<T>(all[lane & 31][0]); }); }
+template <class T> static T __shfl_xor_sync(unsigned m, T x, int d) { return __shfl_sync(m, x, current % 32 ^ d); }
+template <class T> static T __shfl_up_sync(unsigned m, T x, int d) { return __shfl_sync(m, x, current % 32 >= d ? current % 32 - d : current % 32); }
+static unsigned __ballot_sync(unsigned, bool p) { return exchange((unsigned)p, [](unsigned(*all)[8]) { unsigned out = 0; for (int i = 0; i < 32; i++) out |= all[i][0] << i; return out; }); }
+static bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
+static unsigned __reduce_add_sync(unsigned, unsigned x) { return exchange(x, [](unsigned(*all)[8]) { unsigned out = 0; for (int i = 0; i < 32; i++) out += all[i][0]; return out; }); }
+
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+template <class T> static T __ldcg(const T* p) { return *p; }
+static int atomicAdd(int* p, int x) { const int old = *p; *p += x; return old; }
+static float __int_as_float(int x) { return from_bits<float>(x); }
+static float __uint_as_float(unsigned x) { return from_bits<float>(x); }
+static unsigned __float_as_uint(float x) { return bits_of(x); }
+static int __float_as_int(float x) { return (int)bits_of(x); }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fdividef(float a, float b) { return a / b; }
+template <class A, class B> static constexpr auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; }
+template <class A, class B> static constexpr auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
+
+// `entry` runs a kernel in one thread.
+static int run_grid(void (*entry)(), int x, int y, int z, int count) {
+  constexpr size_t STACK = 128 * 1024;
+  static char* stacks = (char*)malloc(1024 * STACK);
+  gridDim = {(unsigned)x, (unsigned)y, (unsigned)z}; blockDim = {(unsigned)count, 1, 1}; threads = count;
+  for (unsigned i = 0; i < (unsigned)(x * y * z); i++) {
+    blockIdx = {i % x, i / x % y, i / (x * y)};
+    memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
+    memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);
+    for (int t = 0; t < count; t++) {
+      finished[t] = false;
+      getcontext(&fibers[t]);
+      fibers[t].uc_stack.ss_sp = stacks + t * STACK; fibers[t].uc_stack.ss_size = STACK; fibers[t].uc_link = &scheduler;
+      makecontext(&fibers[t], entry, 0);
+    }
+    for (long left = count, rounds = 0; left; rounds++) {
+      if (rounds > 10000000) return 1;                  // threads wait for each other
+      left = 0;
+      for (int t = 0; t < count; t++)
+        if (!finished[t]) { current = t; swapcontext(&scheduler, &fibers[t]); left += !finished[t]; }
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,53 @@
+// In place of the PTX of `common.cuh`.
+static void fault(const char* what, u32 address) { printf("%s at byte %u of shared memory\n", what, address); abort(); }
+static void check(u32 s, u32 size) { if (s % size) fault("misaligned access", s); if (s + size > sizeof shared_memory) fault("access", s); }
+static void copy(u32 s, const void* g, u32 size, bool keep) {
+  check(s, size);
+  if (keep && (size_t)g % size) fault("copy from a misaligned address", s);
+  if (keep) memcpy(shared_memory + s, g, size); else memset(shared_memory + s, 0, size);
+}
+static void cp16(u32 s, const void* g, bool keep = true) { copy(s, g, 16, keep); }
+static void cp8(u32 s, const void* g, bool keep) { copy(s, g, 8, keep); }
+static void commit() {}
+template <int N> static void wait() {}
+template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); memcpy(r, shared_memory + a, 4 * V); }
+static u16 lds_u16(u32 a) { check(a, 2); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
+static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
+
+static float half_to_float(u32 h) { return _cvtsh_ss((u16)h); }
+static float bf16_to_float(u32 h) { return __uint_as_float(h << 16); }
+static u16 half_bits(float x) { return _cvtss_sh(x, 0); }
+static u16 bf16_bits(float x) { const u32 u = __float_as_uint(x); return isnan(x) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16; }
+static u32 pack_half(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+static u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+static u32 mul2(u32 a, u32 b) { return pack_half(half_to_float(a & 0xffff) * half_to_float(b & 0xffff), half_to_float(a >> 16) * half_to_float(b >> 16)); }
+static float ex2(float x) { return exp2f(x); }
+static float lg2(float x) { return log2f(x); }
+static float rcp(float x) { return 1.f / x; }
+static float to_float(u32 x) { return BF16 ? bf16_to_float(x) : half_to_float(x); }
+static u32 pack_model(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
+
+static u32 transposed(u32 x) {
+  const int g = current % 32 >> 2, t = current & 3;
+  return exchange(x, [=](unsigned(*all)[8]) {
+    auto at = [&](int row, int column) { return all[4 * row + column / 2][0] >> 16 * (column & 1) & 0xffff; };
+    return at(2 * t, g) | at(2 * t + 1, g) << 16;
+  });
+}
+
+// c += a b, 16 x 16 times 16 x 8, in the registers of `mma.m16n8k16` (PTX ISA)
+template <bool BF> static void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  unsigned(*all)[8] = shown[current / 32];
+  const int lane = current % 32, g = lane >> 2, t = lane & 3;
+  for (int i = 0; i < 4; i++) all[lane][i] = a[i];
+  all[lane][4] = b0; all[lane][5] = b1;
+  __syncwarp();
+  auto element = [&](int row, int k, int reg) { const u32 x = all[4 * (row % 8) + k % 8 / 2][reg] >> 16 * (k & 1) & 0xffff; return BF ? bf16_to_float(x) : half_to_float(x); };
+  for (int i = 0; i < 4; i++) {
+    const int row = g + 8 * (i >> 1), column = 2 * t + (i & 1);
+    double sum = c[i];
+    for (int k = 0; k < 16; k++) sum += (double)element(row, k, (row >= 8) + 2 * (k >= 8)) * element(column, k, 4 + (k >= 8));
+    c[i] = (float)sum;
+  }
+  __syncwarp();
+}

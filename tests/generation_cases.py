@@ -1,0 +1,62 @@
+"""What the tests of `lb.generate` share, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from cases import left_padded
+from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_lowbit_kv as lb
+
+SMALL_PAGES = {"page_size": 32, "residual": 32}
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+class StopAt(StoppingCriteria):
+    """All rows stop once they are so long."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+class Collect(BaseStreamer):
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.reshape(-1))
+
+    def end(self):
+        self.ended = True
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.7},
+    "return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "chunked_prefill": {"prefill_chunk_size": 40},
+    "logits_processor": {"logits_processor": [RepetitionPenaltyLogitsProcessor(3.0)], "no_repeat_ngram_size": 2},
+    "stopping_criteria": {"stopping_criteria": [StopAt(105)]},
+    "eos": {"eos_token_id": list(range(0, 160, 2))},
+}
+
+
+def ours(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
+    torch.manual_seed(1)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    options = GREEDY | {"cache_options": SMALL_PAGES, "progress": False} | options
+    return lb.generate(model, inputs, preset, new_tokens, **options)
+
+
+def turns(generate):
+    """Two turns of three rows, the second with padding in the middle: `generate(ids, mask, cache)` with and without cache."""
+    (ids, mask), (more_ids, more_mask) = left_padded(3, 90), left_padded(3, 50, seed=1)
+    first = generate(ids, mask, None)
+    written = first.sequences.cpu()
+    ids = torch.cat([written, more_ids], dim=1)
+    mask = torch.cat([mask, torch.ones_like(written[:, mask.shape[1] :]), more_mask], dim=1)
+    return written, generate(ids, mask, first.past_key_values).sequences.cpu()

@@ -1,0 +1,194 @@
+"""The benchmarks of generate run on the CPU with a tiny model; what they say of time means nothing here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+from transformers import StaticCache
+from typer.testing import CliRunner
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval import bench_batch, bench_generate, generate_case, plot_generate, step_profile
+from hf_lowbit_kv.eval.bench_memory import random_model
+
+CPU = torch.device("cpu")
+KEYS = {
+    *(
+        "batch",
+        "tokens",
+        "cache",
+        "mode",
+        "backend",
+        "step_ms",
+        "mean_ms",
+        "limit_ms",
+        "prefill_s",
+        "peak_bytes",
+        "cache_bytes",
+    ),
+    *("gpu", "torch", "triton", "transformers", "commit", "date", "tokens_per_second", "filled"),
+}
+
+
+def run(module, out, *arguments):
+    app = typer.Typer()
+    app.command()(module.main)
+    return CliRunner().invoke(app, ["--tiny", "--device", "cpu", "--out", str(out), *arguments])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(bench_generate.shape_8b(2, True), torch.float32, CPU)
+
+
+def test_bench_generate_records_and_draws(tmp_path):
+    out = tmp_path / "generate.jsonl"
+    contenders = ["DynamicCache/eager@400", "StaticCache/compiled", "kivi-2/tuned", "kivi-4:torch/eager"]
+    arguments = [part for name in contenders for part in ("--contender", name)]
+    done = run(bench_generate, out, *arguments, "--tokens", "383", "--tokens", "500", "--steps", "3", "--rounds", "1")
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["cache"] for r in records if r["tokens"] == 383] == ["kivi-2", "kivi-4", "DynamicCache", "StaticCache"]
+    assert [r["cache"] for r in records if r["tokens"] == 500] == ["kivi-2", "kivi-4", "StaticCache"]
+    assert all(set(record) >= KEYS for record in records)
+    packed, host = (next(r for r in records if r["cache"] == name) for name in ("kivi-2", "StaticCache"))
+    assert packed["tokens_equal"] == packed["tokens_compared"] == 8
+    assert packed["cache_bytes"] < host["cache_bytes"] == 2 * 382 * 64 * 4 * 2
+    assert packed["limit_ms"] < host["limit_ms"]
+    assert packed["mean_ms"] > 0
+    assert "against StaticCache/compiled" in done.output
+    typer_app = typer.Typer()
+    typer_app.command()(plot_generate.main)
+    assert CliRunner().invoke(typer_app, [str(out)]).exit_code == 0
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_bench_generate_times_nothing_that_disagrees(tmp_path, monkeypatch):
+    out = tmp_path / "generate.jsonl"
+    monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", -1.0)
+    arguments = ["--contender", "kivi-2/tuned", "--contender", "DynamicCache/eager", "--steps", "2", "--rounds", "1"]
+    done = run(bench_generate, out, *arguments, "--tokens", "300")
+    assert done.exit_code == 1
+    assert "kivi-2 tuned: logits of step 0 differ" in done.output
+    assert [json.loads(line)["cache"] for line in out.read_text().splitlines()] == ["DynamicCache"]
+
+
+def test_tokens_that_differ_are_seen(model, monkeypatch):
+    contender = generate_case.make("kivi-2", "tuned", model, 1, 512)
+    contender.compile()
+    contender.fill(300)
+    assert bench_generate.agreement(contender)["tokens_equal"] == 8
+    original = generate_case.Contender.generate
+
+    def wrong_winner(self, *args, **options):
+        out = original(self, *args, **options)
+        if "logits_processor" in options:  # the compiled run
+            out.logits = tuple(x.scatter(1, x.topk(2).indices[:, 1:], float(x.max()) + 1e-3) for x in out.logits)
+        return out
+
+    monkeypatch.setattr(generate_case.Contender, "generate", wrong_winner)
+    monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", 10.0)
+    with pytest.raises(bench_generate.DisagreementError, match="tokens of step 0 differ"):
+        bench_generate.agreement(contender)
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "kv8", "StaticCache", "DynamicCache"])
+def test_a_cache_set_back_is_what_it_was(model, name):
+    mode = "eager" if name == "DynamicCache" else "tuned"
+    contender = generate_case.make(name, mode, model, 2, 512)
+    contender.compile()
+    contender.fill(384)  # our tail is one token short of packing: steps write over what the next run reads
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    first, second = (
+        (contender.set_back(), contender.generate(contender.prompt(), 4, **options).logits)[1] for _ in range(2)
+    )
+    assert int(contender.cache.get_seq_length()) == 383 + 4
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_filled_caches_agree_with_a_prompt_of_that_length(model):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=600)
+    generate_case.fill_low_bit(cache, model, 1, 500)
+    twin = lb.from_preset("kivi-2", model, max_cache_len=600)
+    model.set_attn_implementation(lb.ATTENTION_NAME)
+    with torch.no_grad():
+        model(torch.zeros(1, 500, dtype=torch.long), past_key_values=twin)
+    for layer, other in zip(cache.packed_layers, twin.packed_layers, strict=True):
+        assert torch.equal(layer.store.state.length, other.store.state.length)
+        assert torch.equal(layer.store.state.paged, other.store.state.paged)
+    assert int(cache.nbytes.codes) == int(twin.nbytes.codes) > 0
+
+
+def test_contenders_are_named_in_full():
+    assert bench_generate.Wanted.parse("kivi-2:cuda/tuned@1048576") == ("kivi-2", "cuda", "tuned", 1048576)
+    assert bench_generate.Wanted.parse("DynamicCache/eager") == ("DynamicCache", None, "eager", None)
+    with pytest.raises(ValueError, match=r"NAME\[:BACKEND\]/MODE"):
+        bench_generate.Wanted.parse("kivi-2")
+
+
+def test_what_grows_cannot_be_compiled(model):
+    with pytest.raises(ValueError, match="mode='compiled' is not possible with DynamicCache"):
+        generate_case.make("DynamicCache", "compiled", model, 1, 512)
+    with pytest.raises(ValueError, match="preset='kivi-3' is not known"):
+        generate_case.make("kivi-3", "eager", model, 1, 512)
+    assert isinstance(generate_case.make("StaticCache", "compiled", model, 1, 512).cache, StaticCache)
+
+
+def test_crossovers():
+    def record(cache, tokens, ms):
+        return {"cache": cache, "mode": "m", "tokens": tokens, "step_ms": ms}
+
+    records = [record("StaticCache", n, ms) for n, ms in ((1, 5), (2, 6), (3, 7))]
+    records += [record("kivi-2", n, ms) for n, ms in ((1, 6), (2, 5), (3, 5))]
+    assert bench_generate.crossovers(records) == ["kivi-2/m against StaticCache/m: faster from 2 tokens (of [1, 2, 3])"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("attend_kernel", "attention"),
+        ("attend", "attention"),
+        ("append_one", "append and pack"),
+        ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", "weights"),
+        ("triton_red_fused_mm_t_view_7", "weights"),
+        ("triton_red_fused_9", "weights"),
+        ("triton_tem_fused_mm_t_view_5", "weights"),
+        ("triton_poi_fused_3", "other"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert step_profile.kind_of(kernel) == kind
+
+
+def test_bench_batch_records(tmp_path):
+    out = tmp_path / "batch.jsonl"
+    done = run(bench_batch, out, "--new-tokens", "500", "--most", "2")
+    assert done.exit_code == 0, done.output
+    host, packed = (json.loads(line) for line in out.read_text().splitlines())
+    assert (host["cache"], packed["cache"]) == ("DynamicCache", "kivi-2-sink")
+    assert host["rows"] == packed["rows"] == 2
+    assert packed["row_bytes"] < host["row_bytes"] == 2 * 600 * 64 * 4 * 2
+    assert packed["throughput"] > 0
+    assert set(packed) >= {"rows_tried", "step_ms", "attribution_ms", "peak_reserved", "commit"}
+
+
+def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
+    tried = []
+
+    def fake(contender, prompt, new_tokens):
+        tried.append(contender.batch)
+        if contender.batch > 20:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return {"step_ms": {}, "throughput": 1.0, "attribution_ms": {}}
+
+    monkeypatch.setattr(bench_batch, "run_to_the_end", fake)
+    wanted = bench_generate.Wanted.parse("DynamicCache/eager")
+    each = bench_batch.row_bytes(wanted, model, 600, None)
+    budget = bench_batch.RESERVE + 23.5 * each + sum(p.nbytes for p in model.parameters())
+    record = bench_batch.largest(wanted, model, 100, 500, budget, None, None)
+    assert tried == record["rows_tried"] == [23, 22, 21, 20]
+    assert record["rows"] == 20

@@ -1,0 +1,94 @@
+"""The CUDA kernels without a GPU: the checks of `test_kernels`, on kernels compiled for the CPU (`cuda_emulator`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cuda_emulator
+import test_kernels as kernels
+from kernel_cases import Case
+from test_cuda import fragment
+
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
+
+pytestmark = [
+    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
+    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
+]
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch):
+    # two multiprocessors: rows are shared by several teams
+    properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(cuda, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
+    monkeypatch.setattr(cuda, "_properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "read", reference.read)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kernels, "launch", cuda)
+    cuda._attend_module.cache_clear()
+    yield cuda
+    cuda._attend_module.cache_clear()
+
+
+KITTY = {"keys": "boosted2-r0.125", "values": "int2-token"}
+PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(keys="int8-token-g32", values="int8-channel", lengths=(300, 1), dtype=torch.bfloat16, softcap=20.0, sinks=True),
+        Case(keys="dense", values="dense", head_dim=80, tokens=5, padded=True, sink=0, residual=0),
+        Case(**KITTY, **PAGES, lengths=(700, 1, 290)),
+        Case(keys="boosted2-r0.3", values="int4-token", head_dim=96, groups=16, dtype=torch.bfloat16),
+        Case(**KITTY, lengths=(0, 0), heads=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attend(case):
+    kernels.check_attend(fragment(case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**KITTY, **PAGES, lengths=(700, 1, 290), transform="hadamard"),
+        Case(head_dim=96, groups=3, tokens=5, padded=True, lengths=(300, 1, 90), transform="hadamard"),
+        Case(head_dim=80, tokens=10, heads=1, dtype=torch.bfloat16, transform="hadamard"),
+    ],
+    ids=str,
+)
+def test_attend_turned(case):
+    kernels.check_attend_turned(fragment(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [
+        (Case(heads=1, padded=True), [37, 0, 60, 0, 0]),
+        (Case(**KITTY, heads=1, padded=True, page_size=64), [90, 70, 0, 0]),
+        (
+            Case(keys="boosted2-r0.25-variance", values="int4-channel-g32", head_dim=80, heads=1, dtype=torch.bfloat16),
+            [70, 0],
+        ),
+        (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
+    ],
+    ids=str,
+)
+def test_store(case, chunks):
+    kernels.check_store(fragment(case), chunks)
+
+
+@pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] == torch.float16 and x[2]], ids=str)
+def test_turn(options):
+    kernels.check_turn(*options)

@@ -1,0 +1,276 @@
+"""`lb.generate`: what `model.generate` gives with a growing cache, from a cache that is kept, and steps that do not wait."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch._dynamo.utils
+from cases import left_padded, tiny_models
+from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, ours, turns
+from transformers import CompileConfig, DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import generation
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+@pytest.fixture(autouse=True)
+def _forget(request):
+    yield
+    if "model" in request.fixturenames:
+        lb.release(request.getfixturevalue("model"))
+
+
+def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
+    """`model.generate` with a growing cache, eagerly."""
+    torch.manual_seed(1)
+    cache = lb.from_preset(preset, model, **SMALL_PAGES)
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, **GREEDY | options
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_of_the_growing_cache(model, mode, batch):
+    ids, mask = left_padded(batch, 100)
+    want = growing(model, ids, mask, **MODES[mode])
+    for _ in range(2):  # with a new cache, and with the one that was kept
+        assert torch.equal(ours(model, ids, mask, **MODES[mode]), want)
+    if mode == "stopping_criteria" or (mode, batch) == ("eos", 1):
+        assert want.shape[1] < 112
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_other_families(family):
+    model, theirs = tiny_models(family)
+    ids, mask = left_padded(2, 60)
+    want = theirs.generate(
+        ids, attention_mask=mask, past_key_values=DynamicCache(config=theirs.config), max_new_tokens=8, **GREEDY
+    )
+    assert torch.equal(ours(model, ids, mask, "dense", 8), want)
+
+
+def test_streamer_sees_every_token(model):
+    ids, mask = left_padded(1, 50)
+    streamer = Collect()
+    out = ours(model, ids, mask, streamer=streamer)
+    assert torch.equal(torch.cat(streamer.pieces), out[0])
+    assert streamer.ended
+
+
+def test_inputs_may_be_ids_alone(model):
+    ids, _ = left_padded(1, 50)
+    out = lb.generate(model, ids, "kivi-2-sink", 12, cache_options=SMALL_PAGES, **GREEDY)
+    assert torch.equal(out, growing(model, ids, torch.ones_like(ids)))
+
+
+def test_a_cache_is_kept_and_serves_what_fits(model):
+    def cache_of(tokens, batch=1, preset="kivi-2", **options):
+        ids, mask = left_padded(batch, tokens)
+        out = ours(model, ids, mask, preset, return_dict_in_generate=True, **options)
+        assert int(out.past_key_values.get_seq_length()) == tokens + 11
+        return out.past_key_values
+
+    first = cache_of(300)
+    assert first.get_max_length() == 512
+    assert cache_of(400) is first
+    assert cache_of(20) is first
+    larger = cache_of(20, max_cache_len=1000)
+    assert larger is not first
+    assert larger.get_max_length() == 1024
+    assert cache_of(600) is larger
+    assert cache_of(20, batch=2) is not larger
+    assert cache_of(600) is larger
+    assert cache_of(20, preset="kivi-4") is not larger  # the third kind: the one used longest ago goes
+    assert len(generation._kept[model]) == generation.KEPT_CACHES
+
+
+def test_release_gives_the_memory_back(model):
+    ids, mask = left_padded(1, 20)
+    cache = weakref.ref(ours(model, ids, mask, return_dict_in_generate=True).past_key_values)
+    assert cache() is not None
+    lb.release(model)
+    gc.collect()
+    assert cache() is None
+    lb.release(model)
+
+
+def test_lengths_are_rounded_up_by_a_quarter_at_most():
+    for tokens in (1, 512, 513, 5000, 131072, 131073, 10**6):
+        length = generation.cache_length(tokens)
+        assert tokens <= length < tokens + max(tokens / 4, 512)
+        assert generation.cache_length(length) == length
+    assert generation.cache_length(5000) == generation.cache_length(5100)
+
+
+def test_a_second_turn_goes_on_with_the_cache(model):
+    options = {"return_dict_in_generate": True, "max_new_tokens": 12, **GREEDY}
+
+    def with_growing(ids, mask, cache):
+        cache = cache or lb.from_preset("kivi-2", model, **SMALL_PAGES)
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+
+    def with_ours(ids, mask, cache):
+        new = {"preset": "kivi-2", "max_cache_len": 256, "cache_options": SMALL_PAGES}
+        kind = {"past_key_values": cache} if cache else new
+        return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, **kind, **options)
+
+    for got, want in zip(turns(with_ours), turns(with_growing), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_settings_may_come_from_a_generation_configuration(model):
+    ids, mask = left_padded(1, 50)
+    config = lb.generation.host.GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
+    out = lb.generate(model, {"input_ids": ids, "attention_mask": mask}, "kivi-2", generation_config=config)
+    assert out.shape == (1, 57)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "kivi-3"}, "preset='kivi-3' is not known; did you mean"),
+        ({"preset": None}, "preset=None: name one"),
+        ({"max_new_tokens": None}, "max_new_tokens=None: the cache is allocated"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
+        ({"max_length": 70}, "max_length is not allowed: give max_new_tokens"),
+        ({"num_beams": 3}, "num_beams=3 is not allowed: transformers does not compile beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is not allowed"),
+        ({"use_cache": False}, "use_cache=False is not allowed"),
+        ({"max_cache_len": 61}, "max_cache_len=61 is too small: the prompt has 50 tokens and max_new_tokens=12"),
+        ({"cache_options": {"max_cache_len": 99}}, "it is an argument of its own"),
+        ({"cache_options": {"sink": -1}}, "sink=-1 is not allowed"),
+        ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
+        ({"inputs": torch.arange(3)}, "inputs must be token ids"),
+        ({"past_key_values": "a cache"}, "preset and cache_options describe a new cache"),
+        ({"past_key_values": "a cache", "preset": None}, "must be a low-bit cache made with max_cache_len"),
+    ],
+)
+def test_bad_arguments(model, arguments, message):
+    arguments = {"inputs": left_padded(1, 50)[0], "preset": "kivi-2", "max_new_tokens": 12} | arguments
+    with pytest.raises(ValueError, match=message):
+        lb.generate(model, **arguments)
+    assert not generation._kept.get(model)
+
+
+def test_a_turn_must_fit_the_cache(model):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=60)
+    with pytest.raises(ValueError, match="max_cache_len=60, and this turn ends at 62 tokens"):
+        lb.generate(model, left_padded(1, 50)[0], max_new_tokens=12, past_key_values=cache)
+
+
+def test_another_attention_implementation_is_refused():
+    _, theirs = tiny_models("llama")
+    theirs.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation='sdpa' cannot read packed pages"):
+        lb.generate(theirs, left_padded(1, 50)[0], "kivi-2", 12)
+
+
+def test_calls_and_turns_use_the_compiled_step_again(model):
+    """With the host's own way to compile on any device: one compilation for calls of any length, and for further turns."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    for tokens in (100, 33, 100):
+        ids, mask = left_padded(3, tokens)
+        assert torch.equal(ours(model, ids, mask, compile_config=config), growing(model, ids, mask))
+
+    def with_compiled(ids, mask, cache):
+        options = {"return_dict_in_generate": True, "compile_config": config, **GREEDY}
+        kind = {"past_key_values": cache} if cache else {"preset": "kivi-2-sink", "cache_options": SMALL_PAGES}
+        return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=12, **kind, **options)
+
+    turns(with_compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiling_leaves_no_trace(model, capsys):
+    """What happens before the first call on a GPU, on a CPU: a few steps, a message, nothing stored, no random numbers."""
+    cache = lb.from_preset("kivi-2", model, max_cache_len=64)
+    options = {"attention_mask": left_padded(2, 20)[1], "do_sample": True, "output_hidden_states": True}
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert torch.equal(torch.rand(3), want)
+    assert int(cache.get_seq_length()) == 0
+    err = capsys.readouterr().err
+    assert "Compiling the decoding step of LlamaForCausalLM for kivi-2, 2 x 64 tokens (once)" in err
+    assert "Compiled in" in err
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert not capsys.readouterr().err
+    # without padding it is another step; where compiling fails, nothing is left behind either
+    options = {"attention_mask": torch.ones(2, 20)}
+    fail = pytest.MonkeyPatch()
+    fail.setattr(model, "forward", None)
+    with pytest.raises(TypeError):
+        generation._compile_first(model, cache, 2, options, progress=False)
+    fail.undo()
+    assert int(cache.get_seq_length()) == 0
+    generation._compile_first(model, cache, 2, options, progress=True)
+    assert "Compiled in" in capsys.readouterr().err
+
+
+def test_stop_checks_are_deferred_only_inside():
+    check = generation.host.DeferredStopCheck.is_supported
+    cache = lb.from_preset("kivi-2", tiny_models("llama")[0], max_cache_len=64)
+    cuda = torch.device("cuda")
+    assert not check(cuda, cache, True, is_assistant=False)
+    with generation._deferred_stop_check():
+        assert check(cuda, cache, True, is_assistant=False)
+        assert not check(cuda, cache, True, is_assistant=True)
+        assert not check(torch.device("cpu"), cache, True, is_assistant=False)
+    assert not check(cuda, cache, True, is_assistant=False)
+
+
+class NoEvent:
+    """Stands in for a device's event."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
+def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
+    """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""
+    ids, mask = left_padded(3, 90)
+    results = []
+    for deferred in (False, True):
+        if deferred:
+            monkeypatch.setattr(generation.host.DeferredStopCheck, "is_supported", staticmethod(lambda *a, **k: True))
+            monkeypatch.setattr(torch, "Event", NoEvent)
+        rows = slice(0, 1) if mode in ("eos", "streamer") else slice(0, 3)
+        options = dict(MODES.get(mode, {}))
+        if mode == "streamer":
+            options["streamer"] = streamer = Collect()
+        options |= {"cache_options": {"page_size": 32, "residual": residual}, "max_cache_len": 512}
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        out = ours(model, ids[rows], mask[rows], "kv8", 40, **options)
+        cache = out.past_key_values
+        assert int(cache.get_seq_length()) == out.sequences.shape[1] - 1
+        assert len(out.logits) == out.sequences.shape[1] - 90
+        if mode == "streamer":
+            assert torch.equal(torch.cat(streamer.pieces), out.sequences[0])
+        inputs = {"input_ids": torch.cat([out.sequences, ids[rows]], dim=1)}
+        inputs["attention_mask"] = torch.cat([mask[rows], torch.ones_like(out.sequences[:, 90:]), mask[rows]], dim=1)
+        again = lb.generate(model, inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
+        results.append((out.sequences, again))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

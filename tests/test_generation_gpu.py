@@ -1,0 +1,132 @@
+"""`lb.generate` on a GPU: one graph a step, steps that do not wait, the eager tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.utils
+from cases import left_padded, tiny_models
+from generation_cases import GREEDY, MODES, Collect, ours, turns
+from transformers import LogitsProcessor, StoppingCriteria
+
+import hf_lowbit_kv as lb
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # inductor's own
+]
+
+
+class Watch(LogitsProcessor):
+    """From its third call on, whatever waits for the device raises."""
+
+    def __init__(self, first=3):
+        self.calls, self.first = 0, first
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == self.first:
+            torch.cuda.set_sync_debug_mode("error")
+        return scores
+
+
+@pytest.fixture(scope="module")
+def gpu_model():
+    model = tiny_models("llama")[0].cuda()  # in float32: fused 16-bit arithmetic rounds differently
+    yield model
+    lb.release(model)
+
+
+@pytest.fixture(autouse=True)
+def _allow_synchronising():
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class StopWatching(StoppingCriteria):
+    """Allows waiting again before the last step: the end of `generate` reads back what was written."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            torch.cuda.set_sync_debug_mode("default")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "k4v2", "kitty-hadamard"])
+def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
+    torch._dynamo.reset()
+    ids, mask = (x.cuda() for x in left_padded(2, 200))
+    options = {"cache_options": None, "new_tokens": 100}
+    want = ours(gpu_model, ids, mask, preset, disable_compile=True, **options)
+    ours(gpu_model, ids, mask, preset, **options)  # compiles
+    watch = Watch()
+    got = ours(gpu_model, ids, mask, preset, logits_processor=[watch], stopping_criteria=[StopWatching(299)], **options)
+    assert watch.calls == 100
+    assert torch.equal(got, want)
+    # the host's own check, in contrast, waits in every step
+    cache = lb.from_preset(preset, gpu_model, max_cache_len=512)
+    options = {"max_new_tokens": 9, "disable_compile": True, "logits_processor": [Watch()], **GREEDY}
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        gpu_model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+
+
+def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for tokens in (100, 33, 100):
+        ids, mask = (x.cuda() for x in left_padded(3, tokens))
+        want = ours(gpu_model, ids, mask, disable_compile=True, cache_options={"sink": 16})
+        assert torch.equal(ours(gpu_model, ids, mask, cache_options={"sink": 16}), want)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    with torch.profiler.profile() as profiler:
+        ours(gpu_model, ids, mask, cache_options={"sink": 16}, new_tokens=12)
+    calls = [event.name() for event in profiler.profiler.kineto_results.events()]
+    assert calls.count("cudaGraphLaunch") == 11  # the first token comes from the prompt
+
+
+@pytest.mark.parametrize(
+    "mode", ["sampling", "return_sequences", "chunked_prefill", "logits_processor", "eos", "streamer"]
+)
+def test_gpu_modes(gpu_model, mode):
+    ids, mask = (x.cuda() for x in left_padded(1, 100))
+    options = MODES.get(mode, {})
+    streamers = [Collect(), Collect()] if mode == "streamer" else [None, None]
+    eager = ours(gpu_model, ids, mask, disable_compile=True, new_tokens=60, streamer=streamers[0], **options)
+    out = ours(gpu_model, ids, mask, new_tokens=60, streamer=streamers[1], return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, eager)
+    # a step beyond the end, which the deferred check takes, has left no trace
+    assert int(out.past_key_values.get_seq_length()) == eager.shape[1] - 1
+    if mode == "eos":
+        assert eager.shape[1] < 160
+    if mode == "streamer":
+        assert torch.equal(torch.cat(streamers[1].pieces), eager[0].cpu())
+
+
+def test_gpu_second_turn_after_a_stop(gpu_model):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    results = []
+    for disable in (True, False):
+
+        def generate(ids, mask, cache, disable=disable):
+            kind = {"past_key_values": cache} if cache else {"preset": "kivi-2", "max_cache_len": 512}
+            options = {
+                "return_dict_in_generate": True,
+                "disable_compile": disable,
+                "eos_token_id": [7, 14, 21],
+                **GREEDY,
+            }
+            inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
+            return lb.generate(gpu_model, inputs, max_new_tokens=80, progress=False, **kind, **options)
+
+        results.append(turns(generate))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    assert counters["stats"]["unique_graphs"] == 1
