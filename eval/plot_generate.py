@@ -23,6 +23,10 @@ def latest(path: Path) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
     return dict(sorted(found.items()))
 
 
+def _count(tokens: int) -> str:
+    return f"{tokens // 2**20}M" if tokens % 2**20 == 0 else f"{tokens // 1024}k"
+
+
 def main(
     records: Annotated[Path, typer.Argument(help="JSON lines of bench_generate.")],
     out: Annotated[Path | None, typer.Option(help="Picture [default: beside the records, .png].")] = None,
@@ -44,9 +48,10 @@ def main(
             axes.bar(x, record["step_ms"], 0.92 * width, color=colours[name])
             axes.plot([x - width / 2, x + width / 2], 2 * [record["limit_ms"]], color="black", linewidth=1)
             axes.text(x, record["step_ms"], f"{record['step_ms']:.1f}", ha="center", va="bottom", fontsize=8)
-    labels = [f"batch {batch}\n{tokens // 1024}k tokens" for batch, tokens in groups]
+    labels = [f"batch {batch}\n{_count(tokens)} tokens" for batch, tokens in groups]
     axes.set_xticks(range(len(groups)), labels)
-    axes.set_yscale("log")
+    axes.margins(y=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylabel("a step of generate, ms")
     gpus = {record["gpu"] for group in groups.values() for record in group.values()}
     axes.set_title(f"8B Llama 3.1 shape, {', '.join(sorted(gpus))}; line: weights and cache read once", fontsize=9)
