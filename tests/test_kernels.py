@@ -149,6 +149,11 @@ SMALL = [
     Case(keys="boosted2-r1", values="boosted2-r0.25", head_dim=80, head_dim_v=64, heads=1, dtype=torch.float32),
     Case(keys="boosted2-r0", values="boosted2-r1-random", heads=1),
     Case(keys="boosted2-r0.125", values="boosted2-r0.125", outliers=True, heads=1),
+    # pages whose words of high codes are a plane of their own: in two tiles, in eight, in the other orientation
+    Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, lengths=(300, 130)),
+    Case(keys="boosted2-r0.3-range", values="int2-token", page_size=256, lengths=(530,), heads=1, dtype=torch.float32),
+    Case(keys="boosted2-r0.25", values="int2-channel-g32", page_size=128, lengths=(300,), heads=1, outliers=True),
+    Case(keys="boosted2-r0.25", values="int2-token", page_size=256, lengths=(530, 300), tokens=9, padded=True, heads=1),
 ]
 SMALL_STORES = [
     (Case(heads=1), [37, 0, 60, 0, 0]),
@@ -375,6 +380,7 @@ def _matrix() -> list[Case]:
         cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
     for page_size in (32, 64, 256):
         cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
+        cases.append(Case(keys="boosted2-r0.125", values="int2-token", lengths=lengths, **base | {"page_size": page_size}))
         cases.append(
             Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0})
         )

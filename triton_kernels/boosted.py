@@ -14,7 +14,7 @@ import triton.language as tl
 from ..formats.affine import Affine
 from ..formats.base import FIELD_ALIGNMENT
 from . import affine
-from .affine import _extract, _quantize, _store_codes, _words
+from .affine import _extract, _key_plane, _quantize, _store_codes, _words
 from .affine import prepare as _prepare_low
 from .affine import scores as _low_scores
 from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
@@ -72,23 +72,79 @@ def scores(
     page, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
-    if P.count > 0:
-        TYPE: tl.constexpr = prepared[2].dtype
-        size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
-        q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
-        keep = rows_valid[:, None] & (row < P.count)[None, :]
-        q = tl.load(q_rows[:, None] + (channel * stride)[None, :], mask=keep, other=0.0).to(tl.float32)
-        # size is a power of two, or 0 where all of q is
-        inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-        q = as_operand((q * (4.0 * inverse)[:, None]).to(TYPE), T)
-        # a quarter of the keys, as in `affine`
-        scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel).to(tl.float32) * 0.25
-        row, scale = tl.expand_dims(row, T), tl.expand_dims(scale, T)
+    if P.count == 0:
+        return _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
+    # what a page's map leads to is asked for first, and waited for behind the low codes' products
+    TYPE: tl.constexpr = prepared[2].dtype
+    size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
+    q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
+    keep = rows_valid[:, None] & (row < P.count)[None, :]
+    q = tl.load(q_rows[:, None] + (channel * stride)[None, :], mask=keep, other=0.0).to(tl.float32)
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel).to(tl.float32)
+    low = _words(page, n0, valid, T == 1, BLOCK_N, P)
+    s = query_dot(prepared[2], _key_plane(page, low, n0, 0, TYPE, T, P), None, T)
+    for j in tl.static_range(1, P.planes - 1):
+        s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
+    # size is a power of two, or 0 where all of q is
+    inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
+    q = as_operand((q * inverse[:, None] * scale[None, :]).to(prepared[2].dtype), T)
+    if P.words < 16:
         token = tl.expand_dims(n0 + tl.arange(0, BLOCK_N), 1 - T)
-        k = (_high(page, row, token, row < P.count, P).to(tl.float32) * scale).to(TYPE)
-        s += query_dot(q, k, None, T) * tl.expand_dims(size * (4.0 * factor), T)
-    return s
+        high = _high(page, tl.expand_dims(row, T), token, tl.expand_dims(row < P.count, T), P)
+        products = query_dot(q, high.to(q.dtype), None, T)
+    else:
+        products = _high_products(page, q, n0, BLOCK_N, T, P)
+    # the high codes' products are of another layout; what is added to them is not, if a product adds it
+    LAST: tl.constexpr = P.planes - 1
+    s += query_dot(prepared[2 + LAST], _key_plane(page, low, n0, LAST, TYPE, T, P), products, T)
+    return s * tl.expand_dims(size * (4.0 * factor), T)
+
+
+@triton.jit
+def _high_products(page, q, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    """Products of a tile's high codes with q. A field of the words is a plane of tokens, and so an operand as it lies."""
+    PLANES: tl.constexpr = BLOCK_N // P.words
+    row, word = tl.arange(0, P.rows), tl.arange(0, P.words)
+    place = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
+    words = (page + P.high_at).to(tl.pointer_type(tl.int16)) + place
+    if P.count == P.rows:
+        words = tl.load(words)
+    else:
+        words = tl.load(words, mask=tl.expand_dims(row < P.count, T), other=0)
+    parts = ()
+    for j in tl.static_range(PLANES):
+        # Which fields are the tile's is known when it runs. All of a page's are multiplied, those of other tiles by 0: words
+        # that are shifted by a variable would go through shared memory, a plane at a time.
+        part, unit = None, 0.0
+        for tile in tl.static_range(P.page_size // BLOCK_N):
+            here = n0 == tile * BLOCK_N
+            code = _extract(words, tile * PLANES + j, P).to(q.dtype)
+            part = query_dot(tl.where(here, q, 0.0), code, part, T)
+            unit = tl.where(here, TWO_24 / P.factors[tile * PLANES + j], unit)
+        parts = parts + (part * unit,)
+    return _side_by_side(parts, PLANES, T)
+
+
+@triton.jit
+def _side_by_side(parts, COUNT: tl.constexpr, T: tl.constexpr):
+    """COUNT (a power of two, 8 at most) tiles of as many tokens each as one, in order."""
+    for i in tl.static_range(3):
+        if COUNT >> i > 1:
+            pairs = ()
+            for j in tl.static_range(COUNT >> (i + 1)):
+                pairs = pairs + (_pair(parts[2 * j], parts[2 * j + 1], T),)
+            parts = pairs
+    return parts[0]
+
+
+@triton.jit
+def _pair(a, b, T: tl.constexpr):
+    both = tl.join(a, b)
+    if T == 1:
+        both = tl.reshape(tl.permute(both, (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+    else:
+        both = tl.reshape(tl.permute(both, (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+    return both
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def processors(device: torch.device) -> int:
 #: on an H200 at head size 128 (docs/kernels.md); one warp suits 16 channels, for more would compute the same product twice.
 #: Nothing in it needs more than 48 KiB of shared memory, so devices from sm80 on take the same table.
 DECODE = (
-    (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
+    (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, registers=168, swapped=True)),
     (32, Config(16, 64, 32, num_warps=2, num_stages=3, programs=8, swapped=True)),
     (64, Config(16, 64, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=4, num_stages=2, programs=6, swapped=True)),
