@@ -380,7 +380,9 @@ def _matrix() -> list[Case]:
         cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
     for page_size in (32, 64, 256):
         cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
-        cases.append(Case(keys="boosted2-r0.125", values="int2-token", lengths=lengths, **base | {"page_size": page_size}))
+        cases.append(
+            Case(keys="boosted2-r0.125", values="int2-token", lengths=lengths, **base | {"page_size": page_size})
+        )
         cases.append(
             Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0})
         )

@@ -74,8 +74,8 @@ def scores(
 ):  # fmt: skip
     if P.count == 0:
         return _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
-    # what a page's map leads to is asked for first, and waited for behind the low codes' products
     TYPE: tl.constexpr = prepared[2].dtype
+    # what a page's map leads to is asked for first, and waited for behind the low codes' products
     size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
     q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
     keep = rows_valid[:, None] & (row < P.count)[None, :]
@@ -87,14 +87,14 @@ def scores(
         s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
     # size is a power of two, or 0 where all of q is
     inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-    q = as_operand((q * inverse[:, None] * scale[None, :]).to(prepared[2].dtype), T)
-    if P.words < 16:
+    q = as_operand((q * inverse[:, None] * scale[None, :]).to(TYPE), T)
+    if P.words < 16:  # pages of less than 128 tokens: a plane of them is too small for a product
         token = tl.expand_dims(n0 + tl.arange(0, BLOCK_N), 1 - T)
         high = _high(page, tl.expand_dims(row, T), token, tl.expand_dims(row < P.count, T), P)
         products = query_dot(q, high.to(q.dtype), None, T)
     else:
         products = _high_products(page, q, n0, BLOCK_N, T, P)
-    # the high codes' products are of another layout; what is added to them is not, if a product adds it
+    # put together from planes, `products` are laid out in another way than s; a product that they are added to brings them back
     LAST: tl.constexpr = P.planes - 1
     s += query_dot(prepared[2 + LAST], _key_plane(page, low, n0, LAST, TYPE, T, P), products, T)
     return s * tl.expand_dims(size * (4.0 * factor), T)

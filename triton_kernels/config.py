@@ -52,6 +52,7 @@ def processors(device: torch.device) -> int:
 
 #: one token or a few, at most 16 query rows a KV head: by the width of a plane of values, up to which each row holds. Measured
 #: on an H200 at head size 128 (docs/kernels.md); one warp suits 16 channels, for more would compute the same product twice.
+#: Its registers are limited so that 12 programs fit on a multiprocessor; with more than 8 query rows it would spill.
 #: Nothing in it needs more than 48 KiB of shared memory, so devices from sm80 on take the same table.
 DECODE = (
     (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, registers=168, swapped=True)),
@@ -75,7 +76,7 @@ def attend_config(rows: int, widest: int, key_width: int, value_width: int, is_f
         # the finer table was measured for planes up to 64 channels; dense keys over packed values take the usual one
         table = DECODE_FINER_KEYS if value_width < key_width <= 64 else DECODE
         config = next(config for width, config in table if value_width <= width)
-        return config._replace(block_m=8) if rows <= 8 else config
+        return config._replace(block_m=8) if rows <= 8 else config._replace(registers=None)
     block_n = 64 if widest <= 128 else 32
     return Config(32, block_n, block_n, num_warps=4, num_stages=2, programs=2)
 
