@@ -64,7 +64,7 @@ def measure(
         for name, chunk in contenders:
             cache = DynamicCache(config=model.config) if name == STOCK else lb.from_preset(name, model, backend=backend)
             seconds = read_seconds(model, cache, prompt, chunk)
-            used[name] = None if name == STOCK else cache.packed_layers[0].backend
+            used[name] = cache.packed_layers[0].backend if isinstance(cache, lb.LowBitCache) else None
             if turn >= 0:
                 times[name, chunk].append(seconds)
             del cache
