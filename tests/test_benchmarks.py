@@ -10,7 +10,7 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import bench_decode, bench_memory, bench_prefill, packed_case, peers, results
+from hf_lowbit_kv.eval import bench_decode, bench_memory, bench_prefill, bench_prompt, packed_case, peers, results
 from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build
 from hf_lowbit_kv.pages import LayerSpec
 
@@ -195,3 +195,21 @@ def test_bench_prefill(tmp_path):
     assert (prompt["kind"], prompt["tokens"], prompt["backend"]) == ("prompt", 300, "torch")
     assert chunk["relerr"] < 1e-5
     assert {"ms", "ratio", "peers_ms", "gpu", "commit", "dtype"} <= set(chunk)
+
+
+def test_bench_prompt(tmp_path):
+    out = tmp_path / "prompt.jsonl"
+    app = typer.Typer()
+    app.command()(bench_prompt.main)
+    small = ["--device", "cpu", "--tiny", "--rounds", "1", "--tokens", "300", "--chunk", "128", "--out", str(out)]
+    done = CliRunner().invoke(app, [*small, "--preset", "kivi-2", "--commit", "abc"])
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["cache"], r["chunk"]) for r in records] == [
+        ("DynamicCache", None),
+        ("DynamicCache", 128),
+        ("kivi-2", None),
+        ("kivi-2", 128),
+    ]
+    assert records[3]["cost_same"] == pytest.approx(records[3]["seconds"] / records[1]["seconds"])
+    assert records[3]["cost"] == pytest.approx(records[3]["seconds"] / records[0]["seconds"])

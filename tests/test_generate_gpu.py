@@ -1,0 +1,150 @@
+"""`generate()` in every mode on a GPU, with the kernels of both backends: the stock cache's logits, and rows as they are alone.
+
+The kernels compute in 16 bits, where two likeliest tokens can be too close to call. So logits are compared, step after step, as
+long as the tokens are the same; where they part, the logits that they were chosen by must still agree.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FAMILIES, FORMATS, left_padded, tiny_models
+from transformers import DynamicCache, LogitsProcessor
+
+import hf_lowbit_kv as lb
+
+pytestmark = [pytest.mark.gpu, pytest.mark.host]
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
+    "chunked_prefill": {"prefill_chunk_size": 140},
+}
+#: rounding to fp16 in two layers, seen 1e-3 to 6e-3; a token or a mask that is wrong gives 0.1 and more
+TOLERANCE = 2e-2
+PREALLOCATED = pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request):
+    return [model.half().cuda() for model in tiny_models(request.param)]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_models("llama")[0].half().cuda()
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    if request.param == "cuda":
+        pytest.importorskip("cuda.bindings")
+    return request.param
+
+
+class Follow(LogitsProcessor):
+    """Makes `generate` choose the tokens of `sequences`."""
+
+    def __init__(self, sequences):
+        self.sequences = sequences
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
+
+
+def _prompt(batch):
+    return [x.cuda() for x in left_padded(batch, 300)]
+
+
+def _generate(model, cache, ids, mask, **options):
+    torch.manual_seed(1)
+    settings = {**GREEDY, "return_dict_in_generate": True, "output_logits": True, **options}
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+
+
+def _agree(got, want, length):
+    """Whether logits agree in every row up to the first token that differs, the one it was chosen by included."""
+    a, b = got.sequences[:, length:], want.sequences[:, length:]
+    for row in range(len(a)):
+        same = int((a[row] == b[row])[: min(a.shape[1], b.shape[1])].long().cumprod(0).sum())
+        for step in range(min(same + 1, len(got.logits), len(want.logits))):
+            x, y = got.logits[step][row].float(), want.logits[step][row].float()
+            error = float((x - y).norm() / y.norm())
+            assert error < TOLERANCE, f"row {row}, step {step} of {same} the same: logits differ by {error:.3g}"
+
+
+def _made(cache, backend):
+    assert {layer.backend for layer in cache.packed_layers} == {backend}
+    assert int(cache.packed_layers[0].store.state.paged.min()) > 0  # something was packed
+
+
+@PREALLOCATED
+@pytest.mark.parametrize(
+    ("mode", "batch"),
+    [(mode, batch) for mode in MODES for batch in (1, 4) if (mode, batch) != ("prompt_lookup", 4)],
+)
+def test_gpu_dense_gives_the_logits_of_the_stock_cache(models, mode, batch, max_cache_len, backend):
+    ours, theirs = models
+    ids, mask = _prompt(batch)
+    if mode == "prompt_lookup":
+        ids = ids[:, :75].repeat(1, 4)  # something to look up
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
+    if mode == "prompt_lookup" and max_cache_len and len(cache.packed_layers) < len(cache.layers):
+        pytest.skip("the host's preallocated sliding layers cannot crop")
+    want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask, **MODES[mode])
+    got = _generate(ours, cache, ids, mask, **MODES[mode])
+    _agree(got, want, ids.shape[1])
+    _made(cache, backend)
+
+
+@PREALLOCATED
+@pytest.mark.parametrize("batch", [1, 4])
+def test_gpu_beams(models, batch, max_cache_len, backend):
+    """Beams as good as the stock cache's: which of two equally good ones wins is rounding."""
+    ours, theirs = models
+    ids, mask = _prompt(batch)
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
+    options = {"num_beams": 3, "output_scores": True}
+    want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask, **options)
+    got = _generate(ours, cache, ids, mask, **options)
+    torch.testing.assert_close(got.sequences_scores, want.sequences_scores, rtol=TOLERANCE, atol=TOLERANCE)
+    _made(cache, backend)
+
+
+@PREALLOCATED
+@pytest.mark.parametrize("batch", [1, 4])
+def test_gpu_second_turn(models, batch, max_cache_len, backend):
+    ours, theirs = models
+    ids, mask = _prompt(batch)
+    more_ids, more_mask = (x.cuda() for x in left_padded(batch, 50, seed=1))
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
+    stock = DynamicCache(config=theirs.config)
+    want = _generate(theirs, stock, ids, mask)
+    got = _generate(ours, cache, ids, mask, logits_processor=[Follow(want.sequences)])
+    assert torch.equal(got.sequences, want.sequences)
+    _agree(got, want, ids.shape[1])
+    # generate() does not run the last token it returns, so the history is one token short
+    first = want.sequences
+    mask = torch.cat([mask, torch.ones_like(first[:, mask.shape[1] :]), more_mask], dim=1)
+    ids = torch.cat([first, more_ids], dim=1)
+    _agree(_generate(ours, cache, ids, mask), _generate(theirs, stock, ids, mask), ids.shape[1])
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 400}], ids=str)
+def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backend):
+    ids, mask = _prompt(3)
+    cache = lb.LowBitCache(llama, *formats, backend=backend, **options)
+    together = _generate(llama, cache, ids, mask)
+    for row in range(3):
+        start = 7 * row
+        cache = lb.LowBitCache(llama, *formats, backend=backend, **options)
+        alone = _generate(llama, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
+        for step, (x, y) in enumerate(zip(together.logits, alone.logits, strict=True)):
+            error = float((x[row].float() - y[0].float()).norm() / y[0].float().norm())
+            assert error < TOLERANCE, f"row {row}, step {step}: logits differ by {error:.3g}"
+            if int(together.sequences[row, 300 + step]) != int(alone.sequences[0, 300 - start + step]):
+                break
