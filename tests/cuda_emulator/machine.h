@@ -12,6 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __constant__
 #define __shared__ static
 #define __grid_constant__

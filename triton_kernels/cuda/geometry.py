@@ -23,6 +23,8 @@ from ...transforms import base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 128, 228 * 1024
+#: warps of a block that stores tokens
+APPEND_WARPS = 8
 
 
 class Choice(NamedTuple):
@@ -136,6 +138,13 @@ def choose(
     return found
 
 
+def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
+    """Whether a team of the attend kernel can pack a page: threads for every channel, and shared memory for the metadata."""
+    widest = max(head_dim_k, head_dim_v)
+    window = 64 * (head_dim_k + head_dim_v)
+    return 32 * choice.warps >= widest and spec.page_size * widest // 4 <= choice.warps * window
+
+
 def grid_size(slots: int, heads: int) -> int:
     """Teams for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle, because then
     a team's share of the work lies in one head."""
@@ -172,9 +181,10 @@ def attend_defines(
     softcap: bool,
     turned: bool = False,
     ordered: bool = False,
+    fused: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel.
-    ordered: pages are dealt out to warps in a fixed order."""
+    ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
@@ -193,7 +203,9 @@ def attend_defines(
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
             "ORDERED": int(ordered),
+            "FUSED": int(fused),
         }
+        | ({"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder} if fused else {})
         | (_turn_macros(head_dim_k, spec.transform.rotated) if turned else {"TURNED": 0})
     )
 
@@ -208,7 +220,7 @@ def append_defines(
     )
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
-        | {"KEY_FORMAT": keys, "VALUE_FORMAT": values, "PT": 32, "NT": 1}
+        | {"KEY_ENCODER": keys, "VALUE_ENCODER": values, "PT": 32, "NT": 1, "WARPS": APPEND_WARPS, "TEAMS": 1}
     )
 
 

@@ -1,0 +1,53 @@
+// Storing a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
+//
+// What is written is not read by any team of the grid, so most of it need not wait:
+// - The token is number i = length - sink behind the sink, and fewer than `tail_size` tokens stand in the ring (paged to i - 1: packing
+//   leaves fewer), so its slot i % tail_size holds none of them. In the sink, its place is the first one not in use. (More tokens
+//   than one could take over slots that others still read: they are stored by launches of their own.)
+// - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
+//   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
+// - Without a ring (DIRECT) the token goes into an open page that others read. They mask its codes; words it shares with
+//   tokens before it are stored whole, with the bits that those had, and aligned words are read and written undivided.
+// - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
+//   Per team: its reads, then `meet`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
+//   It need not be at its own end for that: a team says so before its last row's pages.
+#pragma once
+#include "store.cuh"
+#include "warp.cuh"
+
+// How a row's store is handed from the start of its work to the end, when counters in memory may have advanced.
+struct Due { int stored, before; };                       // stored: -1 where another team stores
+
+// Puts the token of a row and head into sink or ring. A warp, the one that has transformed the key (TURNED).
+__device__ __forceinline__ void keep_token(const AppendArgs& a, const Row& row, int lane) {
+  const int bh = row.b * a.heads + row.h;
+  const Counts n(a, bh, row.length, row.paged);
+  if (padding(a, row.b) || !kept(a, n)) return;
+  keep<DK>(a, a.sink_k, a.tail_k, bh, n.stored, reinterpret_cast<const u16*>(a.k) + row.b * a.k_b + row.h * a.k_h, lane);
+  keep<DV>(a, a.sink_v, a.tail_v, bh, n.stored, reinterpret_cast<const u16*>(a.v) + row.b * a.v_b + row.h * a.v_h, lane);
+}
+
+// Packs what the token makes due. A team, behind its last use of `space`. Not inlined: once in PAGE steps, and its registers
+// are none of the loops'.
+__device__ __noinline__ void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
+  const Counts n(a, bh, stored, before);
+  if (n.after == n.before || n.fits == 0 || padding(a, bh / a.heads)) return;
+  meet(team);
+  pack_due(a, n, bh, Crew{thread, team}, space);
+}
+
+// A team's last word about counters. One warp, behind a `meet` after the team's last look at them.
+__device__ __forceinline__ void leave_counters(const AppendArgs& a, int* arrived, int count, int lane) {
+  int before = 0;
+  if (lane == 0) {
+    __threadfence();
+    before = atomicAdd(arrived, 1);
+  }
+  if (__shfl_sync(~0u, before, 0) != (int)(gridDim.x * gridDim.y) * TEAMS - 1) return;
+  __threadfence();
+  for (int bh = lane; bh < count; bh += 32) {
+    const Counts n(a, bh);
+    if (n.fits && !padding(a, bh / a.heads)) { a.length[bh] = n.stored + 1; a.paged[bh] = n.after; }
+  }
+  if (lane == 0) *arrived = 0;
+}
