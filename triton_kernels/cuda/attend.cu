@@ -212,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     queries.put(a, smem, warp, lane);
     meet(team);
 #if FUSED
-    if (stores && warp == (row.blocks - 1 - w0) % few) keep_token(a.store, row, lane);
+    // by warps that have no window, as long as there are any
+    if (stores && warp == (WARPS > 1 ? WARPS - 2 : 0)) keep_token(a.store, row, lane);
     if (warp == WARPS - 1 && start + cost >= stop) leave_counters(a.store, a.arrived, a.batch * a.heads, lane);
 #endif
     w.begin();

@@ -64,7 +64,13 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
   }
 
   static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
-    auto& [tokens, found, meta, keys, counts, levels, map] = *static_cast<Space*>(space);
+    Space& own = *static_cast<Space*>(space);
+    const u16** tokens = own.tokens;
+    Found& found = own.found;
+    Meta* meta = own.meta;
+    int *keys = own.keys, *counts = own.counts;
+    float* levels = own.levels;
+    u8* map = own.map;
     const int warp = crew.thread >> 5, lane = crew.thread & 31, c = crew.thread % D, p = crew.thread / D;
     for (int i = crew.thread; i < PAGE; i += CREW) tokens[i] = source.token(base + i);
     crew.meet();

@@ -139,10 +139,12 @@ def choose(
 
 
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
-    """Whether a team of the attend kernel can pack a page: threads for every channel, and shared memory for the metadata."""
+    """Whether a team of the attend kernel can pack a page: shared memory for the metadata, and threads for every channel where
+    the format needs them."""
     widest = max(head_dim_k, head_dim_v)
     window = 64 * (head_dim_k + head_dim_v)
-    return 32 * choice.warps >= widest and spec.page_size * widest // 4 <= choice.warps * window
+    threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
+    return 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
 
 
 def grid_size(slots: int, heads: int) -> int:

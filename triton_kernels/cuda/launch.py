@@ -123,7 +123,7 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     key = state.paged.device, state.paged.data_ptr()
     found = _counters.get(key)
     if found is None or found.numel() < count:
-        found = torch.zeros(max(count, 16 * state.paged.numel()), dtype=torch.int32, device=state.paged.device)
+        found = torch.zeros(max(count, 16 * state.paged.numel() + 1), dtype=torch.int32, device=state.paged.device)
         if not torch.cuda.is_current_stream_capturing():
             _counters[key] = found
     return found

@@ -18,13 +18,31 @@
 // How a row's store is handed from the start of its work to the end, when counters in memory may have advanced.
 struct Due { int stored, before; };                       // stored: -1 where another team stores
 
-// Puts the token of a row and head into sink or ring. A warp, the one that has transformed the key (TURNED).
+// A token's channels, two a lane at a time.
+template <int D> struct Token {
+  static constexpr int WORDS = (D + 63) / 64;
+  u32 x[WORDS];
+  __device__ __forceinline__ void load(const u8* rows, i64 at, int lane) {
+    const u32* from = reinterpret_cast<const u32*>(rows + 2 * at);
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) x[j] = 32 * j + lane < D / 2 ? from[32 * j + lane] : 0u;
+  }
+  __device__ __forceinline__ void put(u16* target, int lane) const {
+    if (!target) return;
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) if (32 * j + lane < D / 2) reinterpret_cast<u32*>(target)[32 * j + lane] = x[j];
+  }
+};
+
+// Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TURNED), behind a `meet`.
 __device__ __forceinline__ void keep_token(const AppendArgs& a, const Row& row, int lane) {
   const int bh = row.b * a.heads + row.h;
   const Counts n(a, bh, row.length, row.paged);
+  Token<DK> k; Token<DV> v;                               // all is loaded before the first branch: one memory latency
+  k.load(a.k, row.b * a.k_b + row.h * a.k_h, lane); v.load(a.v, row.b * a.v_b + row.h * a.v_h, lane);
   if (padding(a, row.b) || !kept(a, n)) return;
-  keep<DK>(a, a.sink_k, a.tail_k, bh, n.stored, reinterpret_cast<const u16*>(a.k) + row.b * a.k_b + row.h * a.k_h, lane);
-  keep<DV>(a, a.sink_v, a.tail_v, bh, n.stored, reinterpret_cast<const u16*>(a.v) + row.b * a.v_b + row.h * a.v_h, lane);
+  k.put(home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), lane);
+  v.put(home<DV>(a, a.sink_v, a.tail_v, bh, n.stored), lane);
 }
 
 // Packs what the token makes due. A team, behind its last use of `space`. Not inlined: once in PAGE steps, and its registers
@@ -45,9 +63,20 @@ __device__ __forceinline__ void leave_counters(const AppendArgs& a, int* arrived
   }
   if (__shfl_sync(~0u, before, 0) != (int)(gridDim.x * gridDim.y) * TEAMS - 1) return;
   __threadfence();
-  for (int bh = lane; bh < count; bh += 32) {
-    const Counts n(a, bh);
-    if (n.fits && !padding(a, bh / a.heads)) { a.length[bh] = n.stored + 1; a.paged[bh] = n.after; }
+  constexpr int BATCH = 4;                                // loads in flight
+  for (int first = lane; first < count; first += 32 * BATCH) {
+    int length[BATCH], paged[BATCH];
+    bool real[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int bh = min(first + 32 * j, count - 1);
+      length[j] = a.length[bh]; paged[j] = a.paged[bh]; real[j] = first + 32 * j < count && !padding(a, bh / a.heads);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const Counts n(a, first + 32 * j, length[j], paged[j]);
+      if (real[j] && n.fits) { a.length[first + 32 * j] = n.stored + 1; a.paged[first + 32 * j] = n.after; }
+    }
   }
   if (lane == 0) *arrived = 0;
 }
