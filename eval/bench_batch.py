@@ -154,7 +154,7 @@ def main(
     config = qwen3_8b(2, vocab_size=97, **TINY) if tiny else qwen3_8b(layers)
     if where.type == "cuda":
         total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), where)
+        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), where.index or 0)
     model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
     out = out or results_path("batch", device_name(where))
     records = []
