@@ -216,13 +216,14 @@ def separate_step(module, case: Case, step: Step, state: LayerState) -> torch.Te
 
 
 def fused_step(launch, case: Case, step: Step, state: LayerState) -> torch.Tensor:
-    """The output; both at once, and really so."""
+    """The output; both at once, and really so (unless tokens go straight into pages)."""
     how, before = case.spec.transform.on(case.head_dim, step.q.device), dict(launch.launches)
     inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
     out = launch.attend_and_append(*inputs, how, *options)
     launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
     assert launched.pop("attend_kernel") == 1
     assert not launched.pop("turn_kernel", 0) or how is not None
+    assert launched.pop("append_one_kernel", 0) == int(case.spec.direct)
     assert not any(launched.values()), f"not in one launch: {launched}"
     return out
 

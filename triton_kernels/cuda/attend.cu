@@ -45,7 +45,6 @@ __device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int fi
 }
 #endif
 
-constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
 extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES;
 
 // The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
@@ -146,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   if (here >= (int)blocks) {
 #if FUSED
     meet(team);
-    if (warp == 0) leave_counters(a.store, a.arrived, a.batch * a.heads, lane);
+    if (warp == 0) write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
 #endif
     return;
   }
@@ -202,6 +201,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
 #endif
     meet(team);
+#if FUSED
+    const bool leaves = warp == WARPS - 1 && start + cost >= stop;
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;
+#endif
     Queries queries;
     queries.load(a, row, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
@@ -212,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     queries.put(a, smem, warp, lane);
     meet(team);
 #if FUSED
-    // by warps that have no window, as long as there are any
-    if (stores && warp == (WARPS > 1 ? WARPS - 2 : 0)) keep_token(a.store, row, lane);
-    if (warp == WARPS - 1 && start + cost >= stop) leave_counters(a.store, a.arrived, a.batch * a.heads, lane);
+    // by the last warp: it has neither window nor pages, where there is not enough for all
+    if (stores && warp == WARPS - 1) keep_token(a.store, row, lane);
+    if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
 #endif
     w.begin();
     w.keys.begin(rows, size, size + ROWS, scale, lane);

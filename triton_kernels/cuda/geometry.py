@@ -139,12 +139,14 @@ def choose(
 
 
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
-    """Whether a team of the attend kernel can pack a page: shared memory for the metadata, and threads for every channel where
-    the format needs them."""
+    """Whether a team of the attend kernel is to store the token of a step: it has shared memory for a page's metadata, and
+    threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
+    of every step takes longer than a launch of its own (docs/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
     window = 64 * (head_dim_k + head_dim_v)
     threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
-    return 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
+    room = 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
+    return room and not spec.direct
 
 
 def grid_size(slots: int, heads: int) -> int:

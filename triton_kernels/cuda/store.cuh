@@ -30,8 +30,24 @@ struct Counts {
   }
 };
 
-// side: 0 keys, 1 values
-__device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int bh, int page, int side, const Crew& crew, void* space) {
+// Shared memory for a page's tokens.
+constexpr int STAGE = PAGE * ((DK > DV ? DK : DV) + 8) * 2;
+
+// Puts a page's tokens into shared memory: packing reads each number several times, one at a time.
+template <int D> __device__ __forceinline__ void stage(Source& source, int base, const Crew& crew, u8* memory) {
+  constexpr int STRIDE = D + 8;                           // padded against bank conflicts
+  for (int i = crew.thread; i < PAGE * (D / 8); i += CREW) {
+    const int token = i / (D / 8), x = i % (D / 8) * 8;
+    cp16(shared_address(memory) + 2 * (token * STRIDE + x), source.token(base + token) + x);
+  }
+  commit(); wait<0>();
+  crew.meet();
+  source.tail = reinterpret_cast<const u16*>(memory) - (i64)base * STRIDE; source.dim = STRIDE;
+  source.first = source.size = 0x7fffffff;
+}
+
+// side: 0 keys, 1 values. staged: shared memory of `STAGE` bytes, or null; with it, whole pages only.
+__device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int bh, int page, int side, const Crew& crew, void* space, u8* staged = nullptr) {
   const int b = bh / a.heads, h = bh % a.heads;
   const int low = max(n.before - page * PAGE, 0), high = min(n.after - page * PAGE, PAGE);
   u8* part = a.pool + a.address[(i64)b * a.pages + page] + (i64)h * PAGE_BYTES;
@@ -41,10 +57,12 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
   if (side == 0) {
     source.tail = reinterpret_cast<const u16*>(a.tail_k) + (i64)bh * a.tail * DK; source.dim = DK;
     source.chunk = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h; source.stride = a.k_s;
+    if (staged) stage<DK>(source, page * PAGE, crew, staged);
     EncodeKeys::encode(part, source, low, high, page * PAGE, crew, space);
   } else {
     source.tail = reinterpret_cast<const u16*>(a.tail_v) + (i64)bh * a.tail * DV; source.dim = DV;
     source.chunk = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h; source.stride = a.v_s;
+    if (staged) stage<DV>(source, page * PAGE, crew, staged);
     EncodeValues::encode(part + VALUE_AT, source, low, high, page * PAGE, crew, space);
   }
 }
@@ -64,8 +82,8 @@ __device__ __forceinline__ bool padding(const AppendArgs& a, int b) { return a.m
 __device__ __forceinline__ bool kept(const AppendArgs& a, const Counts& n) { return n.fits && (n.stored < a.sink || n.stored - a.sink >= n.after); }
 
 // Packs what one token makes due.
-__device__ __forceinline__ void pack_due(const AppendArgs& a, const Counts& n, int bh, const Crew& crew, void* space) {
+__device__ __forceinline__ void pack_due(const AppendArgs& a, const Counts& n, int bh, const Crew& crew, void* space, u8* staged = nullptr) {
   if (n.after > n.before)
     for (int page = n.before / PAGE; page * PAGE < n.after; page++)
-      for (int side = 0; side < 2; side++) pack(a, n, bh, page, side, crew, space);
+      for (int side = 0; side < 2; side++) pack(a, n, bh, page, side, crew, space, staged);
 }

@@ -6,8 +6,6 @@
 //   than one could take over slots that others still read: they are stored by launches of their own.)
 // - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
 //   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
-// - Without a ring (DIRECT) the token goes into an open page that others read. They mask its codes; words it shares with
-//   tokens before it are stored whole, with the bits that those had, and aligned words are read and written undivided.
 // - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
 //   Per team: its reads, then `meet`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
 //   It need not be at its own end for that: a team says so before its last row's pages.
@@ -51,16 +49,20 @@ __device__ __noinline__ void pack_token(const AppendArgs& a, int bh, int stored,
   const Counts n(a, bh, stored, before);
   if (n.after == n.before || n.fits == 0 || padding(a, bh / a.heads)) return;
   meet(team);
-  pack_due(a, n, bh, Crew{thread, team}, space);
+  constexpr int AT = (SPACE + 127) / 128 * 128;
+  pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
 }
 
-// A team's last word about counters. One warp, behind a `meet` after the team's last look at them.
-__device__ __forceinline__ void leave_counters(const AppendArgs& a, int* arrived, int count, int lane) {
-  int before = 0;
-  if (lane == 0) {
-    __threadfence();
-    before = atomicAdd(arrived, 1);
-  }
+// A team's last word about counters: a warp, behind a `meet` after the team's last look at them. Split in two because the answer takes
+// a memory latency: lane 0 gets how many teams were before it.
+__device__ __forceinline__ int leave_counters(int* arrived, int lane) {
+  if (lane != 0) return 0;
+  __threadfence();
+  return atomicAdd(arrived, 1);
+}
+
+// The last team writes them. before: what `leave_counters` gave; count: rows times heads.
+__device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
   if (__shfl_sync(~0u, before, 0) != (int)(gridDim.x * gridDim.y) * TEAMS - 1) return;
   __threadfence();
   constexpr int BATCH = 4;                                // loads in flight
