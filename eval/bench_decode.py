@@ -5,10 +5,10 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 
 - `ms`: one step's attention over everything stored, the transform of its queries and keys included; `transform_ms`: what of
   it that transform costs (the same step timed without it, in the same rounds).
-- `append_ms`: storing one token in every row by itself, packing included, averaged over the steps in which a page fills. `pack_ms`:
-  what of it packing costs (steps that pack nothing, timed in the same rounds).
-- `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what of it storing
-  costs, that is without the attention alone of the same steps (each over what is stored at that time), timed in the same rounds.
+- `append_ms`: storing one token in every row by itself, packing included, averaged over the steps in which a page fills.
+  `pack_ms`: what of it packing costs (steps that pack nothing, timed in the same rounds).
+- `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what
+  of it storing costs: without the attention alone of the same steps (over what is stored at each), timed in the same rounds.
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
@@ -312,10 +312,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
-        parts = (
-            "-" if r[name] is None else f"{r[name]:.1%}"
-            for name in ("append_share", "pack_share", "step_append_share", "transform_share")
-        )
+        shares = ("append_share", "pack_share", "step_append_share", "transform_share")
+        parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
         out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *parts)
     return out
 

@@ -234,8 +234,8 @@ def _plain_attention(case: Case, row: int) -> torch.Tensor:
 
 
 def step_fault(case: Case, backend: str) -> str | None:
-    """What is wrong with the backend's steps that attend and store: what `append_fault` looks for, and each output must be that of
-    attention alone."""
+    """What is wrong with the backend's steps that attend and store: what `append_fault` looks for, and each output must be
+    that of attention alone."""
     counters, worst = case.counters_along(), 0.0
 
     def steps() -> None:

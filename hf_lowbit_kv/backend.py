@@ -271,7 +271,6 @@ def _append(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    after: torch.Tensor | None,
     spec: str,
     backend: str,
     block: torch.Tensor,
@@ -344,13 +343,10 @@ def step(
     return _step(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, seen, backend, *_flat(state))
 
 
-def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:
-    """`reference.append` on the chosen backend, as one operation that compilation can take up.
-
-    `after`: the result of the `attend` of the same step. It is not read; it keeps the compiler from moving the append
-    before the attend, where it could no longer work in place and would copy the whole pool.
-    """
-    _append(k, v, mask, after, spec.key, backend, *_flat(state))
+def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
+    """`reference.append` on the chosen backend, as one operation that compilation can take up. Behind an `attend` of the same
+    state, use `step`: inductor moves a lone append before the attend, where it must copy the whole pool."""
+    _append(k, v, mask, spec.key, backend, *_flat(state))
 
 
 def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int, backend: str):

@@ -202,8 +202,8 @@ def attend_and_append(
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
 ) -> torch.Tensor:
-    """`reference.attend_turned` (without `how` `reference.attend`), then `reference.append` of the chunk: one launch for a chunk
-    of one token."""
+    """`reference.attend_turned` (without `how` `reference.attend`), then `reference.append` of the chunk. One launch for one
+    token, where `geometry.can_store` says so."""
     if how is not None and q.shape[1] // k.shape[1] * q.shape[2] > TURN_INSIDE:
         (q, k), how = turn(q, k, how), None
     store = k.shape[2] == 1
@@ -227,8 +227,8 @@ def _attend(
     seen: int | None,
     store: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The output, the chunk's keys as they are attended to and stored, and whether the chunk has been stored: where `store` asks
-    for it and the kernel can."""
+    """The output, the chunk's keys as they are attended to and stored, and whether the chunk has been stored: where `store`
+    asks for it and the kernel can."""
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k, False
@@ -286,7 +286,8 @@ def _append_args(
     state: LayerState,
     spec: LayerSpec,
 ) -> _AppendArgs:
-    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and their number."""
+    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
+    they are."""
     pages = state.page_address.shape[1]
     return _AppendArgs(
         *(_address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),

@@ -13,6 +13,8 @@
 #include "store.cuh"
 #include "warp.cuh"
 
+static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
+
 // How a row's store is handed from the start of its work to the end, when counters in memory may have advanced.
 struct Due { int stored, before; };                       // stored: -1 where another team stores
 
