@@ -5,8 +5,10 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 
 - `ms`: one step's attention over everything stored, the transform of its queries and keys included; `transform_ms`: what of
   it that transform costs (the same step timed without it, in the same rounds).
-- `append_ms`: storing one token in every row, packing included, averaged over the steps in which a page fills. `pack_ms`: what
-  of it packing costs (steps that pack nothing, timed in the same rounds).
+- `append_ms`: storing one token in every row by itself, packing included, averaged over the steps in which a page fills.
+  `pack_ms`: what of it packing costs (steps that pack nothing, timed in the same rounds).
+- `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what
+  of it storing costs: without the attention alone of the same steps (over what is stored at each), timed in the same rounds.
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
@@ -26,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backend import choose_backend, storage_spec
-from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind
+from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
 from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
@@ -82,6 +84,8 @@ def measure(
         raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
     if fault := append_fault(cases[0], backend):
         raise WrongResultError(f"append: {fault}")
+    if fault := step_fault(cases[0], backend):
+        raise WrongResultError(f"step: {fault}")
 
     calls = [lambda case=case: case.attend(backend) for case in cases]
     graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
@@ -94,6 +98,7 @@ def measure(
     peer = min(times, key=times.__getitem__) if times else None
     peer_ms = times[peer] if peer else None
     append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
+    step_ms, alone_ms = time_step(cases, backend, graph, device, rounds)
     nbytes = cases[0].nbytes
     return {
         "shape": shape.name,
@@ -111,6 +116,9 @@ def measure(
         "append_share": append_ms / ms,
         "pack_ms": pack_ms,
         "pack_share": None if pack_ms is None else pack_ms / ms,
+        "step_ms": step_ms,
+        "step_append_ms": step_ms - alone_ms,
+        "step_append_share": step_ms / alone_ms - 1,
         "transform": str(spec.transform),
         "transform_ms": None if bare_ms is None else ms - bare_ms,
         "transform_share": None if bare_ms is None else ms / bare_ms - 1,
@@ -139,6 +147,27 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
         candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
     found = time_interleaved(candidates, device, rounds)
     return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
+
+
+def time_step(cases: list[Case], backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float]:
+    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens, and of their attention
+    alone."""
+    along = cases[0].counters_along()
+    steps = [lambda case=case, token=token: case.step(token, backend) for token in range(len(along)) for case in cases]
+    alone = [
+        lambda case=case, token=token, at=at: case.attend_at(token, at, backend)
+        for token, at in enumerate(along)
+        for case in cases
+    ]
+
+    def before():
+        for case in cases:
+            rewind(case, along[0])
+
+    candidates = [Candidate("step", steps, graph, before), Candidate("alone", alone, graph, before)]
+    found = time_interleaved(candidates, device, rounds)
+    before()
+    return found["step"], found["alone"]
 
 
 def measure_low_bit(
@@ -261,7 +290,19 @@ def main(
 def table(records: list[dict[str, Any]]) -> Table:
     """The records in short."""
     out = Table(
-        "shape", "preset", "backend", "ms", "peer", "ratio", "limit", "TB/s", "relerr", "append", "pack", "transform"
+        "shape",
+        "preset",
+        "backend",
+        "ms",
+        "peer",
+        "ratio",
+        "limit",
+        "TB/s",
+        "relerr",
+        "append",
+        "pack",
+        "in step",
+        "transform",
     )
     for r in records:
         if r["backend"] == "other":
@@ -271,9 +312,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
-        parts = (
-            "-" if r[name] is None else f"{r[name]:.1%}" for name in ("append_share", "pack_share", "transform_share")
-        )
+        shares = ("append_share", "pack_share", "step_append_share", "transform_share")
+        parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
         out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *parts)
     return out
 

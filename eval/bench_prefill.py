@@ -119,9 +119,9 @@ def measure_prompt(
             if start == 0:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
                 _, k = ops.turn(None, k, how, backend)
+                ops.append(k, v, None, state, spec, backend)
             else:
-                out, k = ops.attend(q, k, v, None, state, spec, how, head_dim**-0.5, None, None, backend, start)
-            ops.append(k, v, None, state, spec, backend, after=out)
+                out = ops.step(q, k, v, None, state, spec, how, head_dim**-0.5, None, None, backend, start)
             outs.append(out)
         return torch.cat(outs, dim=1)
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,6 +110,25 @@ class Case:
         """As many tokens as a page has, one by one."""
         for token in range(self.spec.page_size):
             self.append(token, backend)
+
+    def step(self, token: int, backend: str) -> torch.Tensor:
+        """A decode step of one query token: attention, and the token is stored."""
+        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, self.state, self.spec, self.map
+        return ops.step(*inputs, self.scaling, None, None, backend)
+
+    def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
+        """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
+        state = self.state._replace(length=counters[0], paged=counters[1])
+        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, state, self.spec, self.map
+        return ops.attend(*inputs, self.scaling, None, None, backend)[0]
+
+    def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
+        first, found = int(self.state.length[0, 0]), []
+        for length in range(first, first + self.spec.page_size):
+            paged = self.spec.paged_after(length - self.spec.sink)
+            found.append((torch.full_like(self.state.length, length), torch.full_like(self.state.paged, paged)))
+        return found
 
 
 def build(shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device) -> Case:
@@ -213,17 +233,35 @@ def _plain_attention(case: Case, row: int) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def append_fault(case: Case, backend: str) -> str | None:
+def step_fault(case: Case, backend: str) -> str | None:
+    """What is wrong with the backend's steps that attend and store: what `append_fault` looks for, and each output must be
+    that of attention alone."""
+    counters, worst = case.counters_along(), 0.0
+
+    def steps() -> None:
+        nonlocal worst
+        for token, before in enumerate(counters):
+            expected = case.attend_at(token, before, backend).float()
+            worst = max(worst, _relative(case.step(token, backend).float(), expected))
+
+    fault = append_fault(case, backend, steps)
+    if fault is None and not worst <= 2 * torch.finfo(case.q.dtype).eps:
+        fault = f"outputs differ from those of attention alone by {worst:.2g}"
+    return fault
+
+
+def append_fault(case: Case, backend: str, steps: Callable[[], None] | None = None) -> str | None:
     """What is wrong with the backend's append: after a page's worth of steps the counters must have advanced, and the
-    page that was packed must hold exactly the bytes the format defines. The counters are set back at the end."""
+    page that was packed must hold exactly the bytes the format defines. The counters are set back at the end.
+    steps: these steps, if not `append_page`."""
     state, spec = case.state, case.spec
     page, before = spec.page_size, (state.length.clone(), state.paged.clone())
     tokens = _oldest_in_tail(case)
-    _poisoned(lambda: case.append_page(backend))
-    steps, packed = (after - old for after, old in zip((state.length, state.paged), before, strict=True))
+    _poisoned(steps or (lambda: case.append_page(backend)))
+    stored, packed = (after - old for after, old in zip((state.length, state.paged), before, strict=True))
     fault = None
-    if not (steps == page).all() or not (packed == page).all():
-        fault = f"{page} steps advanced the counters by {steps.unique().tolist()} and {packed.unique().tolist()}"
+    if not (stored == page).all() or not (packed == page).all():
+        fault = f"{page} steps advanced the counters by {stored.unique().tolist()} and {packed.unique().tolist()}"
     elif tokens is not None:
         ids = state.page_table.gather(1, before[1][:, :1].long() // page)[:, 0].long()
         expected = torch.cat([fmt.encode(x) for fmt, x in zip(spec.formats, tokens, strict=True)], dim=-1)

@@ -160,7 +160,8 @@ def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
 
 @functools.cache
 def _module(backend: str):
-    """Module with `turn`, `attend`, `attend_turned`, `append` and `read` as in `reference`."""
+    """Module with `turn`, `attend`, `attend_turned`, `append` and `read` as in `reference`, and perhaps `attend_and_append`,
+    which does a step at once."""
     if backend == "torch":
         return reference
     if backend == "cuda":
@@ -216,6 +217,53 @@ def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
 
 
 @torch.library.custom_op(
+    "hf_lowbit_kv::step",
+    mutates_args=("block", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"),
+)
+def _step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    spec: str,
+    scaling: float,
+    softcap: float | None,
+    seen: int | None,
+    backend: str,
+    block: torch.Tensor,
+    more: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    page_address: torch.Tensor,
+    sink_k: torch.Tensor,
+    sink_v: torch.Tensor,
+    tail_k: torch.Tensor,
+    tail_v: torch.Tensor,
+    length: torch.Tensor,
+    paged: torch.Tensor,
+) -> torch.Tensor:
+    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
+    layer, module, options = LayerSpec.parse(spec), _module(backend), (scaling, softcap, sinks, seen)
+    how = None if layer.transform == NONE else Map(key_scale, query_scale, layer.transform.rotated)
+    if (fused := getattr(module, "attend_and_append", None)) is not None:
+        return fused(q, k, v, mask, state, layer, how, *options).contiguous()
+    if how is None:
+        out, keys = module.attend(q, k, v, mask, state, layer, *options), k
+    else:
+        out, keys = module.attend_turned(q, k, v, mask, state, layer, how, *options)
+    module.append(keys, v, mask, state, layer)
+    return out.contiguous()
+
+
+@_step.register_fake
+def _(q, k, v, *args):
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[-1])
+
+
+@torch.library.custom_op(
     "hf_lowbit_kv::append",
     mutates_args=("block", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"),
 )
@@ -223,7 +271,6 @@ def _append(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    after: torch.Tensor | None,
     spec: str,
     backend: str,
     block: torch.Tensor,
@@ -287,13 +334,19 @@ def attend(
     return out, k if how is None else keys
 
 
-def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str, after: torch.Tensor | None = None) -> None:
-    """`reference.append` on the chosen backend, as one operation that compilation can take up.
+def step(
+    q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str, seen=None
+):
+    """`attend`, then `append` of the chunk, as one operation: compilation can neither move nor separate the two, and a backend
+    may do both at once. The output."""
+    scales = (None, None) if how is None else (how.query_scale, how.key_scale)
+    return _step(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, seen, backend, *_flat(state))
 
-    `after`: the result of the `attend` of the same step. It is not read; it keeps the compiler from moving the append
-    before the attend, where it could no longer work in place and would copy the whole pool.
-    """
-    _append(k, v, mask, after, spec.key, backend, *_flat(state))
+
+def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
+    """`reference.append` on the chosen backend, as one operation that compilation can take up. Behind an `attend` of the same
+    state, use `step`: inductor moves a lone append before the attend, where it must copy the whole pool."""
+    _append(k, v, mask, spec.key, backend, *_flat(state))
 
 
 def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int, backend: str):

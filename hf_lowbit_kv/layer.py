@@ -221,12 +221,12 @@ class LowBitLayer(CacheLayerMixin):
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
+            ops.append(stored, value, mask, state, self.spec, self.backend)
         else:
             # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
             seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
             options = scaling, softcap, sinks, self.backend, seen
-            out, stored = ops.attend(query, key, value, mask, state, self.spec, self.transform, *options)
-        ops.append(stored, value, mask, state, self.spec, self.backend, after=out)
+            out = ops.step(query, key, value, mask, state, self.spec, self.transform, *options)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 
@@ -187,3 +188,68 @@ def assert_same_state(a: LayerState, b: LayerState) -> None:
     for name in ("sink_k", "sink_v", "tail_k", "tail_v"):
         x, y = getattr(a, name).cpu(), getattr(b, name).cpu()
         assert torch.equal(x.nan_to_num(nan=1234.0), y.nan_to_num(nan=1234.0)), name
+
+
+def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
+    """One token a row each; where `padded`, some rows get none now and then."""
+    found = []
+    for _ in range(steps):
+        step = random_step(dataclasses.replace(case, padded=False), gen)
+        if case.padded:
+            step.mask = torch.rand(len(case.lengths), 1, generator=gen) < 0.7
+            for x in (step.k, step.v):
+                x.masked_fill_(~step.mask[:, None, :, None], float("nan"))
+        found.append(step)
+    return found
+
+
+def separate_step(module, case: Case, step: Step, state: LayerState) -> torch.Tensor:
+    """The output; attention and storing one after the other. `module`: `reference`, or one with the same functions."""
+    how = case.spec.transform.on(case.head_dim, step.q.device)
+    inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
+    if how is None:
+        out, keys = module.attend(*inputs, *options), step.k
+    else:
+        out, keys = module.attend_turned(*inputs, how, *options)
+    module.append(keys, step.v, step.mask, state, case.spec)
+    return out
+
+
+def fused_step(launch, case: Case, step: Step, state: LayerState) -> torch.Tensor:
+    """The output; both at once, and really so (unless tokens go straight into pages)."""
+    how, before = case.spec.transform.on(case.head_dim, step.q.device), dict(launch.launches)
+    inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
+    out = launch.attend_and_append(*inputs, how, *options)
+    launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
+    assert launched.pop("attend_kernel") == 1
+    assert not launched.pop("turn_kernel", 0) or how is not None
+    assert launched.pop("append_one_kernel", 0) == int(case.spec.direct)
+    assert not any(launched.values()), f"not in one launch: {launched}"
+    return out
+
+
+def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fused_step) -> None:
+    """Many steps, queued one behind the other, against attention and storing in launches of their own (outputs) and against
+    the reference (every byte). run: like `fused_step`."""
+    gen = generator(case, seed)
+    ref, dev = filled(case, gen, device)
+    if case.capacity is None:
+        for store in (ref, dev):
+            store.reserve(max(case.lengths) + steps)
+    twin = copy.deepcopy(dev)
+    twin._refresh_addresses()
+    inputs = random_steps(case, steps, gen)
+    here = [step.to(device) for step in inputs]
+    outs = [run(launch, case, step, dev.state) for step in here]
+    for i, (step, out) in enumerate(zip(here, outs, strict=True)):
+        expected = real_queries(separate_step(launch, case, step, twin.state), step)
+        error = relative_error(real_queries(out, step), expected) if expected.numel() else 0.0
+        assert error < 1e-3, f"step {i}: {error}"
+    how = case.spec.transform.on(case.head_dim, "cpu")
+    for step in inputs:
+        keys = step.k if how is None else reference.turn(None, step.k, how)[1]
+        reference.append(keys, step.v, step.mask, ref.state, case.spec)
+    assert_same_state(ref.state, dev.state)
+    assert_same_state(ref.state, twin.state)
+    counters = launch._counters[dev.state.paged.device, dev.state.paged.data_ptr()]
+    assert not counters.any(), "counters are not as they were found"

@@ -11,13 +11,14 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hf_lowbit_kv.eval import bench_decode, bench_memory, bench_prefill, bench_prompt, packed_case, peers, results
-from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build
+from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build, step_fault
 from hf_lowbit_kv.pages import LayerSpec
 
 CPU = torch.device("cpu")
 KEYS = {
     *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
     *("append_ms", "append_share", "pack_ms", "pack_share", "transform", "transform_ms", "transform_share"),
+    *("step_ms", "step_append_ms", "step_append_share"),
     *("dtype", "head_dim", "query_length"),
     *("gpu", "torch", "triton", "transformers", "commit", "date"),
 }
@@ -42,6 +43,7 @@ def test_bench_decode_records(tmp_path):
     assert first["ms"] > 0
     assert first["append_ms"] > 0
     assert isinstance(first["pack_ms"], float)
+    assert first["step_ms"] > first["step_append_ms"]
     assert (first["transform"], first["transform_ms"]) == ("none", None)
     assert first["commit"] == "abc"
     assert first["ratio"] == pytest.approx(first["peer_ms"] / first["ms"])
@@ -85,6 +87,7 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
     relerr, bound = attend_error(case, "torch")
     assert relerr <= bound
     assert append_fault(case, "torch") is None
+    assert step_fault(case, "torch") is None
     assert attend_error(case, "torch")[0] <= bound  # the append check leaves a valid case
 
     append = packed_case.ops.append
@@ -93,6 +96,13 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
             packed_case.ops, "append", lambda k, *args: None if (k == case.new_k[5]).all() else append(k, *args)
         )
         assert "advanced the counters" in append_fault(case, "torch")
+    step = packed_case.ops.step
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_case.ops, "step", lambda *args: step(*args) * 1.01)
+        assert "outputs differ from those of attention alone by 0.01" in step_fault(case, "torch")
+    with monkeypatch.context() as patch:  # nothing is stored
+        patch.setattr(packed_case.ops, "step", lambda *args: packed_case.ops.attend(*args)[0])
+        assert "advanced the counters by [0]" in step_fault(case, "torch")
     with monkeypatch.context() as patch:  # output that was never written
         empty = lambda q, *args: (torch.empty_like(q).transpose(1, 2).contiguous(), None)  # noqa: E731
         patch.setattr(packed_case.ops, "attend", empty)

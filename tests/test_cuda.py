@@ -343,10 +343,11 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     case = fragment(case)
     choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
     options = choice, True, 1, True, True
+    assert geometry.can_store(case.spec, *case.dims, choice)
     try:
-        compile_module.binary(
-            "attend.cu", geometry.attend_defines(case.spec, *case.dims, case.dtype, *options), "sm_90"
-        )
+        for fused in (False, True):
+            defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, *options, fused=fused)
+            compile_module.binary("attend.cu", defines, "sm_90")
         compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
     except compile_module.CompileError:
         raise

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
 import test_kernels as kernels
-from kernel_cases import Case
+from kernel_cases import Case, check_steps
 from test_cuda import fragment
 
 from hf_lowbit_kv import reference
@@ -87,6 +87,26 @@ def test_attend_turned(case):
 )
 def test_store(case, chunks):
     kernels.check_store(fragment(case), chunks)
+
+
+#: a step in one launch: straight into pages or through the ring, one block of query rows and two, rows of any length, padding,
+#: pages that are due in every way, no room left
+STEPS = [
+    (Case(lengths=(100, 37, 5)), 40),
+    (Case(keys="dense", values="dense", lengths=(96, 0), residual=0, padded=True), 36),
+    (Case(keys="int8-token", values="int4-token-g32", lengths=(65, 2), residual=0, sink=3, padded=True), 36),
+    (Case(keys="int2-channel", values="int8-channel", lengths=(60,), heads=1, residual=0, groups=24), 36),
+    (Case(keys="int4-token", values="int2-token", lengths=(130,), heads=1, residual=0, groups=20), 5),
+    (Case(**KITTY, lengths=(91, 33), residual=5, transform="hadamard", dtype=torch.bfloat16), 34),
+    (Case(head_dim=80, head_dim_v=96, lengths=(94,), capacity=100, sinks=True, softcap=20.0), 8),
+    (Case(head_dim=256, lengths=(66,), heads=1, groups=16, residual=0, transform="hadamard"), 3),
+    (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
+]
+
+
+@pytest.mark.parametrize(("case", "steps"), STEPS, ids=str)
+def test_step(case, steps, launch):
+    check_steps(launch, fragment(case), steps, kernels.SEED, "cpu")
 
 
 @pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] == torch.float16 and x[2]], ids=str)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / "hf-lowbit-kv-emulated"
 OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-shared", "-fPIC")
 #: kernel -> its argument
-ARGUMENTS = {"attend": "Args", "turn": "TurnArgs"}
+ARGUMENTS = {"attend": "StepArgs", "turn": "TurnArgs"}
 
 
 def available() -> bool:
@@ -50,14 +50,15 @@ class Module:
         macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
         self.text = f'{macros}#include "{HERE / "machine.h"}"\n{translate(name)}\n'
         self.libraries: dict[str, ctypes.CDLL] = {}
+        self.launched = 0
 
     def _library(self, call: str) -> ctypes.CDLL:
         if call not in self.libraries:
             entry = f"static void entry() {{ {call}; finished[current] = true; for (;;) yield(); }}\n"
             text = (
                 f"{self.text}static const void* argument;\n{entry}"
-                'extern "C" int run(const void* a, int x, int y, int z, int n) '
-                "{ argument = a; return run_grid(entry, x, y, z, n); }\n"
+                'extern "C" int run(const void* a, int x, int y, int z, int n, int backwards) '
+                "{ argument = a; return run_grid(entry, x, y, z, n, backwards); }\n"
             )
             FOLDER.mkdir(exist_ok=True)
             key = hashlib.sha256((text + (HERE / "machine.h").read_text()).encode()).hexdigest()[:24]
@@ -76,9 +77,12 @@ class Module:
         return self.libraries[call]
 
     def integer(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self._library("attend(*(const Args*)argument)"), name).value
+        return ctypes.c_int.in_dll(self._library("attend(*(const StepArgs*)argument)"), name).value
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
         more = "".join(f", {arg.value}" for arg in args[1:])
         library = self._library(f"{name}(*(const {ARGUMENTS.get(name, 'AppendArgs')}*)argument{more})")
-        assert library.run(ctypes.byref(args[0]), *grid, threads) == 0, "threads wait for each other"
+        # blocks run one after the other, every other time from the last to the first: their order must not matter
+        self.launched += 1
+        done = library.run(ctypes.byref(args[0]), *grid, threads, self.launched % 2)
+        assert done == 0, "threads wait for each other"

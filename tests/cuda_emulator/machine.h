@@ -1,6 +1,6 @@
 // A CUDA block on the CPU, to test kernels without a GPU: every thread is a fiber, and what threads of a warp do together (shuffles, votes,
 // tensor-core products) waits until all of them have come there. Copies are done at once, and threads run one after another: this finds
-// wrong results and wrong addresses, not races.
+// wrong results and wrong addresses, and of races those that show when blocks run one after the other, in either order.
 #include <immintrin.h>
 #include <math.h>
 #include <stdio.h>
@@ -12,6 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __constant__
 #define __shared__ static
 #define __grid_constant__
@@ -75,11 +76,12 @@ template <class A, class B> static constexpr auto min(A a, B b) { using T = std:
 template <class A, class B> static constexpr auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 
 // `entry` runs a kernel in one thread.
-static int run_grid(void (*entry)(), int x, int y, int z, int count) {
+static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwards) {
   constexpr size_t STACK = 128 * 1024;
   static char* stacks = (char*)malloc(1024 * STACK);
   gridDim = {(unsigned)x, (unsigned)y, (unsigned)z}; blockDim = {(unsigned)count, 1, 1}; threads = count;
-  for (unsigned i = 0; i < (unsigned)(x * y * z); i++) {
+  for (int n = 0; n < x * y * z; n++) {
+    const unsigned i = backwards ? x * y * z - 1 - n : n;
     blockIdx = {i % x, i / x % y, i / (x * y)};
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);

@@ -1,5 +1,5 @@
 // Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TURNED,
-// queries and the chunk's keys are transformed here (`reference.attend_turned`).
+// queries and the chunk's keys are transformed here (`reference.attend_turned`); with FUSED, a chunk of one token is stored too.
 //
 // One launch, one block of threads a multiprocessor. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one
 // a team of warps; a share may end inside a row and begin inside another. A team's warps take units of a row's pages, each the
@@ -11,6 +11,17 @@
 #include "warp.cuh"
 #include "pages.cuh"
 #include "window.cuh"
+#include "crew.cuh"
+#if FUSED
+#include "store_in_attend.cuh"
+
+struct StepArgs : Args {
+  AppendArgs store;
+  int* arrived;                     // teams that read no counter any more, zero before and after
+};
+#else
+using StepArgs = Args;
+#endif
 #if TURNED
 #include "rotate.cuh"
 
@@ -34,14 +45,7 @@ __device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int fi
 }
 #endif
 
-constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
 extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES;
-
-// Waits for all warps of a team.
-__device__ __forceinline__ void meet(int team) {
-  if constexpr (TEAMS == 1) __syncthreads();
-  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WARPS * 32) : "memory");
-}
 
 // The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
 struct Queries {
@@ -115,13 +119,17 @@ __device__ __forceinline__ void store(const Args& a, int b, int h, int r, int ch
   reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(value, 0.f);
 }
 
-extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const __grid_constant__ StepArgs a) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ int lasts[TEAMS], takens[TEAMS];
   const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int thread = warp * 32 + lane, here = blockIdx.x * TEAMS + team;  // of the team; of all teams
   u8* smem = memory + team * TEAM_BYTES;
   int &last = lasts[team], &taken = takens[team];         // taken: see Pages
+#if FUSED
+  __shared__ Due dues[TEAMS];
+  static_assert(SPACE <= TEAM_BYTES, "what packing needs");
+#endif
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
@@ -134,7 +142,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     total += __reduce_add_sync(~0u, cost) * a.heads;
   }
   const u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
-  if (here >= (int)blocks) return;
+  if (here >= (int)blocks) {
+#if FUSED
+    meet(team);
+    if (warp == 0) write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
+#endif
+    return;
+  }
   // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
   auto share = [&](u32 x) { return (u32)((u64)total * x / blocks); };
   u32 at = share(here);
@@ -182,7 +196,15 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, ring};
     const int item = both ? WARPS - 1 - warp : warp - few;
     if (thread == 0) taken = 0;
+#if FUSED
+    const bool stores = row_block == 0 && w0 < row.blocks && w1 == row.blocks;  // has the chunk's block of the window
+    if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
+#endif
     meet(team);
+#if FUSED
+    const bool leaves = warp == WARPS - 1 && start + cost >= stop;
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;
+#endif
     Queries queries;
     queries.load(a, row, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
@@ -192,6 +214,11 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (both) window.start(); else pages.start(w, item, ring);
     queries.put(a, smem, warp, lane);
     meet(team);
+#if FUSED
+    // by the last warp: it has neither window nor pages, where there is not enough for all
+    if (stores && warp == WARPS - 1) keep_token(a.store, row, lane);
+    if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
+#endif
     w.begin();
     w.keys.begin(rows, size, size + ROWS, scale, lane);
     if (both) {
@@ -209,6 +236,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 
     // the warps of the team
     meet(team);
+#if FUSED
+    const Due due = dues[team];
+#endif
     float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * MERGE_STRIDE;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -284,6 +314,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
         if (thread == 0) *counter = 0;
       }
     }
+#if FUSED
+    if (due.stored >= 0) pack_token(a.store, r, due.stored, due.before, thread, team, smem);
+#endif
     at = start + cost; start = at;
     if (++row.h == a.heads) { row.h = 0; row.b++; }
   }

@@ -1,4 +1,4 @@
-// Packing a page of boosted keys (`formats/boosted.py`): score, choose, quantize and pack, a block of threads a page.
+// Packing a page of boosted keys (`formats/boosted.py`): score, choose, quantize and pack, a crew of threads a page.
 #pragma once
 
 enum Score { MAGNITUDE, VARIANCE, RANGE, RANDOM };
@@ -14,11 +14,19 @@ template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int of
 __device__ __forceinline__ u32 mixed(u32 x) { x = (x ^ x >> 16) * 0x85ebca6bu; x = (x ^ x >> 13) * 0xc2b2ae35u; return x ^ x >> 16; }
 
 template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT, int SCORE, u32 SEED> struct BoostedEncoder {
-  static constexpr int THREADS = 256;
-  static constexpr int PARTS = THREADS / D >= 4 ? 4 : THREADS / D >= 2 ? 2 : 1;  // threads of a channel
+  static_assert(CREW >= D, "a thread for every channel");
+  static constexpr int PARTS = CREW / D >= 4 ? 4 : CREW / D >= 2 ? 2 : 1;  // threads of a channel
 
   // What a thread finds in its share of a channel's tokens, and all of them together.
   struct Found { float low[PARTS][D], high[PARTS][D], sum[PARTS][D]; };
+  struct Space {
+    const u16* tokens[PAGE];
+    Found found;
+    Meta meta[D];
+    int keys[D], counts[WARPS];
+    float levels[D];
+    u8 map[COLUMNS ? COLUMNS : 1];
+  };
   static __device__ __forceinline__ float total(const float (*x)[D], int c) {
     if constexpr (PARTS == 4) return __fadd_rn(__fadd_rn(x[0][c], x[2][c]), __fadd_rn(x[1][c], x[3][c]));
     else if constexpr (PARTS == 2) return __fadd_rn(x[0][c], x[1][c]);
@@ -26,15 +34,15 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
   }
 
   // The score of channel `c` as a number that orders as it does. Every thread comes here.
-  static __device__ __forceinline__ int score(Found& found, const u16* const* tokens, int c, int p, float low, float high) {
+  static __device__ __forceinline__ int score(Found& found, const u16* const* tokens, int c, int p, float low, float high, const Crew& crew) {
     float x = 0.f;
     if constexpr (SCORE == MAGNITUDE) { if (p == 0) x = total(found.sum, c); }
     if constexpr (SCORE == VARIANCE) {
       float mean = 0.f;
       if (p < PARTS) mean = total(found.sum, c) * (1.f / PAGE);
-      __syncthreads();
+      crew.meet();
       if (p < PARTS) found.sum[p][c] = fold<PARTS>([&](int n) { const float off = to_float(tokens[n][c]) - mean; return __fmul_rn(off, off); }, p);
-      __syncthreads();
+      crew.meet();
       if (p == 0) x = total(found.sum, c);
     }
     if constexpr (SCORE == RANGE) x = high - low;
@@ -43,9 +51,9 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
   }
 
   // Words of `fragment-1`, 2 bits; code(token, column).
-  template <int WIDTH, class F> static __device__ __forceinline__ void pack(u32* words, F code) {
+  template <int WIDTH, class F> static __device__ __forceinline__ void pack(u32* words, const Crew& crew, F code) {
     using C = Codes<2, WIDTH ? WIDTH : 16>;
-    for (int i = threadIdx.x; i < PAGE * WIDTH / 16; i += blockDim.x) {
+    for (int i = crew.thread; i < PAGE * WIDTH / 16; i += CREW) {
       const int block = i / (32 * C::WORDS), c = i / (32 * C::V) % (C::WORDS / C::V) * C::V + i % C::V, owner = i / C::V % 32, g = owner >> 2, t = owner & 3;
       u32 word = 0;
 #pragma unroll
@@ -55,15 +63,17 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
     }
   }
 
-  static __device__ void encode(u8* part, const Source& source, int, int, int base, Meta* meta) {
-    __shared__ const u16* tokens[PAGE];
-    __shared__ Found found;
-    __shared__ int keys[D], counts[THREADS / 32];
-    __shared__ float levels[D];
-    __shared__ u8 map[COLUMNS ? COLUMNS : 1];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c = threadIdx.x % D, p = threadIdx.x / D;
-    for (int i = threadIdx.x; i < PAGE; i += blockDim.x) tokens[i] = source.token(base + i);
-    __syncthreads();
+  static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
+    Space& own = *static_cast<Space*>(space);
+    const u16** tokens = own.tokens;
+    Found& found = own.found;
+    Meta* meta = own.meta;
+    int *keys = own.keys, *counts = own.counts;
+    float* levels = own.levels;
+    u8* map = own.map;
+    const int warp = crew.thread >> 5, lane = crew.thread & 31, c = crew.thread % D, p = crew.thread / D;
+    for (int i = crew.thread; i < PAGE; i += CREW) tokens[i] = source.token(base + i);
+    crew.meet();
     if (p < PARTS) {
       float low = INF, high = -INF;
       found.sum[p][c] = fold<PARTS>([&](int n) {
@@ -73,16 +83,16 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
       }, p);
       found.low[p][c] = low; found.high[p][c] = high;
     }
-    __syncthreads();
+    crew.meet();
     float low = found.low[0][c], high = found.high[0][c];
 #pragma unroll
     for (int i = 1; i < PARTS; i++) { low = fminf(low, found.low[i][c]); high = fmaxf(high, found.high[i][c]); }
     bool boosted = false;
     if constexpr (COUNT > 0) {
-      const int key = score(found, tokens, c, p, low, high);
+      const int key = score(found, tokens, c, p, low, high, crew);
       if (p == 0) keys[c] = key;
-      for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) map[i] = 0;
-      __syncthreads();
+      for (int i = crew.thread; i < COLUMNS; i += CREW) map[i] = 0;
+      crew.meet();
       int ahead = 0;                                        // channels that come before this one
       if (p == 0)
 #pragma unroll 8
@@ -90,7 +100,7 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
       boosted = p == 0 && ahead < COUNT;
       const u32 chosen = __ballot_sync(~0u, boosted);
       if (lane == 0) counts[warp] = __popc(chosen);
-      __syncthreads();
+      crew.meet();
       int row = __popc(chosen & (1u << lane) - 1);
       for (int i = 0; i < warp; i++) row += counts[i];
       if (boosted) map[row] = (u8)c;
@@ -99,11 +109,11 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
       levels[c] = boosted ? 15.f : 3.f;
       fit(part + SCALE_AT, part + ZERO_AT, meta, c, low, high, levels[c]);
     }
-    __syncthreads();
+    crew.meet();
     auto code = [&](int token, int channel) { return quantized(to_float(tokens[token][channel]), meta[channel], levels[channel]); };
-    pack<D>(reinterpret_cast<u32*>(part), [&](int token, int channel) { return code(token, channel) & 3; });
-    pack<COLUMNS>(reinterpret_cast<u32*>(part + HIGH_AT), [&](int token, int column) { return column < COUNT ? code(token, map[column]) >> 2 : 0u; });
-    for (int i = threadIdx.x; i < COLUMNS; i += blockDim.x) part[MAP_AT + i] = map[i];
-    __syncthreads();
+    pack<D>(reinterpret_cast<u32*>(part), crew, [&](int token, int channel) { return code(token, channel) & 3; });
+    pack<COLUMNS>(reinterpret_cast<u32*>(part + HIGH_AT), crew, [&](int token, int column) { return column < COUNT ? code(token, map[column]) >> 2 : 0u; });
+    for (int i = crew.thread; i < COLUMNS; i += CREW) part[MAP_AT + i] = map[i];
+    crew.meet();
   }
 };

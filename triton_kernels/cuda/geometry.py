@@ -23,6 +23,8 @@ from ...transforms import base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 128, 228 * 1024
+#: warps of a block that stores tokens
+APPEND_WARPS = 8
 
 
 class Choice(NamedTuple):
@@ -136,6 +138,17 @@ def choose(
     return found
 
 
+def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
+    """Whether a team of the attend kernel is to store the token of a step: it has shared memory for a page's metadata, and
+    threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
+    of every step takes longer than a launch of its own (docs/kernels.md)."""
+    widest = max(head_dim_k, head_dim_v)
+    window = 64 * (head_dim_k + head_dim_v)
+    threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
+    room = 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
+    return room and not spec.direct
+
+
 def grid_size(slots: int, heads: int) -> int:
     """Teams for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle, because then
     a team's share of the work lies in one head."""
@@ -172,9 +185,10 @@ def attend_defines(
     softcap: bool,
     turned: bool = False,
     ordered: bool = False,
+    fused: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel.
-    ordered: pages are dealt out to warps in a fixed order."""
+    ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
@@ -193,7 +207,9 @@ def attend_defines(
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
             "ORDERED": int(ordered),
+            "FUSED": int(fused),
         }
+        | ({"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder} if fused else {})
         | (_turn_macros(head_dim_k, spec.transform.rotated) if turned else {"TURNED": 0})
     )
 
@@ -208,7 +224,7 @@ def append_defines(
     )
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
-        | {"KEY_FORMAT": keys, "VALUE_FORMAT": values, "PT": 32, "NT": 1}
+        | {"KEY_ENCODER": keys, "VALUE_ENCODER": values, "PT": 32, "NT": 1, "WARPS": APPEND_WARPS, "TEAMS": 1}
     )
 
 

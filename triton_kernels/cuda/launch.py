@@ -1,4 +1,5 @@
-"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`, and
+`attend_and_append`, a step in one launch.
 
 Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph.
 """
@@ -18,7 +19,7 @@ from .. import prompt
 from ..config import FUSED_ROWS
 from ..read import read as read
 from .compile import Module, load
-from .geometry import Choice, append_defines, attend_defines, choose, grid_size, turn_defines
+from .geometry import APPEND_WARPS, Choice, append_defines, attend_defines, can_store, choose, grid_size, turn_defines
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
@@ -48,6 +49,10 @@ class _AppendArgs(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in "k_b k_h k_s v_b v_h v_s mask_b".split()),
         *((name, ctypes.c_int) for name in "heads tokens pages room sink tail residual".split()),
     ]
+
+
+class _StepArgs(ctypes.Structure):
+    _fields_ = [*_AttendArgs._fields_, ("store", _AppendArgs), ("arrived", ctypes.c_void_p)]
 
 
 class _TurnArgs(ctypes.Structure):
@@ -93,17 +98,19 @@ def _attend_module(
     softcap: bool,
     turned: bool,
     ordered: bool,
+    store: bool,
     device: torch.device,
-) -> tuple[Module, Choice, int]:
-    """The kernel, how it is laid out, and its shared memory in bytes."""
+) -> tuple[Module, Choice, int, bool]:
+    """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk: where `store` asks for it
+    and it can."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
-    defines = attend_defines(
-        spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, turned=turned, ordered=ordered
-    )
+    fused = store and can_store(spec, head_dim_k, head_dim_v, choice)
+    options = {"turned": turned, "ordered": ordered, "fused": fused}
+    defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
     module = load("attend.cu", defines, device)
-    return module, choice, module.integer("shared_bytes")
+    return module, choice, module.integer("shared_bytes"), fused
 
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -116,7 +123,7 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     key = state.paged.device, state.paged.data_ptr()
     found = _counters.get(key)
     if found is None or found.numel() < count:
-        found = torch.zeros(max(count, 16 * state.paged.numel()), dtype=torch.int32, device=state.paged.device)
+        found = torch.zeros(max(count, 16 * state.paged.numel() + 1), dtype=torch.int32, device=state.paged.device)
         if not torch.cuda.is_current_stream_capturing():
             _counters[key] = found
     return found
@@ -177,9 +184,33 @@ def attend_turned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attend_turned`: one launch where query rows are few, else two."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= TURN_INSIDE:
-        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen)
+        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen)[:2]
     q, k = turn(q, k, how)
-    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)
+    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)[:2]
+
+
+def attend_and_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    how: Map | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.attend_turned` (without `how` `reference.attend`), then `reference.append` of the chunk. One launch for one
+    token, where `geometry.can_store` says so."""
+    if how is not None and q.shape[1] // k.shape[1] * q.shape[2] > TURN_INSIDE:
+        (q, k), how = turn(q, k, how), None
+    store = k.shape[2] == 1
+    out, keys, stored = _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen, store)
+    if not stored:
+        append(keys, v, mask, state, spec)
+    return out
 
 
 def _attend(
@@ -194,11 +225,13 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
     seen: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the chunk's keys as they are attended to and stored."""
+    store: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The output, the chunk's keys as they are attended to and stored, and whether the chunk has been stored: where `store`
+    asks for it and the kernel can."""
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
-        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k, False
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     sink_kind = 0
@@ -207,9 +240,9 @@ def _attend(
         sink_kind = 1 if sinks.dtype == q.dtype else 2
     groups, device = q_heads // heads, q.device
     rows = groups * tokens
-    module, choice, shared = _attend_module(
+    module, choice, shared, fused = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, how is not None, os.environ.get(ORDERED) == "1", device),
+        *(softcap is not None, how is not None, os.environ.get(ORDERED) == "1", store, device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
@@ -221,10 +254,10 @@ def _attend(
     partial = torch.empty(
         row_blocks * (teams + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
-    counters = _counters_for(state, row_blocks * batch * heads)
+    counters = _counters_for(state, row_blocks * batch * heads + 1)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
     raw_k, keys = k, k if how is None else torch.empty(k.shape, dtype=k.dtype, device=device)
-    args = _AttendArgs(
+    args: tuple = (
         *(q.data_ptr(), keys.data_ptr(), v.data_ptr(), _address(mask)),
         *(_address(sinks), state.pool[0].data_ptr(), state.page_address.data_ptr()),
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
@@ -235,9 +268,34 @@ def _attend(
         *((0, 0, 0) if how is None else (raw_k.data_ptr(), _address(how.query_scale), _address(how.key_scale))),
         *raw_k.stride()[:3],
     )
+    if fused:
+        arrived = counters.data_ptr() + 4 * row_blocks * batch * heads
+        args = *args, _append_args(keys, v, mask, None, None, state, spec), arrived
     grid = -(-teams // choice.teams), row_blocks, 1
-    _launch(module, "attend", grid, 32 * choice.teams * choice.warps, args, shared=shared)
-    return out, keys
+    kind = _StepArgs if fused else _AttendArgs
+    _launch(module, "attend", grid, 32 * choice.teams * choice.warps, kind(*args), shared=shared)
+    return out, keys, fused
+
+
+def _append_args(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    order: torch.Tensor | None,
+    count: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+) -> _AppendArgs:
+    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
+    they are."""
+    pages = state.page_address.shape[1]
+    return _AppendArgs(
+        *(_address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),
+        *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
+        *(state.length.data_ptr(), state.paged.data_ptr()),
+        *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
+        *(*k.shape[1:3], pages, row_capacity(spec, pages), spec.sink, spec.tail_size, spec.residual),
+    )
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
@@ -255,22 +313,14 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
         # the places of the tokens that are no padding, in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
-    args = _AppendArgs(
-        *(k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()),
-        *(0 if order is None else order.data_ptr(), 0 if count is None else count.data_ptr()),
-        *(state.pool[0].data_ptr(), state.page_address.data_ptr()),
-        *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
-        *(state.length.data_ptr(), state.paged.data_ptr()),
-        *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
-        *(heads, tokens, pages, row_capacity(spec, pages), spec.sink, spec.tail_size, spec.residual),
-    )
+    args = _append_args(k, v, mask, order, count, state, spec)
     rows = batch * heads
     if tokens == 1:
-        _launch(module, "append_one", (rows, 1, 1), 256, args)
+        _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)
         return
     # at most the tail and the chunk are packed, and an open page may stand before them
     due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
-    _launch(module, "append_pages", (rows, due, 2), 256, args)
+    _launch(module, "append_pages", (rows, due, 2), 32 * APPEND_WARPS, args)
     if spec.sink or spec.tail_size:
-        _launch(module, "append_window", (rows, -(-tokens // 32), 1), 256, args)
+        _launch(module, "append_window", (rows, -(-tokens // 32), 1), 32 * APPEND_WARPS, args)
     _launch(module, "append_counters", (-(-rows // 128), 1, 1), 128, args, ctypes.c_int(rows))

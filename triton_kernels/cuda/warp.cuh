@@ -21,6 +21,7 @@ constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a w
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
+constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
 constexpr int UNIT_COST = (PIECES * (Keys::SLOT + Values::SLOT) + 255) / 256;
 constexpr int BLOCK_COST = WINDOW_BYTES / 256;         // of 32 tokens of the window

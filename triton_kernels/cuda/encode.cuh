@@ -1,0 +1,103 @@
+// Packing tokens of a page of one KV head into codes, a crew of threads together: `Format.encode`, bit for bit. An encoder's
+// `Space` is the shared memory that it needs.
+//
+// It happens once in PAGE tokens, so it is written plainly: a thread gathers the codes of a word.
+#pragma once
+#include "affine.cuh"
+#include "crew.cuh"
+
+constexpr float FP16_MAX = 65504.f;
+
+struct Meta { float scale, zero; };
+
+// Tokens of one row and head by index (sink not counted): from the tail ring below `first`, then from the chunk, whose number
+// `skipped` is token `first`.
+struct Source {
+  const u16 *tail, *chunk;
+  const int* order;
+  i64 stride;
+  int size, dim, first, skipped;
+  __device__ __forceinline__ const u16* token(int i) const {
+    if (i < first) return tail + (i64)(i % size) * dim;
+    int number = i - first + skipped;
+    if (order) number = order[number];
+    return chunk + number * stride;
+  }
+};
+
+__device__ __forceinline__ u16 half_bits(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return (u16)r; }
+
+// Scale and zero point of a group that spans `low` to `high`, stored as number `at` of each. levels: the largest code.
+__device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, float low, float high, float levels) {
+  const u16 s = half_bits(fminf(__fdiv_rn(high - low, levels), FP16_MAX));
+  const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 makes one of the two zeros
+  reinterpret_cast<u16*>(scales)[at] = s;
+  reinterpret_cast<u16*>(zeros)[at] = z;
+  meta[at] = Meta{half_to_float(s), half_to_float(z)};
+}
+
+__device__ __forceinline__ u32 quantized(float x, Meta m, float levels) {
+  return m.scale > 0.f ? (u32)rintf(fminf(fmaxf(__fdiv_rn(x - m.zero, m.scale), 0.f), levels)) : 0u;
+}
+
+template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, bool TRANSPOSED> struct AffineEncoder {
+  struct Space { Meta meta[PAGE / (CHANNEL ? GROUP : 1) * (CHANNEL ? D : D / GROUP)]; };
+  static constexpr int LEVELS = (1 << BITS) - 1, GROUPS = CHANNEL ? PAGE / GROUP : D / GROUP;
+  static constexpr int WORDS = D / 16 * BITS / 2, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
+
+  // Tokens [low, high) of a page whose token 0 has index `base`; per channel all of them.
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew, void* space) {
+    Meta* meta = static_cast<Space*>(space)->meta;
+    const int warp = crew.thread >> 5, lane = crew.thread & 31;
+    if constexpr (CHANNEL) {
+      for (int i = crew.thread; i < GROUPS * D; i += CREW) {
+        float least = INF, most = -INF;
+        for (int n = 0; n < GROUP; n++) {
+          const float x = to_float(source.token(base + i / D * GROUP + n)[i % D]);
+          least = fminf(least, x); most = fmaxf(most, x);
+        }
+        fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
+      }
+    } else {
+      for (int i = low * GROUPS + warp; i < high * GROUPS; i += WARPS) {
+        const u16* x = source.token(base + i / GROUPS) + i % GROUPS * GROUP;
+        float least = INF, most = -INF;
+        for (int n = lane; n < GROUP; n += 32) { least = fminf(least, to_float(x[n])); most = fmaxf(most, to_float(x[n])); }
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) { least = fminf(least, __shfl_xor_sync(~0u, least, d)); most = fmaxf(most, __shfl_xor_sync(~0u, most, d)); }
+        if (lane == 0) fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
+      }
+    }
+    crew.meet();
+    u32* words = reinterpret_cast<u32*>(part);
+    for (int i = low / 32 * 32 * WORDS + crew.thread; i < (high + 31) / 32 * 32 * WORDS; i += CREW) {
+      const int block = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32, g = owner >> 2, t = owner & 3;
+      const int c = word / (BITS / 2), inner = word % (BITS / 2);
+      u32 taken = 0, value = 0;
+#pragma unroll
+      for (int f = 0; f < 32 / BITS; f++) {
+        constexpr int PER_BYTE = 8 / BITS;
+        const int e = f / (2 * PER_BYTE), odd = f / PER_BYTE & 1, field = f % PER_BYTE;
+        const int upper = BITS == 2 ? field & 1 : BITS == 4 ? field : inner & 1, h = BITS == 2 ? field >> 1 : BITS == 4 ? inner : inner >> 1;
+        const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g, channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
+        const int token = block * 32 + 4 * token_x + 2 * h + token_j, channel = channel_of<D>(c, channel_j, channel_x);
+        if (token < low || token >= high) continue;
+        const Meta m = meta[CHANNEL ? token / GROUP * D + channel : token * GROUPS + channel / GROUP];
+        taken |= (u32)LEVELS << (f * BITS);
+        value |= quantized(to_float(source.token(base + token)[channel]), m, LEVELS) << (f * BITS);
+      }
+      if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
+    }
+    crew.meet();
+  }
+};
+
+template <int D> struct DenseEncoder {
+  struct Space {};
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew, void*) {
+    for (int i = low * D + crew.thread; i < high * D; i += CREW) reinterpret_cast<u16*>(part)[i] = source.token(base + i / D)[i % D];
+    crew.meet();
+  }
+};
+
+#include "encode_boosted.cuh"

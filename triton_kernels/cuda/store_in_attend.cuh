@@ -1,0 +1,86 @@
+// Storing a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
+//
+// What is written is not read by any team of the grid, so most of it need not wait:
+// - The token is number i = length - sink behind the sink, and fewer than `tail_size` tokens stand in the ring (paged to i - 1: packing
+//   leaves fewer), so its slot i % tail_size holds none of them. In the sink, its place is the first one not in use. (More tokens
+//   than one could take over slots that others still read: they are stored by launches of their own.)
+// - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
+//   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
+// - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
+//   Per team: its reads, then `meet`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
+//   It need not be at its own end for that: a team says so before its last row's pages.
+#pragma once
+#include "store.cuh"
+#include "warp.cuh"
+
+static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
+
+// How a row's store is handed from the start of its work to the end, when counters in memory may have advanced.
+struct Due { int stored, before; };                       // stored: -1 where another team stores
+
+// A token's channels, two a lane at a time.
+template <int D> struct Token {
+  static constexpr int WORDS = (D + 63) / 64;
+  u32 x[WORDS];
+  __device__ __forceinline__ void load(const u8* rows, i64 at, int lane) {
+    const u32* from = reinterpret_cast<const u32*>(rows + 2 * at);
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) x[j] = 32 * j + lane < D / 2 ? from[32 * j + lane] : 0u;
+  }
+  __device__ __forceinline__ void put(u16* target, int lane) const {
+    if (!target) return;
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) if (32 * j + lane < D / 2) reinterpret_cast<u32*>(target)[32 * j + lane] = x[j];
+  }
+};
+
+// Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TURNED), behind a `meet`.
+__device__ __forceinline__ void keep_token(const AppendArgs& a, const Row& row, int lane) {
+  const int bh = row.b * a.heads + row.h;
+  const Counts n(a, bh, row.length, row.paged);
+  Token<DK> k; Token<DV> v;                               // all is loaded before the first branch: one memory latency
+  k.load(a.k, row.b * a.k_b + row.h * a.k_h, lane); v.load(a.v, row.b * a.v_b + row.h * a.v_h, lane);
+  if (padding(a, row.b) || !kept(a, n)) return;
+  k.put(home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), lane);
+  v.put(home<DV>(a, a.sink_v, a.tail_v, bh, n.stored), lane);
+}
+
+// Packs what the token makes due. A team, behind its last use of `space`. Not inlined: once in PAGE steps, and its registers
+// are none of the loops'.
+__device__ __noinline__ void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
+  const Counts n(a, bh, stored, before);
+  if (n.after == n.before || n.fits == 0 || padding(a, bh / a.heads)) return;
+  meet(team);
+  constexpr int AT = (SPACE + 127) / 128 * 128;
+  pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
+}
+
+// A team's last word about counters: a warp, behind a `meet` after the team's last look at them. Split in two because the answer takes
+// a memory latency: lane 0 gets how many teams were before it.
+__device__ __forceinline__ int leave_counters(int* arrived, int lane) {
+  if (lane != 0) return 0;
+  __threadfence();
+  return atomicAdd(arrived, 1);
+}
+
+// The last team writes them. before: what `leave_counters` gave; count: rows times heads.
+__device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
+  if (__shfl_sync(~0u, before, 0) != (int)(gridDim.x * gridDim.y) * TEAMS - 1) return;
+  __threadfence();
+  constexpr int BATCH = 4;                                // loads in flight
+  for (int first = lane; first < count; first += 32 * BATCH) {
+    int length[BATCH], paged[BATCH];
+    bool real[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int bh = min(first + 32 * j, count - 1);
+      length[j] = a.length[bh]; paged[j] = a.paged[bh]; real[j] = first + 32 * j < count && !padding(a, bh / a.heads);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const Counts n(a, first + 32 * j, length[j], paged[j]);
+      if (real[j] && n.fits) { a.length[first + 32 * j] = n.stored + 1; a.paged[first + 32 * j] = n.after; }
+    }
+  }
+  if (lane == 0) *arrived = 0;
+}
