@@ -72,11 +72,19 @@ def scores(
     page, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    if P.count == 0:
-        return _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
+    if P.count > 0:
+        s = _mixed_scores(page, prepared, fetched[0], n0, valid, factor, BLOCK_N, T, P)
+    else:
+        s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
+    return s
+
+
+@triton.jit
+def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    """Both planes' products. channel: the boosted channels `[rows]`."""
     TYPE: tl.constexpr = prepared[2].dtype
     # what a page's map leads to is asked for first, and waited for behind the low codes' products
-    size, channel, row = prepared[0], fetched[0], tl.arange(0, P.rows)
+    size, row = prepared[0], tl.arange(0, P.rows)
     q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
     keep = rows_valid[:, None] & (row < P.count)[None, :]
     q = tl.load(q_rows[:, None] + (channel * stride)[None, :], mask=keep, other=0.0).to(tl.float32)
