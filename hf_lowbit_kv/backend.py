@@ -24,7 +24,7 @@ from .transforms import NONE, Map
 
 BACKENDS = ("torch", "triton", "cuda")
 #: preferred on a GPU where nothing is asked for: `cuda` (where it cannot serve, `triton`) or `triton`
-DEFAULT_ON_GPU = "triton"
+DEFAULT_ON_GPU = "cuda"
 #: layouts in which a backend's kernels read keys and values
 LAYOUTS = {"cuda": fragment.LAYOUTS}
 #: lowest compute capability that the CUDA kernels are written for

@@ -249,8 +249,7 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
 
 
 def test_default_on_a_gpu(monkeypatch):
-    """Once it is preferred: `cuda` where it serves, else `triton`; and why."""
-    monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "cuda")
+    """`cuda` where it serves, else `triton`; and why."""
     found = {"capability": (9, 0), "compiler": None}
     monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: found["compiler"])
     monkeypatch.setattr(torch.version, "hip", None)
