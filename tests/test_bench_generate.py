@@ -11,7 +11,7 @@ from transformers import StaticCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import bench_batch, bench_generate, generate_case, plot_generate, step_profile
+from hf_lowbit_kv.eval import bench_batch, bench_generate, generate_case, plot_batch, plot_generate, step_profile
 from hf_lowbit_kv.eval.bench_memory import random_model
 
 CPU = torch.device("cpu")
@@ -174,6 +174,10 @@ def test_bench_batch_records(tmp_path):
     assert packed["row_bytes"] < host["row_bytes"] == 2 * 600 * 64 * 4 * 2
     assert packed["throughput"] > 0
     assert set(packed) >= {"rows_tried", "step_ms", "attribution_ms", "peak_reserved", "commit"}
+    typer_app = typer.Typer()
+    typer_app.command()(plot_batch.main)
+    assert CliRunner().invoke(typer_app, [str(out)]).exit_code == 0
+    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
