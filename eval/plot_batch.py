@@ -45,7 +45,8 @@ def main(
         axes.margins(y=0.08)
     last = rows[-1]
     figure.suptitle(
-        f"{last['model']}, {last['gpu']}, {last['budget'] / 1e9:.0f} GB, {last['new_tokens']} tokens written", fontsize=9
+        f"{last['model']}, {last['gpu']}, {last['budget'] / 1e9:.0f} GB, {last['new_tokens']} tokens written",
+        fontsize=9,
     )
     figure.savefig(out or records.with_suffix(".png"), dpi=120)
 
