@@ -67,6 +67,10 @@ def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kw
         mask = causal & mask[:, None, None, :]
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if mask is None and query.shape[2] > 1:
+        # no mask from the host means what it means to its SDPA: the first query is that of the first key. Behind the last
+        # query a preallocated layer may have slots that hold no token yet
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     return plain_attention(query, key, value, mask, scaling, softcap, sinks), None
 
 

@@ -267,16 +267,15 @@ def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, m
 def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which the host's SDPA does not offer.
 
-    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None` for causal (queries are the last tokens).
+    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,8 +63,10 @@ def tiny_models(family: str, **changes):
     for name, parameter in theirs.named_parameters():
         if "norm" not in name:
             parameter.data.mul_(4)
-    ours = AutoModelForCausalLM.from_config(config, attn_implementation="lowbit_kv").eval()
+    # a model keeps the configuration it is made from, and the attention implementation with it
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="lowbit_kv").eval()
     ours.load_state_dict(theirs.state_dict())
+    assert (theirs.config._attn_implementation, ours.config._attn_implementation) == (host, "lowbit_kv")
     return ours, theirs
 
 

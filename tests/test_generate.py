@@ -79,6 +79,20 @@ def test_second_turn_on_the_same_cache(models, batch, max_cache_len):
     assert torch.equal(turns[0][1], turns[1][1])
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss"])
+def test_texts_shorter_than_the_sliding_window(family):
+    # the host then gives its sliding layers no mask, whether their keys are the chunk or a whole preallocated layer
+    ours, theirs = tiny_models(family, sliding_window=512)
+    ids, mask = left_padded(1, 100)
+    want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask)
+    for options in ({}, {"max_cache_len": 150}, {"max_cache_len": 600}):
+        assert torch.equal(_generate(ours, lb.from_preset("dense", ours, **SMALL_PAGES, **options), ids, mask), want)
+    # the host's own caches under our attention function
+    for options in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(ours.generate(ids, attention_mask=mask, **GREEDY, **options), want)
+    assert torch.equal(lb.generate(ours, ids, "dense", **GREEDY), want)
+
+
 @pytest.fixture(scope="module")
 def llama():
     return tiny_models("llama")
