@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
 
 from . import backend as ops
 from .formats import Affine, Boosted, Dense, Format, parse_format
@@ -88,18 +96,19 @@ class LowBitCache(Cache):
         formats = parse_format(key_format), parse_format(value_format)
         spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
         dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
-        if (head_dim := _head_dim(config)) is not None:
-            spec.validate(head_dim, head_dim)
         layers = _host_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
             raise ValueError(f"model_type={config.model_type!r} has no full-attention layer: there is nothing to pack")
         if unknown := sorted(set(dense_layers) - set(packed)):
             raise ValueError(f"dense_layers={unknown} are not full-attention layers of this model; allowed: {packed}")
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        specs = {index: dense if index in dense_layers else spec for index in packed}
+        sizes = {index: _head_sizes(config.per_layer_config[index]) for index in packed}  # layers may differ (Gemma 4)
+        for layer_spec, head_dim in {(specs[index], sizes[index][1]) for index in packed}:
+            if head_dim is not None:
+                layer_spec.validate(head_dim, head_dim)
         for index in packed:
-            layer_spec = dense if index in dense_layers else spec
-            layers[index] = LowBitLayer(layer_spec, config, heads, max_cache_len, backend)
+            layers[index] = LowBitLayer(specs[index], config, sizes[index][0], max_cache_len, backend)
         super().__init__(layers=layers)
         self.spec, self.preset, self.config = spec, preset, config
 
@@ -182,7 +191,39 @@ class LowBitCache(Cache):
             raise ValueError(
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
+        if not torch.compiler.is_compiling():
+            self._check_whole(layer_idx)
+            _make_anew_for_other_rows(self.layers[layer_idx], key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            _make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
+        super().reset()
+        if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
+            made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
+            for index in growing:
+                self.layers[index] = made[index]
+
+    def _check_whole(self, layer_idx: int) -> None:
+        """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
+        packed = self.packed_layers
+        if self.layers[layer_idx] is not packed[0]:
+            return
+        if len({layer._seen_at_least for layer in packed}) == 1:
+            return
+        seen = {
+            int(layer.cumulative_length) for layer in packed
+        }  # after compiled steps the host may know it of some alone
+        if len(seen) > 1:
+            raise RuntimeError(
+                f"the last forward pass was interrupted: some layers hold {min(seen)} tokens and others {max(seen)}; "
+                "reset() the cache and read the text again"
+            )
 
 
 class KIVICache(LowBitCache):
@@ -246,7 +287,7 @@ def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrai
         raise TypeError(f"model_or_config must be a transformers model or configuration, not {type(model_or_config)}")
     if config.is_encoder_decoder:
         raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder model; only decoders are supported")
-    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+    if cls is not None and not _uses_attention_interface(cls):
         raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
     config = config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
@@ -254,12 +295,21 @@ def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrai
     return config
 
 
-def _head_dim(config: Any) -> int | None:
-    """The head size, where the configuration tells."""
-    if (head_dim := getattr(config, "head_dim", None)) is not None:
-        return head_dim
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    return hidden // heads if hidden and heads else None
+def _uses_attention_interface(cls: type) -> bool:
+    """Whether the architecture calls the registered attention function. The host's flag says so of most that do, but of
+    few with linear layers (Qwen 3.5, Jamba), whose code tells."""
+    return getattr(cls, "_supports_attention_backend", False) or hasattr(
+        sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+def _head_sizes(config: Any) -> tuple[int | None, int | None]:
+    """Number of KV heads, and size of a head, where the configuration tells."""
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def _host_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
@@ -267,3 +317,16 @@ def _host_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     if max_cache_len is None:
         return list(DynamicCache(config=config).layers)
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+
+
+def _make_anew_for_other_rows(layer: Any, rows: int) -> None:
+    """Let a layer of the host's that was emptied allocate for another number of rows, as the packed ones do."""
+    if isinstance(layer, LowBitLayer):
+        return
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        held, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
+        if held is not None and empty and held.shape[0] != rows:
+            for initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                initialized.update(dict.fromkeys(initialized, False))
+    elif layer.is_initialized and layer.keys.shape[0] != rows and int(layer.get_seq_length()) == 0:
+        layer.is_initialized = False

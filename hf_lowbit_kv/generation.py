@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -44,6 +45,9 @@ STEP_OPTIONS: dict[str, Any] = {
 }
 
 _kept: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[tuple, LowBitCache]] = weakref.WeakKeyDictionary()
+#: a model's kept caches serve one call at a time
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_new_lock = threading.Lock()
 #: what has been compiled for a cache: `_step_key`s
 _compiled: weakref.WeakKeyDictionary[LowBitCache, set[tuple]] = weakref.WeakKeyDictionary()
 _deferring: contextvars.ContextVar[bool] = contextvars.ContextVar("deferring", default=False)
@@ -80,7 +84,8 @@ def generate(
         preset: see `preset_names`. Not with `past_key_values`.
         max_new_tokens: tokens to write, at most; taken from the generation configuration where it has it.
         past_key_values: a preallocated cache to go on with. Without it the cache that is kept is emptied and used, so a
-            cache from an earlier call holds that call's tokens only until the next call of its kind.
+            cache from an earlier call holds that call's tokens only until the next call of its kind, and calls from
+            several threads wait for each other.
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         progress: tell on stderr when a step is compiled.
@@ -102,14 +107,20 @@ def generate(
         raise ValueError(
             f"max_cache_len={max_cache_len} is too small: the prompt has {tokens} tokens and max_new_tokens={new_tokens}"
         )
-    if past_key_values is None:
-        if preset is None:
-            raise ValueError("preset=None: name one (see hf_lowbit_kv.preset_names()), or pass past_key_values")
-        rows *= _return_sequences(model, options)
+    options = inputs | {"max_new_tokens": new_tokens} | options
+    if past_key_values is not None:
+        return _run(model, _check_cache(past_key_values, preset, cache_options, wanted), rows, options, progress)
+    if preset is None:
+        raise ValueError("preset=None: name one (see hf_lowbit_kv.preset_names()), or pass past_key_values")
+    rows *= _return_sequences(model, options)
+    with _lock(model):
         cache = _kept_cache(model, preset, dict(cache_options or {}), rows, max(wanted, max_cache_len or 0))
-    else:
-        cache = _check_cache(past_key_values, preset, cache_options, wanted)
-    options = inputs | {"past_key_values": cache, "max_new_tokens": new_tokens} | options
+        return _run(model, cache, rows, options, progress)
+
+
+def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], progress: bool) -> Any:
+    """`model.generate` on this cache, after compiling the step where that is due."""
+    options = options | {"past_key_values": cache}
     with _deferred_stop_check(), _compile_limit():
         if model.device.type == "cuda" and not _setting(model, options, "disable_compile"):
             if _setting(model, options, "compile_config") is None:
@@ -137,6 +148,11 @@ def cache_length(tokens: int) -> int:
     """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that: similar lengths share a cache."""
     step = max(2 ** (tokens.bit_length() - 3), 512)
     return -(-tokens // step) * step
+
+
+def _lock(model: Any) -> threading.RLock:
+    with _new_lock:
+        return _locks.setdefault(model, threading.RLock())
 
 
 def _kept_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:

@@ -287,6 +287,13 @@ class LowBitLayer(CacheLayerMixin):
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor, mode: str) -> None:
         """Raise before anything changes."""
+        if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
+            raise ValueError(
+                f"model_type={self.config.model_type!r} has layers that attend to other layers' keys and values "
+                f"(num_kv_shared_layers={self.config.num_kv_shared_layers}), which attn_implementation={ATTENTION_NAME!r} "
+                "cannot serve. Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns "
+                "dense tensors."
+            )
         if self.max_cache_len is not None and not torch.compiler.is_compiling():
             self._check_capacity(key_states.shape[2])
         if not self.is_initialized:

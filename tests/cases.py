@@ -34,19 +34,45 @@ _SMALL = {
     "eos_token_id": None,
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MANY_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+_MAMBA = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "use_mamba_kernels": False,
+}
 
 #: tiny random models: model_type -> configuration beyond `_SMALL`
 FAMILIES = {
     "llama": {},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen3_moe": _MANY_EXPERTS,
     "mistral": {"sliding_window": None},
     "mixtral": _EXPERTS,
     "phi3": {"hidden_size": 256},  # phi3 has no head_dim of its own
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 64},
     "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **_EXPERTS},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **_DELTA, **_MANY_EXPERTS},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, **_MAMBA},
 }
+
+
+#: parameters that are no matrices of a product
+_NOT_SCALED = ("norm", "A_log", "dt_bias")
 
 
 def tiny_config(family: str, **changes):
@@ -61,7 +87,7 @@ def tiny_models(family: str, **changes):
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation=host).eval()
     # random weights of the default size give nearly uniform logits; larger ones make greedy choices clear
     for name, parameter in theirs.named_parameters():
-        if "norm" not in name:
+        if not any(part in name for part in _NOT_SCALED):
             parameter.data.mul_(4)
     # a model keeps the configuration it is made from, and the attention implementation with it
     ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="lowbit_kv").eval()

@@ -141,6 +141,50 @@ def test_attention_implementation_changed_mid_way():
     _next_logits(model, cache)
 
 
+class _Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+def test_a_forward_pass_that_was_interrupted(model, max_cache_len):
+    cache = _filled(model, max_cache_len=max_cache_len)
+
+    def interrupt(*_):
+        raise _Interruption
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(_Interruption):
+            _next_logits(model, cache)
+    finally:
+        hook.remove()
+    with pytest.raises(RuntimeError, match=r"interrupted: some layers hold 80 tokens and others 81; reset\(\)"):
+        _next_logits(model, cache)
+    cache.reset()
+    _next_logits(model, cache)
+
+
+def test_layers_that_share_keys_and_values():
+    # Gemma 3n; only the configuration is read
+    config = AutoConfig.for_model("gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5)
+    config._attn_implementation = lb.ATTENTION_NAME
+    cache = lb.from_preset("kivi-2", config)
+    state = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim)
+    with pytest.raises(ValueError, match=r"num_kv_shared_layers=5.*cannot serve.*set_attn_implementation\('sdpa'\)"):
+        cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
+    assert cache.get_seq_length() == 0
+    config._attn_implementation = "sdpa"
+    keys, _ = cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
+    assert torch.equal(keys, state)
+
+
+def test_layers_of_different_head_dim():
+    # Gemma 4: its full-attention layers have larger heads than the others
+    with pytest.raises(ValueError, match=r"head_dim=512 is not supported"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text"))
+    assert lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text", global_head_dim=256)).packed_layers
+
+
 def test_encoder_decoder_models():
     with pytest.raises(ValueError, match="'t5' is an encoder-decoder model"):
         lb.from_preset("kivi-2", AutoConfig.for_model("t5"))

@@ -52,6 +52,8 @@ def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cach
     if mode == "prompt_lookup":
         ids = ids[:, :25].repeat(1, 4)  # something to look up
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
+    if mode == "prompt_lookup" and ours._is_stateful:
+        pytest.skip("the host has no prompt lookup for models with recurrent layers")
     if mode == "prompt_lookup" and max_cache_len and _has_host_layers(cache):
         pytest.skip("the host's preallocated sliding layers cannot crop")
     want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask, **MODES[mode])
@@ -135,18 +137,18 @@ def test_attention_implementation_can_be_set_later(llama):
     assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
 
 
-def test_reset_and_copies_start_afresh(llama):
-    ours, _ = llama
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
+def test_reset_starts_afresh(models, max_cache_len):
+    ours, _ = models
     ids, mask = left_padded(2, 100)
-    for max_cache_len in (None, 200):
-        cache = lb.from_preset("kivi-2", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
-        want = _generate(ours, cache, ids, mask)
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        assert torch.equal(_generate(ours, cache, ids, mask), want)
-        cache.reset()
-        short = _generate(ours, cache, ids[:1], mask[:1])  # another batch size
-        assert torch.equal(short[0], want[0])
+    cache = lb.from_preset("kivi-2", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
+    want = _generate(ours, cache, ids, mask)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(_generate(ours, cache, ids, mask), want)
+    cache.reset()
+    short = _generate(ours, cache, ids[:1], mask[:1])  # another batch size
+    assert torch.equal(short[0], want[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -50,7 +51,16 @@ def test_tokens_of_the_growing_cache(model, mode, batch):
         assert want.shape[1] < 112
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_threads_do_not_share_the_kept_cache_at_once(model):
+    prompts = [left_padded(2, 100 + i, seed=i) for i in range(3)]
+    want = [growing(model, *prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for _ in range(3):
+            got = threads.map(lambda prompt: ours(model, *prompt), prompts)
+            assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_other_families(family):
     model, theirs = tiny_models(family)
     ids, mask = left_padded(2, 60)
