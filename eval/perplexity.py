@@ -124,7 +124,10 @@ def _group_by_bounds(
 
 def _read_tokens(path: str | Path, tokenizer: Any, context: int) -> torch.Tensor:
     """int64 `[1, context]`: the first tokens of a file."""
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text {str(path)!r} is not UTF-8: {error}") from error
     # a warning about the model's maximal length would be about text that is cut off here
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
     if ids.shape[1] < context:

@@ -39,7 +39,7 @@ def check_backend(backend: str | None) -> None:
     """Raise for a name that does not exist, or for Triton where it is not installed. Called when a cache is made."""
     source = "backend"
     if backend is None:
-        backend, source = os.environ.get(VARIABLE), VARIABLE
+        backend, source = _of_environment(), VARIABLE
         if backend is None:
             return
     if backend not in BACKENDS:
@@ -54,6 +54,10 @@ def check_backend(backend: str | None) -> None:
             f"{source}='cuda' was asked for and cuda-bindings is not installed: pip install 'hf-lowbit-kv[cuda]', "
             "or use backend='triton'"
         )
+
+
+def _of_environment() -> str | None:
+    return os.environ.get(VARIABLE) or None  # set to nothing is not set
 
 
 def _has_cuda_bindings() -> bool:
@@ -76,11 +80,11 @@ def why_not_cuda(device: torch.device, dtype: torch.dtype | None, formats: Seque
     return _why_no_compiler(found)
 
 
-def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> None:
+def _check_cuda(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format], source: str) -> None:
     """Raise where the CUDA kernels were asked for and cannot serve."""
     if (reason := why_not_cuda(device, dtype, formats)) is not None:
         advice = "; use backend='triton'" if device.type == "cuda" else ""
-        raise ValueError(f"backend='cuda' {reason}{advice}")
+        raise ValueError(f"{source}='cuda' {reason}{advice}")
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
@@ -118,11 +122,12 @@ def choose_backend(
     """The backend for tensors of `dtype` on `device` and for pages of these formats (keys, values). Raises where it cannot
     serve them."""
     check_backend(backend)
-    chosen = backend or os.environ.get(VARIABLE) or _default_backend(device, dtype, formats)
+    chosen = backend or _of_environment() or _default_backend(device, dtype, formats)
+    source = VARIABLE if backend is None else "backend"
     if chosen == "triton":
-        _check_triton(device, formats)
+        _check_triton(device, formats, source)
     elif chosen == "cuda":
-        _check_cuda(device, dtype, formats)
+        _check_cuda(device, dtype, formats, source)
     return chosen
 
 
@@ -130,7 +135,7 @@ def reason_for(
     backend: str | None, chosen: str, device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]
 ) -> str | None:
     """Why the default on this GPU is not `cuda`; `None` where it is, or where `backend` or the environment chose."""
-    if chosen != "triton" or backend or os.environ.get(VARIABLE) or DEFAULT_ON_GPU != "cuda":
+    if chosen != "triton" or backend or _of_environment() or DEFAULT_ON_GPU != "cuda":
         return None
     return why_not_cuda(device, dtype, formats)
 
@@ -148,10 +153,10 @@ def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: S
     return "triton"
 
 
-def _check_triton(device: torch.device, formats: Sequence[Format]) -> None:
+def _check_triton(device: torch.device, formats: Sequence[Format], source: str) -> None:
     """Raise where the Triton kernels cannot serve."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("backend='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+        raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
     from hf_lowbit_kv.triton_kernels.registry import kernels
 
     for fmt in formats:

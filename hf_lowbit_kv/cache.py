@@ -91,7 +91,8 @@ class LowBitCache(Cache):
     ):
         config = _text_config(model_or_config)
         ops.check_backend(backend)
-        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+        whole = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
+        if max_cache_len is not None and (not whole or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed; it must be 1 or more (tokens), or None")
         formats = parse_format(key_format), parse_format(value_format)
         spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
@@ -100,7 +101,9 @@ class LowBitCache(Cache):
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
             raise ValueError(f"model_type={config.model_type!r} has no full-attention layer: there is nothing to pack")
-        if unknown := sorted(set(dense_layers) - set(packed)):
+        if isinstance(dense_layers, (str, int)):
+            raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
+        if unknown := [index for index in dense_layers if index not in packed]:
             raise ValueError(f"dense_layers={unknown} are not full-attention layers of this model; allowed: {packed}")
         specs = {index: dense if index in dense_layers else spec for index in packed}
         sizes = {index: _head_sizes(config.per_layer_config[index]) for index in packed}  # layers may differ (Gemma 4)
@@ -200,6 +203,20 @@ class LowBitCache(Cache):
         if not torch.compiler.is_compiling():
             _make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every row, padding counted.
+
+        Raises:
+            ValueError: a positive number, more than are stored, or a layer of the host's that cannot be cropped (sliding
+                ones of a preallocated cache, recurrent ones).
+        """
+        for index, layer in enumerate(self.layers):
+            if tokens_to_remove and not layer.is_croppable:
+                raise ValueError(
+                    f"crop is not possible: layer {index} is transformers' {type(layer).__name__}, which has none"
+                )
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""

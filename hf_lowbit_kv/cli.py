@@ -147,8 +147,10 @@ def perplexity(
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of each preset against the full-precision cache."""
     names = _resolve_presets(preset)
-    if start >= context:
-        raise ValueError(f"--from {start} is not below --context {context}: no token would count")
+    if start >= context - 1:
+        raise ValueError(
+            f"--from {start} with --context {context}: no token would count; at most {context - 2} is allowed"
+        )
     texts = text or default_texts()
     loaded, tokenizer = _load(model, device, dtype)
     rows = run_perplexity(names, texts, loaded, tokenizer, context=context, start=start)

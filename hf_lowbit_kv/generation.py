@@ -98,6 +98,7 @@ def generate(
         ValueError: unknown preset, no `max_new_tokens`, a cache without room, beams or assisted decoding (transformers does
             not compile those; `model.generate` with a growing cache runs them), another attention implementation.
     """
+    _check_model(model)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     _check_options(model, options)
     rows, tokens = _prompt_shape(inputs)
@@ -138,6 +139,7 @@ def compile_config() -> CompileConfig:
 
 def release(model: Any) -> None:
     """Give back the memory of the caches that `generate` keeps for this model. The next call compiles anew."""
+    _check_model(model)
     _kept.pop(model, None)
 
 
@@ -195,6 +197,11 @@ def _check_cache(cache: Any, preset: str | None, cache_options: Any, wanted: int
 
 
 # ---- what the caller gave ---------------------------------------------------------------------------------------------
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, not {type(model)}")
 
 
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:

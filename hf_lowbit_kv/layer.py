@@ -155,9 +155,11 @@ class LowBitLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
         the tail; packed tokens that become part of an open page again are read back into the tail."""
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise ValueError(f"tokens_to_remove={-count} is not allowed; it must be 0 or negative")
+        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
+            )
+        count = -tokens_to_remove
         if count == 0 or not self.is_initialized:
             return
         if count > int(self.cumulative_length):

@@ -49,7 +49,7 @@ class LayerSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r} is not allowed; it must be an integer of 0 or more (tokens)")
-        if self.page_size not in PAGE_SIZES:
+        if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 
     @functools.cached_property

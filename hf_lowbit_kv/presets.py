@@ -10,6 +10,7 @@ from typing import Any
 
 from .cache import LowBitCache
 from .formats import Affine, Boosted, Format, parse_format
+from .formats.boosted import SCORES
 from .pages import LayerSpec
 from .transforms import parse_transform
 
@@ -66,22 +67,29 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
     return change
 
 
-#: what a name's suffixes mean; any preset may carry any of them, in any order
+#: what a name's suffixes mean; any preset may carry each kind once, in any order
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
     "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
-    **{score: _with_score(score) for score in ("variance", "range", "random")},
+    **{score: _with_score(score) for score in SCORES if score != "magnitude"},
 }
 
 
 def _derive(name: str) -> Preset | None:
     """The preset of that name, suffixes and all; `None`: there is none."""
-    if name in _PLAIN:
-        return _PLAIN[name]
-    base, _, suffix = name.rpartition("-")
-    if suffix not in SUFFIXES or (preset := _derive(base)) is None:
-        return None
-    return dataclasses.replace(SUFFIXES[suffix](preset), name=name)
+    base, suffixes = name, list[str]()
+    while base not in _PLAIN:
+        base, _, suffix = base.rpartition("-")
+        if suffix not in SUFFIXES:
+            return None
+        suffixes.insert(0, suffix)
+    kinds = ["score" if suffix in SCORES else suffix for suffix in suffixes]
+    if len(set(kinds)) < len(kinds):
+        return None  # one of them would have no effect
+    preset = _PLAIN[base]
+    for suffix in suffixes:
+        preset = SUFFIXES[suffix](preset)
+    return dataclasses.replace(preset, name=name)
 
 
 _NAMES = (
@@ -104,11 +112,13 @@ def get_preset(name: str) -> Preset:
     """The preset of that name.
 
     Raises:
-        ValueError: unknown; names the close ones.
+        ValueError: unknown; names the close ones. TypeError: not a string.
     """
-    if (preset := _derive(str(name))) is not None:
+    if not isinstance(name, str):
+        raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")
+    if (preset := _derive(name)) is not None:
         return preset
-    close = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard')"

@@ -87,7 +87,7 @@ def test_presets_as_table(run):
         (["demo", "--device", "nowhere"], 1, "'nowhere' cannot be used"),
         (["eval", "perplexity", "--preset", "kv5"], 1, "did you mean"),
         (["eval", "perplexity", "--text", "no-such-file.txt"], 2, "no-such-file.txt"),
-        (["eval", "perplexity", "--context", 64, "--from", 64], 1, "--from 64 is not below --context 64"),
+        (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
         (["no-such-command"], 2, "No such command"),
     ],
 )

@@ -53,6 +53,10 @@ def test_unknown_preset_names_the_close_ones(model, name, close):
         ({"residual": -5}, "residual=-5 is not allowed"),
         ({"residual": 1.5}, "residual=1.5 is not allowed"),
         ({"max_cache_len": 0}, "max_cache_len=0 is not allowed"),
+        ({"max_cache_len": True}, "max_cache_len=True is not allowed"),
+        ({"bits_k": 2.0}, r"bits=2.0 is not offered"),
+        ({"group_size": 64.0}, r"group_size=64.0 is not offered"),
+        ({"page_size": 128.0}, r"page_size=128.0 is not offered"),
         ({"backend": "cutlass"}, "backend='cutlass' is not known; allowed"),
         ({"dense_layers": [7]}, r"dense_layers=\[7\] are not full-attention layers"),
     ],
@@ -60,6 +64,24 @@ def test_unknown_preset_names_the_close_ones(model, name, close):
 def test_arguments_out_of_range(model, options, message):
     with pytest.raises(ValueError, match=message):
         lb.from_preset("kivi-2", model, **options)
+
+
+def test_arguments_of_the_wrong_type(model):
+    with pytest.raises(TypeError, match=r"preset must be a name such as 'kivi-2', not .*LlamaForCausalLM"):
+        lb.from_preset(model, "kivi-2")
+    with pytest.raises(TypeError, match="format must be a name such as 'int4-channel' or a Format, not 4"):
+        lb.from_preset("kivi-2", model, key_format=4)
+    with pytest.raises(TypeError, match="dense_layers=0 is not allowed; it must be a list"):
+        lb.from_preset("kivi-2", model, dense_layers=0)
+    for call in (lambda: lb.generate("gpt2", torch.tensor([[5]]), "kivi-2", 4), lambda: lb.release(None)):
+        with pytest.raises(TypeError, match="model must be a transformers model, not"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["kivi-2-sink-sink", "kitty-random-range", "kivi-2-", "-sink", "sink", ""])
+def test_suffixes_that_say_nothing(model, name):
+    with pytest.raises(ValueError, match=f"preset='{name}' is not known"):
+        lb.from_preset(name, model)
 
 
 def test_bits_of_a_format_without_bits(model):
@@ -250,14 +272,29 @@ def test_triton_without_a_gpu(model, monkeypatch):
     cache = lb.from_preset("kivi-2", model, backend="triton")
     with pytest.raises(ValueError, match="backend='triton' needs a GPU"):
         _next_logits(model, cache)
+    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "triton")
+    with pytest.raises(ValueError, match="HF_LOWBIT_KV_BACKEND='triton' needs a GPU"):
+        _next_logits(model, lb.from_preset("kivi-2", model))
+    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "")  # as good as unset
+    _next_logits(model, lb.from_preset("kivi-2", model))
 
 
 def test_crop_beyond_what_is_stored(model):
     cache = _filled(model)
     with pytest.raises(ValueError, match="tokens_to_remove=-81 is more than the 80 tokens stored"):
         cache.crop(-81)
-    with pytest.raises(ValueError, match="tokens_to_remove=3 is not allowed"):
-        cache.crop(3)
+    for wrong in (3, -2.5):
+        with pytest.raises(ValueError, match=f"tokens_to_remove={wrong} is not allowed"):
+            cache.crop(wrong)
+    assert cache.get_seq_length() == 80
+
+
+def test_crop_where_the_host_cannot():
+    model, _ = tiny_models("gemma2")
+    cache = _filled(model, max_cache_len=100)
+    with pytest.raises(ValueError, match="layer 0 is transformers' StaticSlidingWindowLayer"):
+        cache.crop(-3)
+    assert all(int(cache.get_seq_length(index)) == 80 for index in range(2))
 
 
 def test_offloading_is_refused(model):

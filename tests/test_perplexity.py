@@ -120,6 +120,10 @@ def test_bad_input(model, texts):
         score(["kivi-2"], texts, model, chunk=0)
     with pytest.raises(ValueError, match=r"texts=\[\]"):
         score(["kivi-2"], [], model)
+    latin = texts[0].parent / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
+        score(["kivi-2"], [latin], model)
     with pytest.raises(FileNotFoundError):
         score(["kivi-2"], [texts[0].with_name("none.txt")], model)
 

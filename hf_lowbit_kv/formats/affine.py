@@ -52,11 +52,11 @@ class Affine(Format):
     def __post_init__(self):
         if self.layout not in self.layouts:
             raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
-        if self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
         if self.axis not in ("channel", "token"):
             raise ValueError(f"axis={self.axis!r} is not known; allowed: 'channel', 'token'")
-        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+        if self.group_size is not None and (not isinstance(self.group_size, int) or self.group_size not in GROUP_SIZES):
             whole = "the whole page" if self.axis == "channel" else "the whole head"
             raise ValueError(f"group_size={self.group_size!r} is not offered; allowed: {GROUP_SIZES} or None ({whole})")
 
