@@ -92,6 +92,8 @@ def test_gpu_dense_gives_the_logits_of_the_stock_cache(models, mode, batch, max_
     if mode == "prompt_lookup":
         ids = ids[:, :75].repeat(1, 4)  # something to look up
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
+    if mode == "prompt_lookup" and ours._is_stateful:
+        pytest.skip("the host has no prompt lookup for models with recurrent layers")
     if mode == "prompt_lookup" and max_cache_len and len(cache.packed_layers) < len(cache.layers):
         pytest.skip("the host's preallocated sliding layers cannot crop")
     want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask, **MODES[mode])
