@@ -78,6 +78,8 @@ def load_model(
     device = default_device() if device is None else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name
+    if Path(path).is_absolute() and not Path(path).is_dir():
+        raise OSError(f"there is no folder {path!r} with a model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval(), tokenizer

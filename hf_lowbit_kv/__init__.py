@@ -9,10 +9,11 @@ Importing the package registers the attention implementation `lowbit_kv`.
 """
 
 from .attention import register as _register
-from .cache import CacheBytes, IntCache, KittyCache, KIVICache, LowBitCache
+from .cache import CacheBytes, LowBitCache
 from .formats import Affine, Boosted, Dense, Format, parse_format
 from .generation import generate, release
 from .layer import ATTENTION_NAME
+from .methods import IntCache, KittyCache, KIVICache
 from .pages import LayerSpec
 from .presets import Preset, from_preset, get_preset, preset_names
 from .transforms import Hadamard, Transform, parse_transform

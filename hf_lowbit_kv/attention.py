@@ -39,25 +39,30 @@ def lowbit_attention(
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
-    if module.training and torch.is_grad_enabled() and key.key.requires_grad:
-        raise ValueError("a low-bit cache has no gradients: call model.eval(), or train without past_key_values")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} is not supported with a low-bit cache: only causal "
-            "attention with a two-dimensional padding mask is"
-        )
-    if not torch.compiler.is_compiling():
-        _check_model(module, layer)
+    if (reason := _why_not(module, key, attention_mask)) is not None:
+        layer.refused = True
+        raise ValueError(reason)
     out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
     return out, None
 
 
-def _check_model(module: torch.nn.Module, layer) -> None:
-    """Raise where the running model has another number of layers than the cache was made for."""
+def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:
+    """What keeps a packed layer from attending, or `None`."""
+    if module.training and torch.is_grad_enabled() and view.key.requires_grad:
+        return "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+    if mask is not None and mask.dim() != 2:
+        return (
+            f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "
+            "only causal attention with a two-dimensional padding mask is. Another implementation takes any mask "
+            "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors"
+        )
+    if torch.compiler.is_compiling():
+        return None
     running = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-    expected = getattr(layer.config, "num_hidden_layers", None)
+    expected = getattr(view.layer.config, "num_hidden_layers", None)
     if None not in (running, expected) and running != expected:
-        raise ValueError(f"the model has num_hidden_layers={running}, and the cache was made for {expected}")
+        return f"the model has num_hidden_layers={running}, and the cache was made for {expected}"
+    return None
 
 
 def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):

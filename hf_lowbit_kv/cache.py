@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +14,23 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from . import backend as ops
-from .formats import Affine, Boosted, Dense, Format, parse_format
-from .formats.boosted import Score
+from .formats import Dense, Format, parse_format
 from .layer import LowBitLayer
 from .pages import LayerSpec
 from .transforms import NONE, Transform, parse_transform
 
+#: layers of the host's that count their tokens, and those that keep a state in place of tokens
+SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+RECURRENT = LinearAttentionCacheLayerMixin
+INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 BYTE_KINDS = ("codes", "metadata", "window", "unused", "host")
 
 
@@ -100,7 +106,9 @@ class LowBitCache(Cache):
         layers = _host_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
-            raise ValueError(f"model_type={config.model_type!r} has no full-attention layer: there is nothing to pack")
+            raise ValueError(
+                f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
+            )
         if isinstance(dense_layers, (str, int)):
             raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
         if unknown := [index for index in dense_layers if index not in packed]:
@@ -114,6 +122,10 @@ class LowBitCache(Cache):
             layers[index] = LowBitLayer(specs[index], config, sizes[index][0], max_cache_len, backend)
         super().__init__(layers=layers)
         self.spec, self.preset, self.config = spec, preset, config
+        self._first_packed = packed[0]
+        # the last recurrent layer (its index, kind and number of the state) that has read what the first packed one has not yet
+        self._ahead: tuple[int, int, int] | None = None
+        self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
 
     # ---- what it holds --------------------------------------------------------------------------------------------
 
@@ -123,13 +135,16 @@ class LowBitCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
 
     @property
+    def _first(self) -> LowBitLayer:
+        return self.layers[self._first_packed]  # type: ignore[return-value]
+
+    @property
     def nbytes(self) -> CacheBytes:
         """Bytes allocated, by kind. Reads lengths from the device."""
         parts = dict.fromkeys(BYTE_KINDS, 0)
         for layer in self.layers:
             if not isinstance(layer, LowBitLayer):
-                tensors = (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
-                parts["host"] += sum(tensor.nbytes for tensor in tensors)
+                parts["host"] += sum(tensor.nbytes for tensor in _tensors(layer))
             elif layer.store is not None:
                 for kind, count in layer.store.nbytes().items():
                     parts[kind] += count
@@ -194,101 +209,96 @@ class LowBitCache(Cache):
             raise ValueError(
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
-        if not torch.compiler.is_compiling():
-            self._check_whole(layer_idx)
-            _make_anew_for_other_rows(self.layers[layer_idx], key_states.shape[0])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if layer_idx == self._first_packed:
+                self._ahead = None
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer, rows = self.layers[layer_idx], key_states.shape[0]
+        if layer_idx == self._first_attending:
+            self._check_whole()
+        if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
+            self._first.check(key_states.shape[2], {"batch size": rows, "dtype": key_states.dtype})
+        _make_anew_for_other_rows(layer, rows)
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._first_packed:
+            self._ahead = None
+        return out
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
+            if layer_idx < self._first_packed:
+                self._first.check(None, {"batch size": conv_states.shape[0]})
+                self._check_recurrent((layer_idx, 0, kwargs.get("state_idx", 0)))
             _make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx < self._first_packed and not torch.compiler.is_compiling():
+            self._check_recurrent((layer_idx, 1, kwargs.get("state_idx", 0)))
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, padding counted.
 
         Raises:
             ValueError: a positive number, more than are stored, or a layer of the host's that cannot be cropped (sliding
-                ones of a preallocated cache, recurrent ones).
+                ones that are preallocated or have dropped tokens, recurrent ones). Nothing has changed then.
         """
-        for index, layer in enumerate(self.layers):
-            if tokens_to_remove and not layer.is_croppable:
-                raise ValueError(
-                    f"crop is not possible: layer {index} is transformers' {type(layer).__name__}, which has none"
-                )
-        super().crop(tokens_to_remove)
+        count = self._first.check_crop(tokens_to_remove)
+        able = [_can_crop(layer) for layer in self.layers]
+        if count and not all(able):
+            index = able.index(False)
+            raise ValueError(
+                f"tokens_to_remove={-count} is not possible: layer {index}, transformers' "
+                f"{type(self.layers[index]).__name__}, does not keep what it would need"
+            )
+        for layer in itertools.compress(self.layers, able):
+            layer.crop(-count)  # type: ignore[union-attr]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `b` becomes row `beam_idx[b]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices` `[n]`, in that order; packed pages are shared."""
+        # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
+        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
+            layer.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times; packed pages are shared."""
+        first = self._first
+        if first.is_initialized:
+            rows = torch.arange(first.batch_size, device=first.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
         super().reset()
+        self._ahead = None
         if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
             for index in growing:
                 self.layers[index] = made[index]
 
-    def _check_whole(self, layer_idx: int) -> None:
+    def _check_whole(self) -> None:
         """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
         packed = self.packed_layers
-        if self.layers[layer_idx] is not packed[0]:
+        sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
+        if len(sliding | {layer._seen_at_least for layer in packed}) == 1:
             return
-        if len({layer._seen_at_least for layer in packed}) == 1:
-            return
-        seen = {
-            int(layer.cumulative_length) for layer in packed
-        }  # after compiled steps the host may know it of some alone
+        for layer in packed:  # after compiled steps the host may not know it yet
+            layer._seen_at_least = int(layer.cumulative_length)
+        seen = sliding | {layer._seen_at_least for layer in packed}
         if len(seen) > 1:
-            raise RuntimeError(
-                f"the last forward pass was interrupted: some layers hold {min(seen)} tokens and others {max(seen)}; "
-                "reset() the cache and read the text again"
-            )
+            raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
 
-
-class KIVICache(LowBitCache):
-    """KIVI (arXiv 2402.02750): keys per channel, values per token, newest tokens in full precision.
-
-    Args:
-        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
-        group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
-        **options: as for `LowBitCache`.
-    """
-
-    def __init__(self, model_or_config, bits=2, *, bits_k=None, bits_v=None, group_size=None, **options):
-        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
-        keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
-        super().__init__(model_or_config, keys, values, **options)
-
-
-class KittyCache(LowBitCache):
-    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values per
-    token; sink and newest tokens in full precision.
-
-    Args:
-        boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
-        score: which channels, see `formats.Boosted`.
-        bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
-        **options: as for `LowBitCache`.
-    """
-
-    def __init__(
-        self, model_or_config, boost=0.125, *, score: Score = "magnitude", bits_v=2, group_size=None, sink=32, **options
-    ):
-        keys, values = Boosted(boost, score), Affine(bits_v, "token", group_size)
-        super().__init__(model_or_config, keys, values, sink=sink, **options)
-
-
-class IntCache(LowBitCache):
-    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
-
-    Args:
-        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
-        group_size: 32, 64 or 128 channels; `None`: the whole head.
-        **options: as for `LowBitCache`.
-    """
-
-    def __init__(self, model_or_config, bits=8, *, bits_k=None, bits_v=None, group_size=None, **options):
-        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
-        keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
-        super().__init__(model_or_config, keys, values, **options)
+    def _check_recurrent(self, here: tuple[int, int, int]) -> None:
+        """Raise where recurrent layers read the last pass's tokens and the packed layer behind them did not: they cannot tell
+        how many they have read. here: layer, kind and number of the state that is about to read this pass's."""
+        if (self._ahead is not None and here <= self._ahead) or self._first.refused:
+            raise RuntimeError(INTERRUPTED.format("recurrent layers have read tokens that packed ones have not"))
+        self._ahead = here
 
 
 def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
@@ -307,6 +317,10 @@ def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrai
     if cls is not None and not _uses_attention_interface(cls):
         raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
     config = config.get_text_config(decoder=True)
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"model_type={config.model_type!r} has cross-attention layers, whose keys the model itself reads from its cache"
+        )
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"model_type={config.model_type!r} caches a latent (MLA), which these formats do not pack")
     return config
@@ -329,6 +343,7 @@ def _head_sizes(config: Any) -> tuple[int | None, int | None]:
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
+@torch.inference_mode(False)  # their counters must be writable outside it
 def _host_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     """The layers that the host itself would make."""
     if max_cache_len is None:
@@ -340,10 +355,27 @@ def _make_anew_for_other_rows(layer: Any, rows: int) -> None:
     """Let a layer of the host's that was emptied allocate for another number of rows, as the packed ones do."""
     if isinstance(layer, LowBitLayer):
         return
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, RECURRENT):
         held, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
         if held is not None and empty and held.shape[0] != rows:
             for initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
                 initialized.update(dict.fromkeys(initialized, False))
     elif layer.is_initialized and layer.keys.shape[0] != rows and int(layer.get_seq_length()) == 0:
         layer.is_initialized = False
+
+
+def _can_crop(layer: Any) -> bool:
+    """Whether a layer can forget its newest tokens."""
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+        return layer.record_past
+    if isinstance(layer, RECURRENT):
+        return layer.is_croppable and layer.record_past
+    return layer.is_croppable
+
+
+def _tensors(layer: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one of the host's layers; recurrent ones keep theirs in dictionaries."""
+    for value in vars(layer).values():
+        for tensor in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor

@@ -122,7 +122,8 @@ def generate(
 def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], progress: bool) -> Any:
     """`model.generate` on this cache, after compiling the step where that is due."""
     options = options | {"past_key_values": cache}
-    with _deferred_stop_check(), _compile_limit():
+    # inside inference mode, layers of the host's would be made that cannot be emptied outside it
+    with torch.inference_mode(False), torch.no_grad(), _deferred_stop_check(), _compile_limit():
         if model.device.type == "cuda" and not _setting(model, options, "disable_compile"):
             if _setting(model, options, "compile_config") is None:
                 options["compile_config"] = compile_config()
@@ -266,13 +267,21 @@ def _prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _read_chunks(model: Any, cache: LowBitCache, options: dict[str, Any]) -> None:
-    """Read the prompt but for its last chunk, where `prefill_chunk_size` is given. The host would compile every chunk."""
+    """Read the prompt but for its last chunk, where `prefill_chunk_size` is given and the prompt is nothing but tokens and
+    their mask. The host would compile every chunk; all else is left to it."""
     size, ids = _setting(model, options, "prefill_chunk_size"), options.get("input_ids")
     if size is None or ids is None or _return_sequences(model, options) > 1:
         return
-    options["prefill_chunk_size"] = None
+    tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
+    if tensors - {"input_ids", "attention_mask"} or model.config.get_text_config(decoder=True) is not model.config:
+        return  # positions, embeddings or images, which the model prepares chunk by chunk in its own way
     mask = options.get("attention_mask")
-    mask = options["attention_mask"] = torch.ones_like(ids) if mask is None else mask
+    if mask is None:
+        padding = _setting(model, options, "pad_token_id")
+        if padding is not None and bool((ids == padding).any()):
+            return  # the host may take these for padding
+        mask = torch.ones_like(ids)
+    options["prefill_chunk_size"], options["attention_mask"] = None, mask
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     first = int(cache.get_seq_length())
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any, NamedTuple
 
@@ -73,12 +74,14 @@ class LowBitLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
+        self.refused = False  # a chunk, in the attention function: recurrent layers before this one had read it then
         self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
         self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
         self._padding: list[tuple[int, torch.Tensor]] = []  # (first position, mask) of chunks with padding
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # state is made outside of graphs
     @torch.inference_mode(False)  # what is made inside inference mode must be writable outside it
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
@@ -114,8 +117,15 @@ class LowBitLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
         yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
-        mode = "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
-        self._check(key_states, value_states, mode)
+        if self.max_cache_len is None:
+            return self._update_growing(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        mode, found = self._current_mode(), _properties(key_states, value_states)
+        if self.is_initialized and self._misfits(found) and int(self.get_seq_length()) == 0:
+            self.is_initialized = False  # nothing stored: allocate anew
+        self.check(key_states.shape[2], found)
         if not self.is_initialized:
             if self.config._attn_implementation is None:
                 warnings.warn(UNATTACHED, stacklevel=2)
@@ -124,6 +134,12 @@ class LowBitLayer(CacheLayerMixin):
             view = LayerView(self, key_states, value_states)
             return view, view
         return self._update_dense(key_states, value_states)
+
+    # a growing cache changes with its length: whoever compiles a model around it gets these parts eagerly
+    _update_growing = torch.compiler.disable(_update)
+
+    def _current_mode(self) -> str:
+        return "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Padded tokens seen so far; true row lengths are in `store.state.length`."""
@@ -136,7 +152,12 @@ class LowBitLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
-        """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone."""
+        """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone.
+
+        The first that a cache hears of a forward pass: a chunk without room is refused here, before any layer has stored it.
+        """
+        if not torch.compiler.is_compiling():
+            self._check_capacity(query_length)
         seen = self.get_seq_length()
         if self.config._attn_implementation == ATTENTION_NAME:
             return query_length, seen
@@ -155,15 +176,9 @@ class LowBitLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
         the tail; packed tokens that become part of an open page again are read back into the tail."""
-        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
-            )
-        count = -tokens_to_remove
+        count = self.check_crop(tokens_to_remove)
         if count == 0 or not self.is_initialized:
             return
-        if count > int(self.cumulative_length):
-            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
         state, spec = self.store.state, self.spec
         state.length.sub_(self._real_tokens_among_last(count)).clamp_(min=0)
         if spec.direct:
@@ -173,6 +188,20 @@ class LowBitLayer(CacheLayerMixin):
         self._in_tail = max(self._in_tail - count, 0)
         self._count(-count)
         self._seen_at_least = int(self.cumulative_length)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` is to remove; raises where it cannot."""
+        try:
+            count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
+        except TypeError:
+            count = -1
+        if count < 0:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
+            )
+        if self.is_initialized and count > int(self.cumulative_length):
+            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
+        return count
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
@@ -213,6 +242,11 @@ class LowBitLayer(CacheLayerMixin):
         Returns:
             `[B, S, Hq, D]`.
         """
+        if self.max_cache_len is None:
+            return self._step_growing(query, key, value, mask, scaling, softcap, sinks)
+        return self._step(query, key, value, mask, scaling, softcap, sinks)
+
+    def _step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
         tokens = key.shape[2]
         first = not torch.compiler.is_compiling() and self._seen_at_least == 0
         self._make_room(tokens, "packed")
@@ -232,6 +266,8 @@ class LowBitLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
         return out
+
+    _step_growing = torch.compiler.disable(_step)
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep what `crop` needs to know without asking the device."""
@@ -287,8 +323,10 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- bad input ------------------------------------------------------------------------------------------------
 
-    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor, mode: str) -> None:
-        """Raise before anything changes."""
+    def check(self, tokens: int | None, found: dict[str, Any]) -> None:
+        """Raise, before anything changes, where this layer could not take a chunk of so many tokens (`None`: not known) with
+        these properties (some of `_properties`)."""
+        mode = self._current_mode()
         if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
             raise ValueError(
                 f"model_type={self.config.model_type!r} has layers that attend to other layers' keys and values "
@@ -296,24 +334,12 @@ class LowBitLayer(CacheLayerMixin):
                 "cannot serve. Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns "
                 "dense tensors."
             )
-        if self.max_cache_len is not None and not torch.compiler.is_compiling():
-            self._check_capacity(key_states.shape[2])
+        if tokens is not None and not torch.compiler.is_compiling():
+            self._check_capacity(tokens)
         if not self.is_initialized:
             return
-        store = self.store
-        got = {
-            "batch size": (key_states.shape[0], store.batch_size),
-            "number of KV heads": (key_states.shape[1], store.num_heads),
-            "key head_dim": (key_states.shape[-1], store.head_dim_k),
-            "value head_dim": (value_states.shape[-1], store.head_dim_v),
-            "dtype": (key_states.dtype, self.dtype),
-            "device": (key_states.device, self.device),
-        }
-        for what, (new, old) in got.items():
-            if new != old:
-                if not torch.compiler.is_compiling() and self._seen_at_least == 0:
-                    self.is_initialized = False  # nothing stored: allocate anew
-                    return
+        for what, (new, old) in self._misfits(found).items():
+            if int(self.get_seq_length()) > 0:
                 raise ValueError(
                     f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
                 )
@@ -323,7 +349,22 @@ class LowBitLayer(CacheLayerMixin):
                 f"tokens stored under {'lowbit_kv' if self._mode == 'packed' else 'another one'}: reset() it first"
             )
 
+    def _misfits(self, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Which of a chunk's properties are not those of the store, and what these are."""
+        store = self.store
+        held = {
+            "batch size": store.batch_size,
+            "number of KV heads": store.num_heads,
+            "key head_dim": store.head_dim_k,
+            "value head_dim": store.head_dim_v,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        return {what: (new, held[what]) for what, new in found.items() if new != held[what]}
+
     def _check_capacity(self, tokens: int) -> None:
+        if self.max_cache_len is None:
+            return
         if self.is_initialized and (tokens > 1 or self.device.type == "cpu"):
             self._seen_at_least = int(self.cumulative_length)  # a prompt may wait for the device; a decode step may not
         if self._seen_at_least + tokens > self.max_cache_len:
@@ -331,3 +372,15 @@ class LowBitLayer(CacheLayerMixin):
                 f"max_cache_len={self.max_cache_len} is too small: {self._seen_at_least} tokens are stored and "
                 f"{tokens} came in"
             )
+
+
+def _properties(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
+    """What must not change while tokens are stored, of a chunk `[B, H, S, D]`."""
+    return {
+        "batch size": key_states.shape[0],
+        "number of KV heads": key_states.shape[1],
+        "key head_dim": key_states.shape[-1],
+        "value head_dim": value_states.shape[-1],
+        "dtype": key_states.dtype,
+        "device": key_states.device,
+    }

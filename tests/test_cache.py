@@ -210,3 +210,37 @@ def test_named_caches_and_overrides(model):
     mixed = lb.from_preset("kivi-2", model, bits_v=4, residual=64)
     assert (mixed.spec.key_format.name, mixed.spec.value_format.name) == ("int2-channel", "int4-token")
     assert mixed.spec.residual == 64
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "jamba"])
+def test_rows_chosen_and_repeated(family):
+    """Rows are what they would be had only they been read; in hybrid models too, where the host's cache cannot."""
+    model, _ = tiny_models(family)
+    ids, _ = left_padded(1, 200)
+    ids = ids[0, :180].view(3, 60)
+    chosen, token = torch.tensor([2, 0, 0, 2]), torch.full((4, 1), 5)
+    cache, wanted = (lb.from_preset("dense", model, page_size=32, residual=16) for _ in range(2))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([0, 2, 3, 1]))
+        model(ids[chosen], past_key_values=wanted)
+        got, want = (model(token, past_key_values=each).logits for each in (cache, wanted))
+    torch.testing.assert_close(got, want)
+
+
+def test_bytes_of_recurrent_layers():
+    model, _ = tiny_models("qwen3_next")
+    cache = lb.from_preset("dense", model)
+    assert cache.nbytes.host == 0
+    with torch.no_grad():
+        model(left_padded(2, 40)[0], past_key_values=cache)
+    config = model.config
+    keys, values = (
+        getattr(config, f"linear_num_{side}_heads") * getattr(config, f"linear_{side}_head_dim")
+        for side in ("key", "value")
+    )
+    convolution = (2 * keys + values) * config.linear_conv_kernel_dim
+    recurrent = values * config.linear_key_head_dim
+    assert cache.nbytes.host == 2 * 4 * (convolution + recurrent)

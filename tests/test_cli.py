@@ -88,6 +88,7 @@ def test_presets_as_table(run):
         (["eval", "perplexity", "--preset", "kv5"], 1, "did you mean"),
         (["eval", "perplexity", "--text", "no-such-file.txt"], 2, "no-such-file.txt"),
         (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
+        (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
         (["no-such-command"], 2, "No such command"),
     ],
 )

@@ -9,6 +9,7 @@ import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.config
 from cases import left_padded, tiny_models
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 
@@ -57,6 +58,24 @@ def test_one_graph_equal_to_eager(preset, residual):
         ]
         assert torch.equal(*results)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 600])
+@pytest.mark.host
+def test_a_model_that_its_user_compiled(max_cache_len):
+    """A growing cache stays outside of the graphs; whatever ran compiled, eager passes go on from there."""
+    model, stock = tiny_models("llama")
+    ids, _ = left_padded(1, 400)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    cache, theirs = lb.from_preset("dense", model, max_cache_len=max_cache_len), DynamicCache(config=stock.config)
+    with torch.no_grad():
+        for step, (low, high) in enumerate([(0, 300), (300, 301), (301, 302), (302, 380), (380, 400)]):
+            ours = (model if step in (2, 4) else compiled)(ids[:, low:high], past_key_values=cache).logits
+            torch.testing.assert_close(
+                ours, stock(ids[:, low:high], past_key_values=theirs).logits, rtol=1e-4, atol=1e-4
+            )
+    assert int(cache.layers[0].store.state.length[0, 0]) == 400
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own

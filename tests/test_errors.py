@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from cases import left_padded, tiny_config, tiny_models
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
 
@@ -19,8 +19,8 @@ def model():
     return tiny_models("llama")[0]
 
 
-def _filled(model, **options):
-    cache = lb.from_preset("kivi-2", model, **{**PAGES, **options})
+def _filled(model, preset="kivi-2", **options):
+    cache = lb.from_preset(preset, model, **{**PAGES, **options})
     ids, _ = left_padded(1, 80)
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -229,6 +229,12 @@ def test_architecture_without_the_attention_interface():
             lb.from_preset("kivi-2", given)
 
 
+def test_cross_attention_models():
+    config = AutoConfig.for_model("mllama_text_model", num_hidden_layers=3, cross_attention_layers=[1])
+    with pytest.raises(ValueError, match="'mllama_text_model' has cross-attention layers"):
+        lb.from_preset("kivi-2", config)
+
+
 def test_latent_attention_models():
     with pytest.raises(ValueError, match="'deepseek_v3' caches a latent"):
         lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
@@ -292,9 +298,85 @@ def test_crop_beyond_what_is_stored(model):
 def test_crop_where_the_host_cannot():
     model, _ = tiny_models("gemma2")
     cache = _filled(model, max_cache_len=100)
-    with pytest.raises(ValueError, match="layer 0 is transformers' StaticSlidingWindowLayer"):
+    with pytest.raises(ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*StaticSlidingWindowLayer"):
         cache.crop(-3)
+    cache.crop(0)
     assert all(int(cache.get_seq_length(index)) == 80 for index in range(2))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_crop_that_a_later_layer_cannot(family, max_cache_len):
+    kind = "linear_attention" if family == "qwen3_next" else "sliding_attention"
+    model, stock = tiny_models(family, layer_types=["full_attention", kind])
+    cache, theirs = _filled(model, "dense", max_cache_len=max_cache_len), DynamicCache(config=stock.config)
+    with pytest.raises(ValueError, match="tokens_to_remove=-3 is not possible: layer 1"):
+        cache.crop(-3)
+    with torch.no_grad():
+        stock(left_padded(1, 80)[0], past_key_values=theirs)
+    torch.testing.assert_close(_next_logits(model, cache), _next_logits(stock, theirs))
+
+
+def _too_many(model, cache):
+    model(torch.full((1, 30), 5), past_key_values=cache)
+
+
+def _other_rows(model, cache):
+    model(torch.full((2, 3), 5), past_key_values=cache)
+
+
+def _other_implementation(model, cache):
+    model.set_attn_implementation("eager")
+    try:
+        model(torch.full((1, 3), 5), past_key_values=cache)
+    finally:
+        model.set_attn_implementation(lb.ATTENTION_NAME)
+
+
+@pytest.mark.parametrize("refused", [_too_many, _other_rows, _other_implementation])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "jamba"])
+def test_what_is_refused_does_not_reach_the_hosts_layers(family, refused):
+    # in these models a layer of the host's comes first
+    model, stock = tiny_models(family)
+    cache, theirs = _filled(model, "dense", max_cache_len=100), DynamicCache(config=stock.config)
+    with torch.no_grad():
+        stock(left_padded(1, 80)[0], past_key_values=theirs)
+        with pytest.raises(ValueError, match=r"max_cache_len=100 is too small|batch size 2|implementation changed"):
+            refused(model, cache)
+    torch.testing.assert_close(_next_logits(model, cache), _next_logits(stock, theirs))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
+    model, _ = tiny_models(family)
+    cache = _filled(model)
+    mask = torch.ones(1, 1, 3, 83, dtype=torch.bool)
+    # (a sliding layer needs a mask of another length, and may be the one that refuses it)
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError)):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="the last forward pass was interrupted"):
+        _next_logits(model, cache)
+    cache.reset()
+    _next_logits(model, cache)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_a_pass_that_was_interrupted_before_the_first_packed_layer(family, max_cache_len):
+    model, _ = tiny_models(family)
+    cache = _filled(model, max_cache_len=max_cache_len)
+
+    def interrupt(*_):
+        raise _Interruption
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(_Interruption):
+        _next_logits(model, cache)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+        _next_logits(model, cache)
+    cache.reset()
+    assert torch.isfinite(_next_logits(model, cache)).all()
 
 
 def test_offloading_is_refused(model):

@@ -51,6 +51,31 @@ def test_tokens_of_the_growing_cache(model, mode, batch):
         assert want.shape[1] < 112
 
 
+@pytest.mark.parametrize("what", ["positions", "padding inferred", "mask"])
+def test_chunks_of_the_prompt_see_what_the_model_is_given(what):
+    model, theirs = tiny_models("llama")
+    ids, mask = left_padded(2, 100)
+    inputs = {"input_ids": ids}
+    if what != "padding inferred":
+        inputs["attention_mask"] = mask
+    if what == "positions":
+        inputs["position_ids"] = 3 * torch.arange(100).expand(2, -1)
+    settings = GREEDY | {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    want = theirs.generate(**inputs, max_new_tokens=8, **settings).logits
+    got = lb.generate(model, inputs, "dense", 8, prefill_chunk_size=16, progress=False, **settings).logits
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_inference_mode_once_and_then_not(family):
+    model, _ = tiny_models(family)
+    ids, mask = left_padded(2, 100)
+    with torch.inference_mode():
+        want = ours(model, ids, mask)
+    assert torch.equal(ours(model, ids, mask), want)
+    assert torch.equal(want, growing(model, ids, mask))
+
+
 def test_threads_do_not_share_the_kept_cache_at_once(model):
     prompts = [left_padded(2, 100 + i, seed=i) for i in range(3)]
     want = [growing(model, *prompt) for prompt in prompts]

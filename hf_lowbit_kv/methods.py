@@ -1,0 +1,55 @@
+"""Caches named after the methods that they come from: choices of formats, nothing else."""
+
+from __future__ import annotations
+
+from .cache import LowBitCache
+from .formats import Affine, Boosted
+from .formats.boosted import Score
+
+
+class KIVICache(LowBitCache):
+    """KIVI (arXiv 2402.02750): keys per channel, values per token, newest tokens in full precision.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(self, model_or_config, bits=2, *, bits_k=None, bits_v=None, group_size=None, **options):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, **options)
+
+
+class KittyCache(LowBitCache):
+    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values per
+    token; sink and newest tokens in full precision.
+
+    Args:
+        boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
+        score: which channels, see `formats.Boosted`.
+        bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self, model_or_config, boost=0.125, *, score: Score = "magnitude", bits_v=2, group_size=None, sink=32, **options
+    ):
+        keys, values = Boosted(boost, score), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, sink=sink, **options)
+
+
+class IntCache(LowBitCache):
+    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 channels; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(self, model_or_config, bits=8, *, bits_k=None, bits_v=None, group_size=None, **options):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, **options)
