@@ -40,7 +40,6 @@ def lowbit_attention(
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
     if (reason := _why_not(module, key, attention_mask)) is not None:
-        layer.refused = True
         raise ValueError(reason)
     out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
     return out, None

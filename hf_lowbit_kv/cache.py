@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 from . import backend as ops
 from .formats import Dense, Format, parse_format
 from .layer import LowBitLayer
+from .ledger import Ledger
 from .pages import LayerSpec
 from .transforms import NONE, Transform, parse_transform
 
@@ -123,8 +124,7 @@ class LowBitCache(Cache):
         super().__init__(layers=layers)
         self.spec, self.preset, self.config = spec, preset, config
         self._first_packed = packed[0]
-        # the last recurrent layer (its index, kind and number of the state) that has read what the first packed one has not yet
-        self._ahead: tuple[int, int, int] | None = None
+        self._ledger, self._ledger_known = Ledger(), True
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
 
     # ---- what it holds --------------------------------------------------------------------------------------------
@@ -210,32 +210,39 @@ class LowBitCache(Cache):
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
         if torch.compiler.is_compiling():
-            if layer_idx == self._first_packed:
-                self._ahead = None
+            self._ledger_known = False
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer, rows = self.layers[layer_idx], key_states.shape[0]
+        layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_attending:
             self._check_whole()
         if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
-            self._first.check(key_states.shape[2], {"batch size": rows, "dtype": key_states.dtype})
+            self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         _make_anew_for_other_rows(layer, rows)
+        taken = self._first.taken
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self._first_packed:
-            self._ahead = None
+            self._ledger.packed(taken, tokens)
         return out
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
             if layer_idx < self._first_packed:
-                self._first.check(None, {"batch size": conv_states.shape[0]})
-                self._check_recurrent((layer_idx, 0, kwargs.get("state_idx", 0)))
+                try:
+                    self._first.check(None, {"batch size": conv_states.shape[0]})
+                except ValueError:
+                    self._ledger.takes_back(layer_idx)
+                    raise
             _make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        if layer_idx < self._first_packed and not torch.compiler.is_compiling():
-            self._check_recurrent((layer_idx, 1, kwargs.get("state_idx", 0)))
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0):
+        self._reads(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        if layer_idx is not None and not hasattr(Cache, "get_conv_state"):  # what layers ask first in transformers 5.17
+            self._reads(layer_idx, state_idx or 0)
+        return super().has_previous_state(layer_idx, state_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, padding counted.
@@ -254,6 +261,7 @@ class LowBitCache(Cache):
             )
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
+        self._ledger.crop(count)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`."""
@@ -275,7 +283,7 @@ class LowBitCache(Cache):
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
         super().reset()
-        self._ahead = None
+        self._ledger, self._ledger_known = Ledger(), True
         if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
             for index in growing:
@@ -284,6 +292,8 @@ class LowBitCache(Cache):
     def _check_whole(self) -> None:
         """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
         packed = self.packed_layers
+        if any(layer.storing for layer in packed):
+            raise RuntimeError(INTERRUPTED.format("a layer was about to store tokens"))
         sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
         if len(sliding | {layer._seen_at_least for layer in packed}) == 1:
             return
@@ -293,12 +303,17 @@ class LowBitCache(Cache):
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
 
-    def _check_recurrent(self, here: tuple[int, int, int]) -> None:
-        """Raise where recurrent layers read the last pass's tokens and the packed layer behind them did not: they cannot tell
-        how many they have read. here: layer, kind and number of the state that is about to read this pass's."""
-        if (self._ahead is not None and here <= self._ahead) or self._first.refused:
-            raise RuntimeError(INTERRUPTED.format("recurrent layers have read tokens that packed ones have not"))
-        self._ahead = here
+    def _reads(self, layer_idx: int, state_idx: int) -> None:
+        """A recurrent layer begins a pass. Raises where it, or the first packed one, has not had all of the last."""
+        if torch.compiler.is_compiling():
+            self._ledger_known = False
+            return
+        if not self._ledger_known:
+            self._ledger.clear(empty=False)
+            self._ledger_known = True
+        in_front, taken = layer_idx < self._first_packed, self._first.taken
+        if state_idx == 0 and not self._ledger.begins(layer_idx, in_front, taken):
+            raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))
 
 
 def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -74,7 +74,8 @@ class LowBitLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
-        self.refused = False  # a chunk, in the attention function: recurrent layers before this one had read it then
+        self.taken = 0  # tokens of eager passes
+        self.storing = False  # an eager pass is at work here; where the next one finds it so, that one was interrupted
         self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
         self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
         self._padding: list[tuple[int, torch.Tensor]] = []  # (first position, mask) of chunks with padding
@@ -187,6 +188,7 @@ class LowBitLayer(CacheLayerMixin):
             unpack_into_tail(state, spec, self.store.head_dim_k, self.store.head_dim_v)
         self._in_tail = max(self._in_tail - count, 0)
         self._count(-count)
+        self.taken -= count
         self._seen_at_least = int(self.cumulative_length)
 
     def check_crop(self, tokens_to_remove: int) -> int:
@@ -265,6 +267,7 @@ class LowBitLayer(CacheLayerMixin):
             out = ops.step(query, key, value, mask, state, self.spec, self.transform, *options)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
+            self.storing = False
         return out
 
     _step_growing = torch.compiler.disable(_step)
@@ -282,8 +285,9 @@ class LowBitLayer(CacheLayerMixin):
         self._count(tokens)
         if torch.compiler.is_compiling():
             return
-        self._mode = mode
+        self._mode, self.storing = mode, True
         self._seen_at_least += tokens
+        self.taken += tokens
         if self.max_cache_len is None:
             self.store.reserve(self._seen_at_least)
 
@@ -306,6 +310,7 @@ class LowBitLayer(CacheLayerMixin):
         _, keys = ops.turn(None, key_states.detach(), self.transform, self.backend)
         ops.append(keys, value_states.detach(), None, store.state, self.spec, self.backend)
         self._note_tail(key_states.shape[2], None)
+        self.storing = False
         return out
 
     def _real_tokens_among_last(self, count: int) -> int | torch.Tensor:

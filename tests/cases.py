@@ -67,6 +67,7 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **_EXPERTS},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **_DELTA, **_MANY_EXPERTS},
+    "lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, **_MAMBA},
 }
 

@@ -10,7 +10,9 @@ from cases import left_padded, tiny_config, tiny_models
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv import backend
 
+pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
 
 
@@ -360,19 +362,69 @@ def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
     _next_logits(model, cache)
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 100])
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
-def test_a_pass_that_was_interrupted_before_the_first_packed_layer(family, max_cache_len):
-    model, _ = tiny_models(family)
-    cache = _filled(model, max_cache_len=max_cache_len)
+#: kinds of layers, L recurrent or sliding, F full attention
+ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FLL", "LFLFL"], "lfm2": ["LFLF", "LFL"]}
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])
+def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tokens):
+    """Going on is refused; an interruption behind the last layer has left nothing undone."""
+    kinds = {
+        "F": "full_attention",
+        "L": {"gemma3_text": "sliding_attention", "lfm2": "conv"}.get(family, "linear_attention"),
+    }
+    layers = {"num_hidden_layers": len(order), "layer_types": [kinds[kind] for kind in order]}
+    model, stock = tiny_models(family, **layers)
+    ids, _ = left_padded(1, 50 + 2 * tokens)
+    first, lost, then = ids.split([50, tokens, tokens], dim=1)
 
     def interrupt(*_):
         raise _Interruption
 
-    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
-    with pytest.raises(_Interruption):
-        _next_logits(model, cache)
-    hook.remove()
+    for index, layer in enumerate(model.model.layers):
+        cache, theirs = (_cache(model, max_cache_len), DynamicCache(config=stock.config))
+        with torch.no_grad():
+            model(first, past_key_values=cache)
+            hook = layer.register_forward_hook(interrupt)
+            with pytest.raises(_Interruption):
+                model(lost, past_key_values=cache)
+            hook.remove()
+            if index < len(order) - 1:
+                with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+                    model(then, past_key_values=cache)
+                cache.reset()
+                model(first, past_key_values=cache)
+                model(lost, past_key_values=cache)
+            stock(first, past_key_values=theirs)
+            stock(lost, past_key_values=theirs)
+            got, want = model(then, past_key_values=cache).logits, stock(then, past_key_values=theirs).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def _cache(model, max_cache_len):
+    return lb.from_preset("dense", model, max_cache_len=max_cache_len, **PAGES)
+
+
+@pytest.mark.parametrize("operation", ["step", "append"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation, monkeypatch):
+    model, _ = tiny_models(family)
+    cache = _cache(model, None) if operation == "append" else _filled(model)
+    packed, calls = len(cache.packed_layers), []
+
+    def interrupted(*args, **options):
+        calls.append(operation)
+        if len(calls) == packed:
+            raise _Interruption
+        return real(*args, **options)
+
+    real = getattr(backend, operation)
+    monkeypatch.setattr(backend, operation, interrupted)
+    with pytest.raises(_Interruption), torch.no_grad():
+        model(left_padded(1, 20)[0], past_key_values=cache)
+    monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
         _next_logits(model, cache)
     cache.reset()
