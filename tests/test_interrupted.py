@@ -1,0 +1,167 @@
+"""Passes that are refused or interrupted: what no layer has read is as if it had not been, anything else is found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import backend
+
+pytestmark = pytest.mark.host
+PAGES = {"page_size": 32, "residual": 32}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def _filled(model, preset="kivi-2", **options):
+    cache = lb.from_preset(preset, model, **{**PAGES, **options})
+    ids, _ = left_padded(1, 80)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def _next_logits(model, cache):
+    with torch.no_grad():
+        return model(torch.tensor([[5]]), past_key_values=cache).logits
+
+
+class _Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+def test_a_forward_pass_that_was_interrupted(model, max_cache_len):
+    cache = _filled(model, max_cache_len=max_cache_len)
+
+    def interrupt(*_):
+        raise _Interruption
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(_Interruption):
+            _next_logits(model, cache)
+    finally:
+        hook.remove()
+    with pytest.raises(RuntimeError, match=r"interrupted: some layers hold 80 tokens and others 81; reset\(\)"):
+        _next_logits(model, cache)
+    cache.reset()
+    _next_logits(model, cache)
+
+
+def _too_many(model, cache):
+    model(torch.full((1, 30), 5), past_key_values=cache)
+
+
+def _other_rows(model, cache):
+    model(torch.full((2, 3), 5), past_key_values=cache)
+
+
+def _other_implementation(model, cache):
+    model.set_attn_implementation("eager")
+    try:
+        model(torch.full((1, 3), 5), past_key_values=cache)
+    finally:
+        model.set_attn_implementation(lb.ATTENTION_NAME)
+
+
+@pytest.mark.parametrize("refused", [_too_many, _other_rows, _other_implementation])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "jamba"])
+def test_what_is_refused_does_not_reach_the_hosts_layers(family, refused):
+    # in these models a layer of the host's comes first
+    model, stock = tiny_models(family)
+    cache, theirs = _filled(model, "dense", max_cache_len=100), DynamicCache(config=stock.config)
+    with torch.no_grad():
+        stock(left_padded(1, 80)[0], past_key_values=theirs)
+        with pytest.raises(ValueError, match=r"max_cache_len=100 is too small|batch size 2|implementation changed"):
+            refused(model, cache)
+    torch.testing.assert_close(_next_logits(model, cache), _next_logits(stock, theirs))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
+    model, _ = tiny_models(family)
+    cache = _filled(model)
+    mask = torch.ones(1, 1, 3, 83, dtype=torch.bool)
+    # (a sliding layer needs a mask of another length, and may be the one that refuses it)
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError)):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="the last forward pass was interrupted"):
+        _next_logits(model, cache)
+    cache.reset()
+    _next_logits(model, cache)
+
+
+#: kinds of layers, L recurrent or sliding, F full attention
+ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FLL", "LFLFL"], "lfm2": ["LFLF", "LFL"]}
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])
+def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tokens):
+    """Going on is refused; an interruption behind the last layer has left nothing undone."""
+    kinds = {
+        "F": "full_attention",
+        "L": {"gemma3_text": "sliding_attention", "lfm2": "conv"}.get(family, "linear_attention"),
+    }
+    layers = {"num_hidden_layers": len(order), "layer_types": [kinds[kind] for kind in order]}
+    model, stock = tiny_models(family, **layers)
+    ids, _ = left_padded(1, 50 + 2 * tokens)
+    first, lost, then = ids.split([50, tokens, tokens], dim=1)
+
+    def interrupt(*_):
+        raise _Interruption
+
+    for index, layer in enumerate(model.model.layers):
+        cache, theirs = (_cache(model, max_cache_len), DynamicCache(config=stock.config))
+        with torch.no_grad():
+            model(first, past_key_values=cache)
+            hook = layer.register_forward_hook(interrupt)
+            with pytest.raises(_Interruption):
+                model(lost, past_key_values=cache)
+            hook.remove()
+            if index < len(order) - 1:
+                with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+                    model(then, past_key_values=cache)
+                cache.reset()
+                model(first, past_key_values=cache)
+                model(lost, past_key_values=cache)
+            stock(first, past_key_values=theirs)
+            stock(lost, past_key_values=theirs)
+            got, want = model(then, past_key_values=cache).logits, stock(then, past_key_values=theirs).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def _cache(model, max_cache_len):
+    return lb.from_preset("dense", model, max_cache_len=max_cache_len, **PAGES)
+
+
+@pytest.mark.parametrize("operation", ["step", "append"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation, monkeypatch):
+    model, _ = tiny_models(family)
+    cache = _cache(model, None) if operation == "append" else _filled(model)
+    packed, calls = len(cache.packed_layers), []
+
+    def interrupted(*args, **options):
+        calls.append(operation)
+        if len(calls) == packed:
+            raise _Interruption
+        return real(*args, **options)
+
+    real = getattr(backend, operation)
+    monkeypatch.setattr(backend, operation, interrupted)
+    with pytest.raises(_Interruption), torch.no_grad():
+        model(left_padded(1, 20)[0], past_key_values=cache)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+        _next_logits(model, cache)
+    cache.reset()
+    assert torch.isfinite(_next_logits(model, cache)).all()
