@@ -180,6 +180,17 @@ def _module(backend: str):
 # Preallocated caches have one block of pages; only growing ones, which are not compiled, have `more` of them.
 
 
+def _map(layer: LayerSpec, key_scale: torch.Tensor | None, query_scale: torch.Tensor | None) -> Map | None:
+    return None if layer.transform == NONE else Map(key_scale, query_scale, layer.transform.rotated)
+
+
+def _attended(module, q, k, v, mask, state: LayerState, layer: LayerSpec, how: Map | None, options: tuple):
+    """The output, and the chunk's keys as they are to be stored."""
+    if how is None:
+        return module.attend(q, k, v, mask, state, layer, *options), k
+    return module.attend_turned(q, k, v, mask, state, layer, how, *options)
+
+
 @torch.library.custom_op("hf_lowbit_kv::attend", mutates_args=())
 def _attend(
     q: torch.Tensor,
@@ -206,12 +217,10 @@ def _attend(
     paged: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    layer, module, options = LayerSpec.parse(spec), _module(backend), (scaling, softcap, sinks, seen)
-    if layer.transform == NONE:
-        return module.attend(q, k, v, mask, state, layer, *options).contiguous(), k.new_empty(0)
-    how = Map(key_scale, query_scale, layer.transform.rotated)
-    out, keys = module.attend_turned(q, k, v, mask, state, layer, how, *options)
-    return out.contiguous(), keys.contiguous()
+    layer, options = LayerSpec.parse(spec), (scaling, softcap, sinks, seen)
+    how = _map(layer, key_scale, query_scale)
+    out, keys = _attended(_module(backend), q, k, v, mask, state, layer, how, options)
+    return out.contiguous(), k.new_empty(0) if how is None else keys.contiguous()
 
 
 @_attend.register_fake
@@ -251,13 +260,10 @@ def _step(
 ) -> torch.Tensor:
     state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
     layer, module, options = LayerSpec.parse(spec), _module(backend), (scaling, softcap, sinks, seen)
-    how = None if layer.transform == NONE else Map(key_scale, query_scale, layer.transform.rotated)
+    how = _map(layer, key_scale, query_scale)
     if (fused := getattr(module, "attend_and_append", None)) is not None:
         return fused(q, k, v, mask, state, layer, how, *options).contiguous()
-    if how is None:
-        out, keys = module.attend(q, k, v, mask, state, layer, *options), k
-    else:
-        out, keys = module.attend_turned(q, k, v, mask, state, layer, how, *options)
+    out, keys = _attended(module, q, k, v, mask, state, layer, how, options)
     module.append(keys, v, mask, state, layer)
     return out.contiguous()
 

@@ -124,7 +124,7 @@ class LowBitCache(Cache):
         super().__init__(layers=layers)
         self.spec, self.preset, self.config = spec, preset, config
         self._first_packed = packed[0]
-        self._ledger, self._ledger_known = Ledger(), True
+        self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
 
     # ---- what it holds --------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class LowBitCache(Cache):
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
         if torch.compiler.is_compiling():
-            self._ledger_known = False
+            self._ledger = None
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_attending:
@@ -220,7 +220,7 @@ class LowBitCache(Cache):
         _make_anew_for_other_rows(layer, rows)
         taken = self._first.taken
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == self._first_packed:
+        if layer_idx == self._first_packed and self._ledger is not None:
             self._ledger.packed(taken, tokens)
         return out
 
@@ -230,7 +230,8 @@ class LowBitCache(Cache):
                 try:
                     self._first.check(None, {"batch size": conv_states.shape[0]})
                 except ValueError:
-                    self._ledger.takes_back(layer_idx)
+                    if self._ledger is not None:
+                        self._ledger.takes_back(layer_idx)
                     raise
             _make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
@@ -261,11 +262,8 @@ class LowBitCache(Cache):
             )
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
-        self._ledger.crop(count)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row `b` becomes row `beam_idx[b]`."""
-        self.batch_select_indices(beam_idx)
+        if self._ledger is not None:
+            self._ledger.crop(count)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` `[n]`, in that order; packed pages are shared."""
@@ -283,7 +281,7 @@ class LowBitCache(Cache):
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
         super().reset()
-        self._ledger, self._ledger_known = Ledger(), True
+        self._ledger = Ledger()
         if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
             for index in growing:
@@ -306,11 +304,10 @@ class LowBitCache(Cache):
     def _reads(self, layer_idx: int, state_idx: int) -> None:
         """A recurrent layer begins a pass. Raises where it, or the first packed one, has not had all of the last."""
         if torch.compiler.is_compiling():
-            self._ledger_known = False
+            self._ledger = None
             return
-        if not self._ledger_known:
-            self._ledger.clear(empty=False)
-            self._ledger_known = True
+        if self._ledger is None:
+            self._ledger = Ledger(empty=False)
         in_front, taken = layer_idx < self._first_packed, self._first.taken
         if state_idx == 0 and not self._ledger.begins(layer_idx, in_front, taken):
             raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))

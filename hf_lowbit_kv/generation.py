@@ -68,7 +68,7 @@ def generate(
     """`model.generate` with a preallocated low-bit cache; on a GPU each step is one CUDA graph.
 
     The first call of a kind (preset, options, rows) allocates the cache and, on a GPU, compiles the step, which takes
-    30 to 40 s for a model of 32 layers. Later calls that fit use both again, whatever their lengths.
+    some time (it is told on stderr). Later calls that fit use both again, whatever their lengths.
 
         tokens = lb.generate(model, tokenizer(text, return_tensors="pt").to("cuda"), "kivi-2", max_new_tokens=256)
 

@@ -216,12 +216,6 @@ class LowBitLayer(CacheLayerMixin):
             self.batch_size = self.store.batch_size
             self._padding = [(start, mask[indices.to(mask.device)]) for start, mask in self._padding]
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times; packed pages are shared."""
-        if self.is_initialized:
-            rows = torch.arange(self.batch_size, device=self.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
 

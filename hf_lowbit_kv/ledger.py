@@ -11,16 +11,12 @@ class Ledger:
     begins anew. An interruption inside the last layer of a model that ends in a recurrent one is not seen.
     """
 
-    def __init__(self):
-        self.clear()
-
-    def clear(self, empty: bool = True) -> None:
-        """empty: nothing has been read; else it is not known what has been."""
+    def __init__(self, empty: bool = True):
+        """empty: nothing has been read yet; else it is not known what has been."""
         self.empty = empty
         self.read: dict[int, int] = {}
-        self.waiting: set[int] = (
-            set()
-        )  # layers in front of the first packed one that have begun to read a pass's tokens
+        # layers in front of the first packed one that have begun to read a pass's tokens
+        self.waiting: set[int] = set()
         self.chunk = 0  # tokens of the pass
 
     def begins(self, layer: int, in_front: bool, taken: int) -> bool:

@@ -7,6 +7,8 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import hf_lowbit_kv as lb
+
 #: (key format, value format) pairs: every format on each side at least once
 FORMATS = [
     ("dense", "dense"),
@@ -19,6 +21,9 @@ FORMATS = [
     ("int4-channel", "dense"),
     ("boosted2-r0.125", "int2-token"),
 ]
+
+#: small pages, so that short prompts are packed
+SMALL_PAGES = {"page_size": 32, "residual": 32}
 
 _SMALL = {
     "hidden_size": 64,
@@ -105,3 +110,17 @@ def left_padded(batch: int, tokens: int, vocab_size: int = 160, seed: int = 0):
     for row in range(batch):
         ids[row, : 7 * row], mask[row, : 7 * row] = 0, 0
     return ids, mask
+
+
+def filled(model, preset="kivi-2", **options):
+    """A cache of small pages that holds 80 tokens."""
+    cache = lb.from_preset(preset, model, **{**SMALL_PAGES, **options})
+    ids, _ = left_padded(1, 80)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def next_logits(model, cache):
+    with torch.no_grad():
+        return model(torch.tensor([[5]]), past_key_values=cache).logits

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from cases import left_padded
+from cases import SMALL_PAGES, left_padded
 from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_lowbit_kv as lb
 
-SMALL_PAGES = {"page_size": 32, "residual": 32}
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 

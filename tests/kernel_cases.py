@@ -253,3 +253,86 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
     assert_same_state(ref.state, twin.state)
     counters = launch._counters[dev.state.paged.device, dev.state.paged.data_ptr()]
     assert not counters.any(), "counters are not as they were found"
+
+
+def format_names() -> list[str]:
+    """Every format; of those with a free parameter its ends and what presets use."""
+    groups = ("", "-g32", "-g64", "-g128")
+    affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+    ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
+
+
+def matrix() -> list[Case]:
+    page = 128
+    base = {"head_dim": 128, "residual": 128, "page_size": page, "sink": 32}
+    lengths = (1000, 1, 417)
+    names = format_names()
+    cases = []
+    for i, name in enumerate(names):
+        partner = names[(i * 7 + 5) % len(names)]
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
+        cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
+    pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
+    pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token")]
+    for keys, values in pairs:
+        pair = {"keys": keys, "values": values}
+        for dim in (64, 80, 96, 128, 256):
+            sized = base | {"head_dim": dim}
+            for groups, dtype in ((1, torch.float16), (3, torch.bfloat16), (8, torch.float16)):
+                cases.append(Case(groups=groups, dtype=dtype, lengths=lengths, **pair, **sized))
+            cases.append(Case(tokens=300, padded=True, lengths=(700, 0, 129), dtype=torch.float16, **pair, **sized))
+        for length in (1, page - 1, page, page + 1, 0):
+            for residual in (0, 128):
+                small = base | {"residual": residual, "sink": 0}
+                cases.append(Case(lengths=(length,), dtype=torch.bfloat16, **pair, **small))
+        cases.append(Case(softcap=30.0, sinks=True, lengths=lengths, **pair, **base))
+        cases.append(Case(softcap=30.0, sinks=True, tokens=4, padded=True, lengths=lengths, **pair, **base))
+        cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
+        cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
+        cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))
+        cases.append(Case(lengths=(900, 850), capacity=1000, **pair, **base))
+        cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
+    for page_size in (32, 64, 256):
+        cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
+        cases.append(
+            Case(keys="boosted2-r0.125", values="int2-token", lengths=lengths, **base | {"page_size": page_size})
+        )
+        cases.append(
+            Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0})
+        )
+    cases.append(
+        Case(head_dim=96, head_dim_v=64, lengths=lengths, **{k: v for k, v in base.items() if k != "head_dim"})
+    )
+    return cases
+
+
+def stores() -> list[tuple[Case, list[int]]]:
+    found = []
+    names = format_names()
+    for i, name in enumerate(names):
+        partner = names[(i * 5 + 3) % len(names)]
+        for residual in (0, 128):
+            case = Case(
+                keys=name, values=partner, head_dim=128, residual=residual, page_size=128, sink=(0, 5)[i % 2], padded=i % 3 > 0,
+                dtype=(torch.float16, torch.bfloat16, torch.float32)[i % 3], outliers=i % 4 == 0, lengths=(1, 1),
+            )  # fmt: skip
+            found.append((case, [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]))
+    for dim in (64, 80, 96, 256):
+        for keys, values, residual in (
+            ("int4-channel", "int4-token", 128),
+            ("int2-token", "int8-channel", 0),
+            ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
+        ):
+            case = Case(
+                keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
+            )
+            found.append((case, [300, 0, 100, 0]))
+    long = Case(head_dim=128, residual=128, page_size=128, sink=32, lengths=(1,))
+    found.append((long, [100, *[0] * 330]))
+    found.append((Case(keys="int4-token", residual=0, lengths=(1,), capacity=200), [100, *[0] * 130]))
+    found.append((Case(lengths=(1, 1), capacity=150), [100, 100, 0, 0]))
+    return found

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels as kernels
 from cases import tiny_models
-from kernel_cases import Case, filled, generator, random_step
+from kernel_cases import Case, filled, generator, matrix, random_step, stores
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
@@ -54,7 +54,7 @@ def _half(cases):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", _half([*kernels.SMALL, *kernels._matrix()]), ids=str)
+@pytest.mark.parametrize("case", _half([*kernels.SMALL, *matrix()]), ids=str)
 def test_attend(case, launch):
     # scores near 2e4: rounding q x scale to fp16, which is what these kernels do, gives up to 0.042 in 60 seeds by itself
     kernels.check_attend(fragment(case), outlier_bound=6e-2)
@@ -62,7 +62,7 @@ def test_attend(case, launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("case", "chunks"), _half([*kernels.SMALL_STORES, *kernels._stores()]), ids=str)
+@pytest.mark.parametrize(("case", "chunks"), _half([*kernels.SMALL_STORES, *stores()]), ids=str)
 def test_store(case, chunks, launch):
     kernels.check_store(fragment(case), chunks)
 

@@ -6,31 +6,17 @@ import importlib.util
 
 import pytest
 import torch
-from cases import left_padded, tiny_config, tiny_models
+from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, tiny_models
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
 
 pytestmark = pytest.mark.host
-PAGES = {"page_size": 32, "residual": 32}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0]
-
-
-def _filled(model, preset="kivi-2", **options):
-    cache = lb.from_preset(preset, model, **{**PAGES, **options})
-    ids, _ = left_padded(1, 80)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return cache
-
-
-def _next_logits(model, cache):
-    with torch.no_grad():
-        return model(torch.tensor([[5]]), past_key_values=cache).logits
 
 
 @pytest.mark.parametrize(
@@ -105,25 +91,25 @@ def test_head_dim_not_supported():
 
 
 def test_another_models_layer_count(model):
-    cache = lb.from_preset("kivi-2", model, **PAGES)
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
     for layers in (1, 3):
         other, _ = tiny_models("llama", num_hidden_layers=layers)
         with pytest.raises(ValueError, match=f"num_hidden_layers={layers}, and the cache was made for 2"):
-            _next_logits(other, cache)
+            next_logits(other, cache)
         assert cache.get_seq_length() == 0
 
 
 def test_another_models_head_count(model):
     other, _ = tiny_models("llama", num_key_value_heads=1)
-    cache = lb.from_preset("kivi-2", model, **PAGES)
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
     with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
-        _next_logits(other, cache)
+        next_logits(other, cache)
     assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 200])
 def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
-    cache = _filled(model, max_cache_len=max_cache_len)
+    cache = filled(model, max_cache_len=max_cache_len)
     layer = cache.layers[0]
     state = torch.zeros(1, 2, 1, 64)
     wrong = {
@@ -138,7 +124,7 @@ def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
             layer.update(key, state)
     with pytest.raises(ValueError, match="batch size 2 came in, and the cache holds 1"):
         _next_logits_of_two_rows(model, cache)
-    assert torch.equal(_next_logits(model, cache), _next_logits(model, _filled(model, max_cache_len=max_cache_len)))
+    assert torch.equal(next_logits(model, cache), next_logits(model, filled(model, max_cache_len=max_cache_len)))
 
 
 def _next_logits_of_two_rows(model, cache):
@@ -147,21 +133,21 @@ def _next_logits_of_two_rows(model, cache):
 
 
 def test_more_tokens_than_max_cache_len(model):
-    cache = _filled(model, max_cache_len=81)
-    _next_logits(model, cache)
+    cache = filled(model, max_cache_len=81)
+    next_logits(model, cache)
     with pytest.raises(ValueError, match="max_cache_len=81 is too small: 81 tokens are stored and 1 came in"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     assert int(cache.get_seq_length()) == 81
 
 
 def test_attention_implementation_changed_mid_way():
     model, _ = tiny_models("llama")
-    cache = _filled(model)
+    cache = filled(model)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa'.*reset"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     cache.reset()
-    _next_logits(model, cache)
+    next_logits(model, cache)
 
 
 def test_layers_that_share_keys_and_values():
@@ -221,7 +207,7 @@ def test_latent_attention_models():
 def test_training_with_gradients():
     model, _ = tiny_models("llama")
     model.train()
-    cache = lb.from_preset("kivi-2", model, **PAGES)
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
     with pytest.raises(ValueError, match=r"no gradients: call model.eval"):
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -255,16 +241,16 @@ def test_triton_without_a_gpu(model, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cache = lb.from_preset("kivi-2", model, backend="triton")
     with pytest.raises(ValueError, match="backend='triton' needs a GPU"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "triton")
     with pytest.raises(ValueError, match="HF_LOWBIT_KV_BACKEND='triton' needs a GPU"):
-        _next_logits(model, lb.from_preset("kivi-2", model))
+        next_logits(model, lb.from_preset("kivi-2", model))
     monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "")  # as good as unset
-    _next_logits(model, lb.from_preset("kivi-2", model))
+    next_logits(model, lb.from_preset("kivi-2", model))
 
 
 def test_crop_beyond_what_is_stored(model):
-    cache = _filled(model)
+    cache = filled(model)
     with pytest.raises(ValueError, match="tokens_to_remove=-81 is more than the 80 tokens stored"):
         cache.crop(-81)
     for wrong in (3, -2.5):
@@ -275,7 +261,7 @@ def test_crop_beyond_what_is_stored(model):
 
 def test_crop_where_the_host_cannot():
     model, _ = tiny_models("gemma2")
-    cache = _filled(model, max_cache_len=100)
+    cache = filled(model, max_cache_len=100)
     with pytest.raises(ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*StaticSlidingWindowLayer"):
         cache.crop(-3)
     cache.crop(0)
@@ -287,17 +273,17 @@ def test_crop_where_the_host_cannot():
 def test_crop_that_a_later_layer_cannot(family, max_cache_len):
     kind = "linear_attention" if family == "qwen3_next" else "sliding_attention"
     model, stock = tiny_models(family, layer_types=["full_attention", kind])
-    cache, theirs = _filled(model, "dense", max_cache_len=max_cache_len), DynamicCache(config=stock.config)
+    cache, theirs = filled(model, "dense", max_cache_len=max_cache_len), DynamicCache(config=stock.config)
     with pytest.raises(ValueError, match="tokens_to_remove=-3 is not possible: layer 1"):
         cache.crop(-3)
     with torch.no_grad():
         stock(left_padded(1, 80)[0], past_key_values=theirs)
-    torch.testing.assert_close(_next_logits(model, cache), _next_logits(stock, theirs))
+    torch.testing.assert_close(next_logits(model, cache), next_logits(stock, theirs))
 
 
 def test_offloading_is_refused(model):
     with pytest.raises(RuntimeError, match="cannot be offloaded"):
-        _filled(model).layers[0].offload()
+        filled(model).layers[0].offload()
 
 
 def test_keys_touched_before_the_attention_function(model):

@@ -6,15 +6,13 @@ import copy
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, left_padded, tiny_models
+from cases import FAMILIES, FORMATS, SMALL_PAGES, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 
 pytestmark = pytest.mark.host
 
-#: small pages, so that short prompts are packed
-SMALL_PAGES = {"page_size": 32, "residual": 32}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 MODES = {
     "greedy": {},

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import left_padded, tiny_models
+from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend
 
 pytestmark = pytest.mark.host
-PAGES = {"page_size": 32, "residual": 32}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0]
-
-
-def _filled(model, preset="kivi-2", **options):
-    cache = lb.from_preset(preset, model, **{**PAGES, **options})
-    ids, _ = left_padded(1, 80)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return cache
-
-
-def _next_logits(model, cache):
-    with torch.no_grad():
-        return model(torch.tensor([[5]]), past_key_values=cache).logits
 
 
 class _Interruption(Exception):
@@ -38,7 +24,7 @@ class _Interruption(Exception):
 
 @pytest.mark.parametrize("max_cache_len", [None, 200])
 def test_a_forward_pass_that_was_interrupted(model, max_cache_len):
-    cache = _filled(model, max_cache_len=max_cache_len)
+    cache = filled(model, max_cache_len=max_cache_len)
 
     def interrupt(*_):
         raise _Interruption
@@ -46,13 +32,13 @@ def test_a_forward_pass_that_was_interrupted(model, max_cache_len):
     hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
     try:
         with pytest.raises(_Interruption):
-            _next_logits(model, cache)
+            next_logits(model, cache)
     finally:
         hook.remove()
     with pytest.raises(RuntimeError, match=r"interrupted: some layers hold 80 tokens and others 81; reset\(\)"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     cache.reset()
-    _next_logits(model, cache)
+    next_logits(model, cache)
 
 
 def _too_many(model, cache):
@@ -76,26 +62,26 @@ def _other_implementation(model, cache):
 def test_what_is_refused_does_not_reach_the_hosts_layers(family, refused):
     # in these models a layer of the host's comes first
     model, stock = tiny_models(family)
-    cache, theirs = _filled(model, "dense", max_cache_len=100), DynamicCache(config=stock.config)
+    cache, theirs = filled(model, "dense", max_cache_len=100), DynamicCache(config=stock.config)
     with torch.no_grad():
         stock(left_padded(1, 80)[0], past_key_values=theirs)
         with pytest.raises(ValueError, match=r"max_cache_len=100 is too small|batch size 2|implementation changed"):
             refused(model, cache)
-    torch.testing.assert_close(_next_logits(model, cache), _next_logits(stock, theirs))
+    torch.testing.assert_close(next_logits(model, cache), next_logits(stock, theirs))
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
 def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
     model, _ = tiny_models(family)
-    cache = _filled(model)
+    cache = filled(model)
     mask = torch.ones(1, 1, 3, 83, dtype=torch.bool)
     # (a sliding layer needs a mask of another length, and may be the one that refuses it)
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError)):
         model(torch.tensor([[5, 6, 7]]), attention_mask=mask, past_key_values=cache)
     with pytest.raises(RuntimeError, match="the last forward pass was interrupted"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     cache.reset()
-    _next_logits(model, cache)
+    next_logits(model, cache)
 
 
 #: kinds of layers, L recurrent or sliding, F full attention
@@ -140,14 +126,14 @@ def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tok
 
 
 def _cache(model, max_cache_len):
-    return lb.from_preset("dense", model, max_cache_len=max_cache_len, **PAGES)
+    return lb.from_preset("dense", model, max_cache_len=max_cache_len, **SMALL_PAGES)
 
 
 @pytest.mark.parametrize("operation", ["step", "append"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation, monkeypatch):
     model, _ = tiny_models(family)
-    cache = _cache(model, None) if operation == "append" else _filled(model)
+    cache = _cache(model, None) if operation == "append" else filled(model)
     packed, calls = len(cache.packed_layers), []
 
     def interrupted(*args, **options):
@@ -162,6 +148,6 @@ def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation
         model(left_padded(1, 20)[0], past_key_values=cache)
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
-        _next_logits(model, cache)
+        next_logits(model, cache)
     cache.reset()
-    assert torch.isfinite(_next_logits(model, cache)).all()
+    assert torch.isfinite(next_logits(model, cache)).all()
