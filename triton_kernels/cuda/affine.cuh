@@ -308,9 +308,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        float w[4];
+        float w[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i += EVERY) {
           const int j = 2 * h + (i >> 1);
           w[i] = ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]);
           if (group == 0) l[n][i & 1] += w[i] * inverse[j];
@@ -341,9 +341,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        float w[4];
+        float w[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i += EVERY) {
           w[i] = ex2(x[h][n][i]);
           const float p_true = w[i] * position(2 * h + (i >> 1));
           l[n][i & 1] += p_true; total[n][i & 1] += p_true;
@@ -351,7 +351,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
       }
 #pragma unroll
-    for (int n = 0; n < NT; n++) { total[n][0] = sum_rows(total[n][0]); total[n][1] = sum_rows(total[n][1]); }
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) total[n][e] = sum_rows(total[n][e]);
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
     const u32 meta = slot + CODES + (PT > GROUP ? blk * 32 / GROUP * D * 2 : 0);
 #pragma unroll
@@ -391,7 +393,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++)
+      for (int e = 0; e < COLUMNS_USED; e++)
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
           const float zero = CHANNEL ? 0.f : sum_rows(z[i][n][e]);

@@ -55,8 +55,8 @@ struct Queries {
   __device__ __forceinline__ void load(const Args& a, const Row& row, int row_block, int warp, int lane) {
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-      const int i = warp + j * WARPS, r = row_block * ROWS + i;
-      const bool real = i < ROWS && r < a.groups * a.tokens;
+      const int i = warp + j * WARPS, r = SPREAD ? i / 2 : row_block * ROWS + i;
+      const bool real = i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
       const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (row.b * a.q_b + (row.h * a.groups + (real ? r % a.groups : 0)) * a.q_h + (real ? r / a.groups : 0) * a.q_s));
 #pragma unroll
       for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
@@ -242,14 +242,16 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * MERGE_STRIDE;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      w.l[n][0] = sum_rows(w.l[n][0]); w.l[n][1] = sum_rows(w.l[n][1]);
+      auto row_of = [&](int e) { return SPREAD ? t : 8 * n + 2 * t + e; };
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) w.l[n][e] = sum_rows(w.l[n][e]);
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) mine[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE + channel_of<DV>(k, i >> 1, g)] = w.o[k][n][i];
+        for (int i = 0; i < 4; i += EVERY) mine[row_of(i & 1) * MERGE_STRIDE + channel_of<DV>(k, i >> 1, g)] = w.o[k][n][i];
       if (g == 0)
 #pragma unroll
-        for (int e = 0; e < 2; e++) { mine_ml[8 * n + 2 * t + e] = w.m[n][e]; mine_ml[ROWS + 8 * n + 2 * t + e] = w.l[n][e]; }
+        for (int e = 0; e < COLUMNS_USED; e++) { mine_ml[row_of(e)] = w.m[n][e]; mine_ml[ROWS + row_of(e)] = w.l[n][e]; }
     }
     meet(team);
     const i64 slots = a.teams + (i64)a.batch * a.heads;

@@ -8,7 +8,10 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-constexpr int ROWS = 8 * NT;        // query rows (heads x tokens) a team of warps attends for
+constexpr int ROWS = 8 * NT;        // columns of products for query rows (heads x tokens), of which a team of warps attends for as many
+// SPREAD: at most four query rows, in every other column. A lane then has one row's scores, where side by side half of the lanes
+// had two and the others none that count. COLUMNS_USED: of a lane's two columns; EVERY: step over a lane's four numbers.
+constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
 constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24

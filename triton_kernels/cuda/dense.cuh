@@ -63,9 +63,9 @@ template <int D> struct Dense {
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        float w[4];
+        float w[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) { w[i] = ex2(x[h][n][i]); l[n][i & 1] += w[i]; }
+        for (int i = 0; i < 4; i += EVERY) { w[i] = ex2(x[h][n][i]); l[n][i & 1] += w[i]; }
         p[h][n][0] = transposed(pack_model(w[0], w[1])); p[h][n][1] = transposed(pack_model(w[2], w[3]));
       }
 #pragma unroll

@@ -29,13 +29,14 @@ APPEND_WARPS = 8
 
 class Choice(NamedTuple):
     """How the attend kernel is laid out: tokens of a piece, pieces in the ring, warps of a team, teams of a block of threads
-    (one a multiprocessor), groups of eight query rows."""
+    (one a multiprocessor), groups of eight query rows, whether four rows at most lie in every other column."""
 
     piece: int
     ring: int
     warps: int
     teams: int
     row_tiles: int
+    spread: bool = False
 
 
 class _Structs(NamedTuple):
@@ -122,7 +123,7 @@ def choose(
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles)
+    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles, rows <= 4)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
         ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
@@ -134,7 +135,7 @@ def choose(
         # where a team has many rows one after the other, several teams keep each other's gaps busy
         score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams if slots >= heads else teams)
         if score > best:
-            best, found = score, Choice(piece, ring, warps, teams, row_tiles)
+            best, found = score, Choice(piece, ring, warps, teams, row_tiles, rows <= 4)
     return found
 
 
@@ -203,6 +204,7 @@ def attend_defines(
             "WARPS": choice.warps,
             "TEAMS": choice.teams,
             "NT": choice.row_tiles,
+            "SPREAD": int(choice.spread),
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
@@ -224,7 +226,8 @@ def append_defines(
     )
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
-        | {"KEY_ENCODER": keys, "VALUE_ENCODER": values, "PT": 32, "NT": 1, "WARPS": APPEND_WARPS, "TEAMS": 1}
+        | {"KEY_ENCODER": keys, "VALUE_ENCODER": values, "PT": 32, "NT": 1, "SPREAD": 0}
+        | {"WARPS": APPEND_WARPS, "TEAMS": 1}
     )
 
 
@@ -243,5 +246,5 @@ def _turn_macros(head_dim: int, rotated: bool) -> dict[str, object]:
 @functools.cache
 def turn_defines(head_dim: int, dtype: torch.dtype, rotated: bool) -> tuple[tuple[str, str], ...]:
     return _as_macros(
-        {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1} | _turn_macros(head_dim, rotated)
+        {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0} | _turn_macros(head_dim, rotated)
     )

@@ -92,7 +92,7 @@ struct Pages {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
+          for (int i = 0; i < 4; i += EVERY) {
             s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
             if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
           }
@@ -111,7 +111,7 @@ struct Pages {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) s[k][n][i] = ahead[k][n][i];
+          for (int i = 0; i < 4; i += EVERY) s[k][n][i] = ahead[k][n][i];
     }
     wait<0>(); __syncwarp();
   }

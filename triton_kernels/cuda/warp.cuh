@@ -65,7 +65,7 @@ struct Warp {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
+      for (int e = 0; e < COLUMNS_USED; e++) {
         float x = fmaxf(s[0][n][e], s[0][n][e + 2]);
 #pragma unroll
         for (int k = 1; k < T; k++) x = fmaxf(x, fmaxf(s[k][n][e], s[k][n][e + 2]));
@@ -76,7 +76,7 @@ struct Warp {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < COLUMNS_USED; e++) {
           const float x = fmaxf(m[n][e], max_rows(most[n][e])), a = ex2(m[n][e] - x);
           m[n][e] = x; l[n][e] *= a;
           values.decay(n, e, a);
@@ -89,7 +89,7 @@ struct Warp {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[k][n][i] -= m[n][i & 1];
+        for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
   }
 
   // score: true one times log2(e), or true one where there is a cap

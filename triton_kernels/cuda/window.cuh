@@ -43,7 +43,7 @@ struct Window {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) query[n][e] = (row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
+      for (int e = 0; e < COLUMNS_USED; e++) query[n][e] = (SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
 #pragma unroll 1
     for (int block = first; block < stop; block += stride) {
       const bool more = block + stride < stop;
@@ -59,7 +59,7 @@ struct Window {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
+          for (int e = 0; e < COLUMNS_USED; e++) {
             float& x = s[j >> 1][n][2 * (j & 1) + e];
             x = keep && c <= query[n][e] ? Warp::capped(x * scale, a.softcap) : -INF;
           }
