@@ -122,25 +122,26 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   __device__ __forceinline__ void load_bias(u32 rows, u32 meta, int which, int lane) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
-    float acc[2][NT][4] = {};  // two chains of products
+    // A lane's four words of zero points are an operand as they lie: rows g then go with the queries' words 0 and 2, rows g + 8 with
+    // 1 and 3. So there are two products, and half of each counts.
+    float acc[2][NT][4] = {};
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
-      u32 z[4];
+      u32 z[4] = {};
       if (b < WHOLE) lds<4>(z, meta + 64 * b + 16 * t); else lds<2>(z, meta + 64 * b + 8 * t);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        u32 x[4];
+        u32 x[4] = {};
         if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
-        const u32 a0[4] = {z[0], z[0], z[1], z[1]};
-        mma<false>(acc[0][n], a0, x[0], x[1]);
-        if (b < WHOLE) { const u32 a1[4] = {z[2], z[2], z[3], z[3]}; mma<false>(acc[1][n], a1, x[2], x[3]); }
+        mma<false>(acc[0][n], z, x[0], x[2]);
+        mma<false>(acc[1][n], z, x[1], x[3]);
       }
     }
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][e]) * (c[n][e] * (1 / TWO24));
+      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * (c[n][e] * (1 / TWO24));
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {

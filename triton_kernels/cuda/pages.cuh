@@ -34,13 +34,13 @@ struct Pages {
     const bool unit = item < work.whole;
     next = work.first + (unit ? item * UNIT : work.whole * UNIT + (item - work.whole) * PT) + 1;
     next_left = unit ? PIECES - 1 : 0;
-    if (item < work.items && next <= work.end) next_page = table[next / PAGE]; else next = NONE;
+    if (item < work.items && next <= work.end) next_page = table[(u32)next / PAGE]; else next = NONE;
   }
   // From one piece of this warp to its next.
   __device__ __forceinline__ void step(int& t, const u8*& p) {
     if (left > 0 && (t & -2) + PT < work.end) {
       left--; t = (t & -2) + PT;
-      if (PAGE < UNIT && t % PAGE == 0) { p = pool + table[t / PAGE]; t++; }
+      if (PAGE < UNIT && (u32)t % PAGE == 0) { p = pool + table[(u32)t / PAGE]; t++; }
       return;
     }
     t = next; left = next_left; p = pool + next_page;
@@ -52,11 +52,11 @@ struct Pages {
   }
   __device__ __forceinline__ void copy_keys(const Keys& keys, int i, u32 slot) {
     const int t = token[i] & -2;
-    if (t < work.end) keys.copy(slot, page[i], t % PAGE, token[i] & 1, work.end - t, lane);
+    if (t < work.end) keys.copy(slot, page[i], (u32)t % PAGE, token[i] & 1, work.end - t, lane);
   }
   __device__ __forceinline__ void copy_values(const Values& values, int i, u32 slot) {
     const int t = token[i] & -2;
-    if (t < work.end) values.copy(slot + Keys::SLOT, page[i] + VALUE_AT, t % PAGE, work.end - t, lane);
+    if (t < work.end) values.copy(slot + Keys::SLOT, page[i] + VALUE_AT, (u32)t % PAGE, work.end - t, lane);
   }
 
   __device__ __forceinline__ void start(const Warp& w, int item, u32 ring) {
@@ -77,7 +77,7 @@ struct Pages {
     wait<RING - 1>(); __syncwarp();
     u32 before = ring + (RING - 1) * SLOT, here = ring, behind = ring + SLOT;  // slots of pieces n - 1, n, n + 1
     float s[TILES][NT][4];
-    w.keys.refresh(ring, rows, (token[0] & -2) % PAGE, true, lane);
+    w.keys.refresh(ring, rows, (u32)(token[0] & -2) % PAGE, true, lane);
     w.keys.scores(s, ring, rows, lane);
 #pragma unroll 1
     while (token[0] != NONE) {
@@ -99,7 +99,7 @@ struct Pages {
       w.subtract_maximum<TILES>(s);
       // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
       // they are computed from stale memory and not used)
-      w.keys.refresh(behind, rows, (token[1] & -2) % PAGE, token[1] & 1, lane);
+      w.keys.refresh(behind, rows, (u32)(token[1] & -2) % PAGE, token[1] & 1, lane);
       float ahead[TILES][NT][4];
       w.keys.scores(ahead, behind, rows, lane);
       w.values.add(w.o, w.l, s, here + Keys::SLOT, limit, lane);
