@@ -260,7 +260,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (DIRECT && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
-      scale[j] = fmaxf(scale[j] * (1 / position(j)), 1e-9f);  // a scale of zero goes with codes of zero: any number will do
+      scale[j] = scale[j] * (1 / position(j)) + 1e-15f;  // a scale of zero goes with codes of zero: any number will do
     }
   }
 
