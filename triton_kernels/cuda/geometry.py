@@ -118,15 +118,17 @@ def choose(
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
     slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
-    window = 64 * (head_dim_k + head_dim_v)
+    apart, behind = 64 * (head_dim_k + head_dim_v), 64 * widest  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
-    most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles, rows <= 4)
-    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
+    spread = rows <= 4
+    most = (16 if spread else 12) if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
+    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles, spread)
+    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
         ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
+        window = apart if warps * teams <= 12 else behind
         need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
         if teams * need + RESERVED > shared or warps * teams > most:
             continue
@@ -135,7 +137,7 @@ def choose(
         # where a team has many rows one after the other, several teams keep each other's gaps busy
         score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams if slots >= heads else teams)
         if score > best:
-            best, found = score, Choice(piece, ring, warps, teams, row_tiles, rows <= 4)
+            best, found = score, Choice(piece, ring, warps, teams, row_tiles, spread)
     return found
 
 
@@ -144,7 +146,7 @@ def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice)
     threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
     of every step takes longer than a launch of its own (docs/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
-    window = 64 * (head_dim_k + head_dim_v)
+    window = 64 * (head_dim_k + head_dim_v if choice.warps * choice.teams <= 12 else widest)
     threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
     room = 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
     return room and not spec.direct
