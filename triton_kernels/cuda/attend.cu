@@ -141,7 +141,11 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (row.b < a.batch) { row.count(a, row_block); cost = row.cost(); }
     total += __reduce_add_sync(~0u, cost) * a.heads;
   }
-  const u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
+  // as many as get something for each of their warps; of rows that get more than one, all the same number, so that few teams have
+  // parts of two rows, one after the other
+  u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
+  if (const u32 rows = a.batch * a.heads; blocks > rows && blocks < (u32)a.teams)
+    blocks = min(blocks / rows + 1, (u32)a.teams / rows) * rows;
   if (here >= (int)blocks) {
 #if FUSED
     meet(team);
