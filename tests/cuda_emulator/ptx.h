@@ -10,6 +10,7 @@ static void cp16(u32 s, const void* g, bool keep = true) { copy(s, g, 16, keep);
 static void cp8(u32 s, const void* g, bool keep) { copy(s, g, 8, keep); }
 static void commit() {}
 template <int N> static void wait() {}
+template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); memcpy(shared_memory + a, x, 4 * V); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }

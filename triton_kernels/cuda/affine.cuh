@@ -234,9 +234,11 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
   static constexpr int SLOT = CODES + 2 * META; static constexpr float SUM_UNIT = 1 / TWO24;  // in which `add` sums up
+  // One scale a token: what is made of it is computed once, by the lane that has the token, and handed on in shared memory.
+  static constexpr bool HANDED = !CHANNEL && GROUPS == 1;
+  static constexpr int SCRATCH = HANDED ? 3 * PT * 4 : 0;
 
   float shift[PT / 32][4];               // added to the exponents of the lane's tokens
-  float kept[PT / 32][4];                // their scales, where there is one a token
   float z[GROUPS][NT][2];                // sum of weight x zero point / scale of the lane's tokens
 
   __device__ __forceinline__ void begin() {
@@ -264,8 +266,37 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     }
   }
 
+  // For each token of the piece: the binary logarithm of its scale (position divided out), 1 / scale, zero point / scale.
+  __device__ __forceinline__ void hand(u32 slot, u32 scratch, int limit, int lane) const {
+    constexpr int EACH = PT / 32;                         // neighbouring tokens of a lane: one or two
+    const u32 meta = slot + CODES + 2 * EACH * lane;
+    u32 scales, zeros;
+    if constexpr (EACH == 2) { lds<1>(&scales, meta); lds<1>(&zeros, meta + META); }
+    else { scales = lds_u16(meta); zeros = lds_u16(meta + META); }
+    float x[3][EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int token = lane * EACH + e, j = token & 3;
+      // 1 / position(j), a power of two
+      const float inverse_position = __uint_as_float((127 - (BITS == 2 ? 2 * (j & 1) + 4 * (j >> 1) : BITS == 4 ? 4 * (j & 1) : 0)) << 23);
+      float scale = half_to_float(e ? scales >> 16 : scales & 0xffff), zero = half_to_float(e ? zeros >> 16 : zeros & 0xffff);
+      if (DIRECT && token >= limit) { scale = 1.f; zero = 0.f; }
+      scale = scale * inverse_position + 1e-15f;          // a scale of zero goes with codes of zero: any number will do
+      x[0][e] = lg2(scale); x[1][e] = rcp(scale); x[2][e] = zero * x[1][e];
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) sts<EACH>(scratch + 4 * (i * PT + EACH * lane), x[i]);
+    __syncwarp();
+  }
+
   // Exponents to add to the scores before their maximum is taken.
-  __device__ __forceinline__ void weigh(u32 slot, int limit, int lane) {
+  __device__ __forceinline__ void weigh(u32 slot, u32 scratch, int limit, int lane) {
+    if constexpr (HANDED) {
+      hand(slot, scratch, limit, lane);
+#pragma unroll
+      for (int blk = 0; blk < PT / 32; blk++) lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+      return;
+    }
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
       float most[4] = {};
@@ -274,7 +305,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         for (int i = 0; i < GROUPS; i++) {
           float scale[4]; load_scale(scale, slot, blk, i, limit, lane);
 #pragma unroll
-          for (int j = 0; j < 4; j++) { most[j] = i ? fmaxf(most[j], scale[j]) : scale[j]; kept[blk][j] = most[j]; }
+          for (int j = 0; j < 4; j++) most[j] = i ? fmaxf(most[j], scale[j]) : scale[j];
         }
       }
 #pragma unroll
@@ -284,26 +315,30 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   __device__ __forceinline__ float exponent(int tile, int i) const { return shift[tile >> 1][2 * (tile & 1) + (i >> 1)]; }
 
   // x: scores plus `exponent`, minus the maximum. Adds weights to l, and weighted values to o.
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, int limit, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32 scratch, int limit, int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++)
       if constexpr (CHANNEL) add_channel(o, l, x + 2 * blk, slot, blk, lane);
       else
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++) add_token(o, l, x + 2 * blk, slot, blk, i, limit, lane);
+        for (int i = 0; i < GROUPS; i++) add_token(o, l, x + 2 * blk, slot, scratch, blk, i, limit, lane);
   }
 
-  __device__ __forceinline__ void add_token(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, int blk, int group, int limit, int lane) {
+  __device__ __forceinline__ void add_token(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32 scratch, int blk, int group, int limit, int lane) {
     float scale[4], zero[4], inverse[4]; u32 p[2][NT][2];
-    if constexpr (GROUPS > 1) load_scale(scale, slot, blk, group, limit, lane);
-    else { scale[0] = kept[blk][0]; scale[1] = kept[blk][1]; scale[2] = kept[blk][2]; scale[3] = kept[blk][3]; }
-    four_halves<GROUPS>(zero, slot + CODES + META + ((blk * 32 + lane / 4 * 4) * GROUPS + group) * 2);
+    if constexpr (HANDED) {
+      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (PT + blk * 32 + lane / 4 * 4) * 4);
+      lds<4>(reinterpret_cast<u32*>(zero), scratch + (2 * PT + blk * 32 + lane / 4 * 4) * 4);
+    } else {
+      load_scale(scale, slot, blk, group, limit, lane);
+      four_halves<GROUPS>(zero, slot + CODES + META + ((blk * 32 + lane / 4 * 4) * GROUPS + group) * 2);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      if (DIRECT && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
-      inverse[j] = rcp(scale[j]);
-      zero[j] *= inverse[j];
-      if constexpr (GROUPS > 1) scale[j] = lg2(scale[j]) - shift[blk][j];
+      for (int j = 0; j < 4; j++) {
+        if (DIRECT && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
+        inverse[j] = rcp(scale[j]);
+        zero[j] *= inverse[j];
+        scale[j] = lg2(scale[j]) - shift[blk][j];
+      }
     }
 #pragma unroll
     for (int h = 0; h < 2; h++)

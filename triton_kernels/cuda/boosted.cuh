@@ -12,8 +12,6 @@ __device__ __forceinline__ void unpack_high(u32 w, u32 (*a)[4]) {
   a[1][0] = x & 0x00c000c0u; a[1][1] = y & 0x00c000c0u; a[1][2] = w & 0x00c000c0u; a[1][3] = z & 0x00c000c0u;
 }
 
-__device__ __forceinline__ u32 lds_half(u32 a) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a)); return h; }
-
 template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT> struct BoostedKeys {
   using Low = AffineKeys<2, true, PAGE, D, SCALE_AT, ZERO_AT>;
   using C = Codes<2, COLUMNS>;
@@ -45,13 +43,13 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // behind the last page of a share, the map may say anything
-        scale[i] = lds_half(slot + Low::CODES + at[i]);
+        scale[i] = lds_u16(slot + Low::CODES + at[i]);
       }
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 x[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = lds_half(rows + (8 * n + g) * STRIDE + at[i]);
+        for (int i = 0; i < 4; i++) x[i] = lds_u16(rows + (8 * n + g) * STRIDE + at[i]);
         q[n][2 * k] = mul2(x[0] | x[1] << 16, scale[0] | scale[1] << 16);
         q[n][2 * k + 1] = mul2(x[2] | x[3] << 16, scale[2] | scale[3] << 16);
       }

@@ -48,6 +48,12 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
 }
+__device__ __forceinline__ u32 lds_u16(u32 a) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a)); return h; }
+// `V` consecutive numbers to shared memory
+template <int V> __device__ __forceinline__ void sts(u32 a, const float* x) {
+  if constexpr (V == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x[0]), "f"(x[1]) : "memory");
+  else asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x[0]) : "memory");
+}
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ float half_to_float(u32 h) { float f; asm("{.reg .b16 x; cvt.u16.u32 x, %1; cvt.f32.f16 %0, x;}" : "=f"(f) : "r"(h)); return f; }

@@ -112,15 +112,15 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0; static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
     DenseKeys<D>().copy(slot, part, token, false, limit, lane);
   }
-  __device__ __forceinline__ void weigh(u32, int, int) {}
+  __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, int, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int, int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
   }

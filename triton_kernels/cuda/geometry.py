@@ -118,6 +118,9 @@ def choose(
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
     slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
+    value = spec.formats[1]
+    # what values' scales are made into: `SCRATCH` in affine.cuh
+    handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
     apart, behind = 64 * (head_dim_k + head_dim_v), 64 * widest  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
@@ -129,7 +132,7 @@ def choose(
         # a deeper ring pays only where pieces are large and warps few
         ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
         window = apart if warps * teams <= 12 else behind
-        need = queries + warps * -(-max(ring * slot, window, merge) // 128) * 128
+        need = queries + warps * -(-max(ring * slot + handed, window, merge) // 128) * 128
         if teams * need + RESERVED > shared or warps * teams > most:
             continue
         slots = processors * teams

@@ -86,7 +86,7 @@ struct Pages {
       step(token[RING], page[RING]);
       copy_keys(w.keys, RING, here); copy_values(w.values, RING - 1, before); commit();
       const int limit = DIRECT ? work.end - (token[0] & -2) : 0;
-      w.values.weigh(here + Keys::SLOT, limit, lane);
+      w.values.weigh(here + Keys::SLOT, ring + RING * SLOT, limit, lane);
 #pragma unroll
       for (int k = 0; k < TILES; k++)
 #pragma unroll
@@ -102,7 +102,7 @@ struct Pages {
       w.keys.refresh(behind, rows, (u32)(token[1] & -2) % PAGE, token[1] & 1, lane);
       float ahead[TILES][NT][4];
       w.keys.scores(ahead, behind, rows, lane);
-      w.values.add(w.o, w.l, s, here + Keys::SLOT, limit, lane);
+      w.values.add(w.o, w.l, s, here + Keys::SLOT, ring + RING * SLOT, limit, lane);
       before = here; here = behind; behind = behind == ring + (RING - 1) * SLOT ? ring : behind + SLOT;
 #pragma unroll
       for (int i = 0; i < RING; i++) { token[i] = token[i + 1]; page[i] = page[i + 1]; }

@@ -15,7 +15,7 @@ constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against 
 constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
-constexpr int RING_BYTES = RING * (Keys::SLOT + Values::SLOT);
+constexpr int RING_BYTES = RING * (Keys::SLOT + Values::SLOT) + Values::SCRATCH;
 // Of a block of the window, keys and values side by side; or (more than 12 warps, which leaves too little room) one behind the other.
 constexpr bool APART = TEAMS * WARPS <= 12;
 constexpr int VALUES_BEHIND = APART ? Dense<DK>::BLOCK : 0;
