@@ -58,6 +58,7 @@ template <class T> static T __shfl_xor_sync(unsigned m, T x, int d) { return __s
 template <class T> static T __shfl_up_sync(unsigned m, T x, int d) { return __shfl_sync(m, x, current % 32 >= d ? current % 32 - d : current % 32); }
 static unsigned __ballot_sync(unsigned, bool p) { return exchange((unsigned)p, [](unsigned(*all)[8]) { unsigned out = 0; for (int i = 0; i < 32; i++) out |= all[i][0] << i; return out; }); }
 static bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
+static unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 static unsigned __reduce_add_sync(unsigned, unsigned x) { return exchange(x, [](unsigned(*all)[8]) { unsigned out = 0; for (int i = 0; i < 32; i++) out += all[i][0]; return out; }); }
 
 static int __ffs(unsigned x) { return __builtin_ffs(x); }

@@ -134,13 +134,14 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
   // this team's share of the work: cost from `at` to `stop` of all rows together, in units of 256 bytes
-  u32 total = 0;
-  for (int b0 = 0; b0 < a.batch; b0 += 32) {
-    Row row; row.b = b0 + lane; row.h = 0;
-    u32 cost = 0;
-    if (row.b < a.batch) { row.count(a, row_block); cost = row.cost(); }
-    total += __reduce_add_sync(~0u, cost) * a.heads;
-  }
+  auto cost_of = [&](int b) -> u32 {                      // of one sequence
+    if (b >= a.batch) return 0;
+    Row row; row.b = b; row.h = 0; row.count(a, row_block);
+    return row.cost() * a.heads;
+  };
+  const u32 first_costs = cost_of(lane);
+  u32 total = __reduce_add_sync(~0u, first_costs);
+  for (int b0 = 32; b0 < a.batch; b0 += 32) total += __reduce_add_sync(~0u, cost_of(b0 + lane));
   // as many as get something for each of their warps; of rows that get more than one, all the same number, so that few teams have
   // parts of two rows, one after the other
   u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
@@ -154,17 +155,18 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     return;
   }
   // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
-  auto share = [&](u32 x) { return (u32)((u64)total * x / blocks); };
+  // (total x / blocks, and back; 64-bit divisions take half a microsecond each)
+  const u32 each = total / blocks, rest = total - each * blocks;
+  auto share = [&](u32 x) { return each * x + rest * x / blocks; };
   u32 at = share(here);
   const u32 stop = share(here + 1);
-  auto owner = [&](u32 x) { return (u32)(((u64)(x + 1) * blocks - 1) / total); };
+  const bool wide = __umulhi(total, blocks) != 0;
+  auto owner = [&](u32 x) { return wide ? (u32)(((u64)(x + 1) * blocks - 1) / total) : ((x + 1) * blocks - 1) / total; };
 
   Row row; row.b = 0;
   u32 start = 0, cost = 0;                                // of the current row
   for (int b0 = 0; b0 < a.batch; b0 += 32) {              // the sequence in which the share begins
-    Row mine; mine.b = b0 + lane; mine.h = 0;
-    u32 own = 0;
-    if (mine.b < a.batch) { mine.count(a, row_block); own = mine.cost() * a.heads; }
+    const u32 own = b0 ? cost_of(b0 + lane) : first_costs;
     u32 before = own;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) { const u32 x = __shfl_up_sync(~0u, before, d); if (lane >= d) before += x; }
