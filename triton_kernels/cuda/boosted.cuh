@@ -2,7 +2,7 @@
 // bits of the boosted channels: S = low . q' + high . (4 q')[map], with q' the queries times the scales. What a page changes is q'
 // alone, so nothing diverges and no channel is asked whether it is boosted.
 #pragma once
-#include "affine.cuh"
+#include "affine_keys.cuh"
 
 // Two operands from the word of 16 columns, as `unpack<2>`, but every code at four times its place in the lower column half:
 // 4 q' is then q' as it is, in both halves.

@@ -1,7 +1,7 @@
 """The constants of a compilation: what `attend.cu` and `append.cu` are told of a layer, as macros.
 
-A format contributes two C++ structs for attention (as keys, as values; see `affine.cuh`) and one for packing. The templates
-know nothing else of it. A new format adds a branch to `_structs`.
+A format contributes two C++ structs for attention (as keys, as values; see `affine_keys.cuh`, `affine_values.cuh`) and one for
+packing. The templates know nothing else of it. A new format adds a branch to `_structs`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def choose(
     )
     slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
     value = spec.formats[1]
-    # what values' scales are made into: `SCRATCH` in affine.cuh
+    # what values' scales are made into: `SCRATCH` in affine_values.cuh
     handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
     apart, behind = 64 * (head_dim_k + head_dim_v), 64 * widest  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4

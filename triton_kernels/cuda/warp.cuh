@@ -1,7 +1,8 @@
 // What a warp holds while it attends, and how shared memory and work are counted.
 #pragma once
 #include "common.cuh"
-#include "affine.cuh"
+#include "affine_keys.cuh"
+#include "affine_values.cuh"
 #include "boosted.cuh"
 #include "dense.cuh"
 

@@ -1,0 +1,176 @@
+// Keys as integers: see affine.cuh.
+#pragma once
+#include "affine.cuh"
+
+// GROUP: tokens (CHANNEL) or channels of a group. Per channel: scales go into q, zero points into one bias a row; per token: onto
+// the scores, in groups of channels.
+template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
+  using C = Codes<BITS, D>;
+  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most
+  static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
+  static constexpr int CODES = PT / 32 * C::BYTES;
+  static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
+  static constexpr int SLOT = CODES + 2 * META;
+
+  u32 q[NT][D / 8];       // right operand, scaled
+  static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
+  float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
+  float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
+  float sum[NT][2 * GROUPS];  // per token: c times the sum of q over each group of channels
+
+  // rows: normalised queries in shared memory; size: what they were divided by; sums: [ROWS][GROUPS]
+  __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
+    const int t = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int row = 8 * n + 2 * t + e;
+        c[n][e] = size[row] * scale * TWO24;
+        if constexpr (!CHANNEL) {
+#pragma unroll
+          for (int i = 0; i < GROUPS; i++) sum[n][2 * i + e] = size[row] * scale * sums[row * GROUPS + i];
+        }
+      }
+    if constexpr (!CHANNEL) load_q<false>(rows, 0, lane);
+  }
+
+  // Queries times scales and positions. `meta`: scales, in the order of channels.
+  template <bool SCALED> __device__ __forceinline__ void load_q(u32 rows, u32 meta, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16;
+    const u32 second = pack_half(1 / half_position<BITS>(1), 1 / half_position<BITS>(1));
+#pragma unroll
+    for (int b = 0; b < D / 32; b++) {
+      u32 s[4];
+      if constexpr (SCALED) lds<4>(s, meta + 64 * b + 16 * t);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        lds<4>(&q[n][4 * b], rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if constexpr (SCALED) q[n][4 * b + i] = mul2(q[n][4 * b + i], s[i]);
+          if (BITS != 8 && (i & 1)) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
+        }
+      }
+    }
+    if constexpr (D % 32) {
+      constexpr int b = D / 32;
+      u32 s[2];
+      if constexpr (SCALED) lds<2>(s, meta + 64 * b + 8 * t);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        lds<2>(&q[n][4 * b], rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if constexpr (SCALED) q[n][4 * b + i] = mul2(q[n][4 * b + i], s[i]);
+          if (BITS != 8 && i) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
+        }
+      }
+    }
+  }
+
+  // The zero points of a group as one more row of keys.
+  __device__ __forceinline__ void load_bias(u32 rows, u32 meta, int which, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16;
+    // A lane's four words of zero points are an operand as they lie: rows g then go with the queries' words 0 and 2, rows g + 8 with
+    // 1 and 3. So there are two products, and half of each counts.
+    float acc[2][NT][4] = {};
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      constexpr int WHOLE = D / 32;
+      u32 z[4] = {};
+      if (b < WHOLE) lds<4>(z, meta + 64 * b + 16 * t); else lds<2>(z, meta + 64 * b + 8 * t);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        u32 x[4] = {};
+        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+        mma<false>(acc[0][n], z, x[0], x[2]);
+        mma<false>(acc[1][n], z, x[1], x[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * (c[n][e] * (1 / TWO24));
+  }
+
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
+    copy_linear<CODES>(slot, part + token / 32 * C::BYTES, lane);
+    const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
+    if (!CHANNEL || fresh || token % GROUP == 0) copy_pair<META>(slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
+  }
+
+  // Whether `scores` finds new scales in this piece.
+  __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
+    if constexpr (CHANNEL && GROUP >= PT)
+      if (fresh || token % GROUP == 0) { load_q<true>(rows, slot + CODES, lane); load_bias(rows, slot + CODES + META, 0, lane); }
+  }
+
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
+    const int g = lane >> 2;
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++) {
+      if constexpr (CHANNEL && GROUP < PT)
+        if (blk * 32 % GROUP == 0) {
+          load_q<true>(rows, slot + CODES + blk * 32 / GROUP * D * 2, lane);
+          load_bias(rows, slot + CODES + META + blk * 32 / GROUP * D * 2, blk * 32 / GROUP, lane);
+        }
+      float scale[4], zero[4], part[2][NT][4];
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            part[h][n][i] = 0.f;
+            if constexpr (GROUPS > 1) s[2 * blk + h][n][i] = 0.f;
+          }
+      const u32 words = slot + blk * C::BYTES + (lane) * 4 * C::V;
+#pragma unroll
+      for (int load = 0; load < C::WORDS / C::V; load++) {
+        u32 w[C::V]; lds<C::V>(w, words + load * 128 * C::V);
+#pragma unroll
+        for (int e = 0; e < C::TILES; e++) {
+          const int k = load * C::TILES + e;
+          u32 a[2][4]; unpack<BITS>(w + e * (BITS / 2), a);
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) mma<false>(part[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
+          if constexpr (!CHANNEL)
+            if ((k + 1) * 16 % GROUP == 0) {  // a group of channels is complete: its scale and zero point
+              const int i0 = k * 16 / GROUP;
+              const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * GROUPS + i0) * 2;
+              four_halves<GROUPS>(scale, meta); four_halves<GROUPS>(zero, meta + META);
+#pragma unroll
+              for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                  for (int i = 0; i < 4; i++) {
+                    const int j = 2 * h + (i >> 1);
+                    const float x = part[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) + sum[n][2 * i0 + (i & 1)] * zero[j];
+                    s[2 * blk + h][n][i] = GROUPS > 1 ? s[2 * blk + h][n][i] + x : x;
+                    part[h][n][i] = 0.f;
+                  }
+            }
+        }
+      }
+      if constexpr (CHANNEL) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[2 * blk + h][n][i] = part[h][n][i];
+      }
+    }
+  }
+
+  // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
+  __device__ __forceinline__ float factor(int n, int tile, int e) const { return CHANNEL ? c[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f; }
+  // What is to be added then.
+  __device__ __forceinline__ float offset(int n, int tile, int e) const { return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f; }
+};
