@@ -201,7 +201,8 @@ class LowBitLayer(CacheLayerMixin):
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
             )
-        if self.is_initialized and count > int(self.cumulative_length):
+        # 0 comes from the host in every step, which must not wait for the device then
+        if count and self.is_initialized and count > int(self.cumulative_length):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
         return count
 

@@ -55,6 +55,20 @@ def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_l
     assert torch.equal(_history(straight)[0], _history(detour)[0])
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 400])
+def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monkeypatch):
+    """The host crops 0 tokens in every step where it looks at the end of sequences a step late."""
+    cache = lb.LowBitCache(model, "int4-token", "int4-token", max_cache_len=max_cache_len)
+    model(left_padded(1, 300)[0], past_key_values=cache)
+
+    def wait(*args):
+        raise AssertionError("read back from the device")
+
+    for name in ("item", "__int__", "__bool__", "__float__", "tolist", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, wait)
+    cache.crop(0)
+
+
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 @pytest.mark.parametrize("residual", [32, 0])
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):

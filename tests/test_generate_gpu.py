@@ -152,6 +152,7 @@ def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backen
                 break
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "kitty-hadamard"])
 def test_gpu_compiled_steps_give_the_eager_logits(llama, preset, backend):
     """In 16 bits, where compiled code rounds differently; exact tokens, in float32, are in `test_compile.py`."""

@@ -126,7 +126,7 @@ def choose(
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     spread = rows <= 4
-    most = (16 if spread else 12) if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
+    most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
     best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles, spread)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3)):
         # a deeper ring pays only where pieces are large and warps few
