@@ -52,6 +52,8 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(**KITTY, **PAGES, lengths=(700, 1, 290)),
         Case(keys="boosted2-r0.3", values="int4-token", head_dim=96, groups=16, dtype=torch.bfloat16),
         Case(**KITTY, lengths=(0, 0), heads=1),
+        Case(lengths=(3700,), heads=1, head_dim=64, page_size=64),
+        Case(keys="int2-channel", values="int2-token", lengths=(1900, 1900), heads=1, **PAGES),
     ],
     ids=str,
 )  # fmt: skip
@@ -101,6 +103,7 @@ STEPS = [
     (Case(head_dim=80, head_dim_v=96, lengths=(94,), capacity=100, sinks=True, softcap=20.0), 8),
     (Case(head_dim=256, lengths=(66,), heads=1, groups=16, residual=0, transform="hadamard"), 3),
     (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
+    (Case(**KITTY, **PAGES, lengths=(1950, 1950), heads=1), 2),
 ]
 
 

@@ -30,9 +30,14 @@ static void yield() { swapcontext(&fibers[current], &scheduler); }
 
 struct Barrier {
   int arrived, generation;
+  bool arrive(int count) {
+    if (++arrived < count) return false;
+    arrived = 0; generation++;
+    return true;
+  }
   void wait(int count) {
     const int mine = generation;
-    if (++arrived == count) { arrived = 0; generation++; } else while (generation == mine) yield();
+    if (!arrive(count)) while (generation == mine) yield();
   }
 };
 static Barrier warps[32], barriers[17];

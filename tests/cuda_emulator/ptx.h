@@ -7,12 +7,17 @@ static void copy(u32 s, const void* g, u32 size, bool keep) {
   if (keep) memcpy(shared_memory + s, g, size); else memset(shared_memory + s, 0, size);
 }
 static void cp16(u32 s, const void* g, bool keep = true) { copy(s, g, 16, keep); }
+static void cp16_if(bool real, u32 s, const void* g) { if (real) copy(s, g, 16, true); }
 static void cp8(u32 s, const void* g, bool keep) { copy(s, g, 8, keep); }
 static void commit() {}
 template <int N> static void wait() {}
 template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); memcpy(shared_memory + a, x, 4 * V); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
+static const u8* opaque(const u8* p) { return p; }
+static u32 ask(const u32* p) { return *p; }
+static i64 ask(const i64* p) { return *p; }
+static void count_up(bool does, int* counter, int& found) { if (does) found = (*counter)++; }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
 
 static float half_to_float(u32 h) { return _cvtsh_ss((u16)h); }

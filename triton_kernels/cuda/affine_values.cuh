@@ -26,9 +26,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    copy_linear<CODES>(slot, part + token / 32 * C::BYTES, lane);
+    copy_linear<CODES>(limit > -PT, slot, part + token / 32 * C::BYTES, lane);
     const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
-    copy_pair<META>(slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
+    copy_pair<META>(limit > -PT, slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
   static __device__ __forceinline__ float position(int j) { return half_position<BITS>(j & 1) * operand_position<BITS>(j >> 1); }
@@ -38,7 +38,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     four_halves<GROUPS>(scale, slot + CODES + ((blk * 32 + lane / 4 * 4) * GROUPS + i) * 2);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if (DIRECT && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
+      if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
       scale[j] = scale[j] * (1 / position(j)) + 1e-15f;  // a scale of zero goes with codes of zero: any number will do
     }
   }
@@ -57,7 +57,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       // 1 / position(j), a power of two
       const float inverse_position = __uint_as_float((127 - (BITS == 2 ? 2 * (j & 1) + 4 * (j >> 1) : BITS == 4 ? 4 * (j & 1) : 0)) << 23);
       float scale = half_to_float(e ? scales >> 16 : scales & 0xffff), zero = half_to_float(e ? zeros >> 16 : zeros & 0xffff);
-      if (DIRECT && token >= limit) { scale = 1.f; zero = 0.f; }
+      if (PARTIAL && token >= limit) { scale = 1.f; zero = 0.f; }
       scale = scale * inverse_position + 1e-15f;          // a scale of zero goes with codes of zero: any number will do
       x[0][e] = lg2(scale); x[1][e] = rcp(scale); x[2][e] = zero * x[1][e];
     }
@@ -111,7 +111,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       four_halves<GROUPS>(zero, slot + CODES + META + ((blk * 32 + lane / 4 * 4) * GROUPS + group) * 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        if (DIRECT && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
+        if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
         inverse[j] = rcp(scale[j]);
         zero[j] *= inverse[j];
         scale[j] = lg2(scale[j]) - shift[blk][j];

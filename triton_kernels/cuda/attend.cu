@@ -11,6 +11,7 @@
 #include "warp.cuh"
 #include "pages.cuh"
 #include "window.cuh"
+#include "plan.cuh"
 #include "crew.cuh"
 #if FUSED
 #include "store_in_attend.cuh"
@@ -51,15 +52,31 @@ extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES;
 struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
   u32 x[EACH][WORDS];
+  float most[EACH];                                       // largest magnitude of the lane's numbers
 
-  __device__ __forceinline__ void load(const Args& a, const Row& row, int row_block, int warp, int lane) {
+  __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS, r = SPREAD ? i / 2 : row_block * ROWS + i;
       const bool real = i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
-      const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (row.b * a.q_b + (row.h * a.groups + (real ? r % a.groups : 0)) * a.q_h + (real ? r / a.groups : 0) * a.q_s));
+      const int token = real ? (int)__fdividef(r + 0.5f, (float)a.groups) : 0, head = real ? r - token * a.groups : 0;
+      const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
 #pragma unroll
-      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
+      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
+    }
+  }
+
+  // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
+  // take in copies that were begun before it.
+  __device__ __forceinline__ void settle(const Args& a, int lane) {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+#if TURNED
+      turn_row<DK>(x[j], a.q_scale, lane);
+#endif
+      most[j] = 0.f;
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
     }
   }
 
@@ -69,21 +86,16 @@ struct Queries {
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS;
       if (i >= ROWS) break;
-#if TURNED
-      turn_row<DK>(x[j], a.q_scale, lane);
-#endif
       u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
-      float most = 0.f;
 #pragma unroll
       for (int k = 0; k < WORDS; k++) {
         const int pair = k * 32 + lane;
         if (pair < DK / 2) target[pair] = x[j][k];
-        most = fmaxf(most, fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
       }
       if constexpr (Keys::NORMALISED) {
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-        const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 252u);  // the next power of two
+        for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u), 252u);  // the next power of two
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};
 #pragma unroll
@@ -133,91 +145,57 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // this team's share of the work: cost from `at` to `stop` of all rows together, in units of 256 bytes
-  auto cost_of = [&](int b) -> u32 {                      // of one sequence
-    if (b >= a.batch) return 0;
-    Row row; row.b = b; row.h = 0; row.count(a, row_block);
-    return row.cost() * a.heads;
-  };
-  const u32 first_costs = cost_of(lane);
-  u32 total = __reduce_add_sync(~0u, first_costs);
-  for (int b0 = 32; b0 < a.batch; b0 += 32) total += __reduce_add_sync(~0u, cost_of(b0 + lane));
-  // as many as get something for each of their warps; of rows that get more than one, all the same number, so that few teams have
-  // parts of two rows, one after the other
-  u32 blocks = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
-  if (const u32 rows = a.batch * a.heads; blocks > rows && blocks < (u32)a.teams)
-    blocks = min(blocks / rows + 1, (u32)a.teams / rows) * rows;
-  if (here >= (int)blocks) {
-#if FUSED
+  __shared__ Part parts[TEAMS];
+  __shared__ Share shares[TEAMS];
+  Part part;
+  Queries queries;
+  int b, h;
+  bool asked = even_row(a, here, b, h);
+  if (asked) queries.load(a, b, h, row_block, warp, lane);  // ahead of all copies, of other blocks too
+  if (asked) asked = even_part(a, row_block, here, b, h, lane, part);
+  if (!asked) {
+    if (warp == 0) Plan(a, row_block, here, lane).next(parts[team], shares[team]);
     meet(team);
+    part = parts[team];
+  }
+  if (!part.some) {
+#if FUSED
     if (warp == 0) write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
 #endif
     return;
   }
-  // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
-  // (total x / blocks, and back; 64-bit divisions take half a microsecond each)
-  const u32 each = total / blocks, rest = total - each * blocks;
-  auto share = [&](u32 x) { return each * x + rest * x / blocks; };
-  u32 at = share(here);
-  const u32 stop = share(here + 1);
-  const bool wide = __umulhi(total, blocks) != 0;
-  auto owner = [&](u32 x) { return wide ? (u32)(((u64)(x + 1) * blocks - 1) / total) : ((x + 1) * blocks - 1) / total; };
-
-  Row row; row.b = 0;
-  u32 start = 0, cost = 0;                                // of the current row
-  for (int b0 = 0; b0 < a.batch; b0 += 32) {              // the sequence in which the share begins
-    const u32 own = b0 ? cost_of(b0 + lane) : first_costs;
-    u32 before = own;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) { const u32 x = __shfl_up_sync(~0u, before, d); if (lane >= d) before += x; }
-    const u32 behind = __ballot_sync(~0u, start + before > at);
-    if (behind) {
-      const int first = __ffs(behind) - 1;
-      start += __shfl_sync(~0u, before - own, first);
-      row.b = b0 + first;
-      break;
-    }
-    start += __shfl_sync(~0u, before, 31);
-  }
-  row.h = 0; row.count(a, row_block); cost = row.cost();
-  row.h = (at - start) / cost; start += cost * row.h;
 
   float* merge = reinterpret_cast<float*>(smem + HEAD_BYTES);
   const u32 rows_raw = shared_address(smem), rows = rows_raw + (Keys::NORMALISED ? ROWS * Q_STRIDE : 0);
-  const u32 ring = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
+  const u32 slots = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
   const float* size = reinterpret_cast<const float*>(smem + Q_BYTES);
   Warp w;
-  while (at < stop) {
-    row.count(a, row_block); cost = row.cost();
-    const int low = at - start, high = min(stop - start, cost);
-    // the same part of the row's units and of its window, so that no team has the whole window
-    auto part = [&](int x, int count) { return x >= (int)cost ? count : min((int)((float)x * ((float)count / (float)cost)), count); };
-    const int w0 = part(low, row.blocks), w1 = part(high, row.blocks);
-    const i64 r = (i64)row.b * a.heads + row.h;
-    const int first = owner(start), final = owner(start + cost - 1);  // the teams that share the row
-    const Work work(row, part(low, row.units), part(high, row.units));
-    // few warps take the window, so that it does not hold up the others, and before pages, so that these even out the rest
-    const int few = min(w1 - w0, min((WARPS * (w1 - w0) + work.units) / (work.units + 1), WARPS));
-    const bool both = warp < few;
-    const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, ring};
-    const int item = both ? WARPS - 1 - warp : warp - few;
+  while (true) {
     if (thread == 0) taken = 0;
+    const Row row = part.row;
+    const i64 r = (i64)row.b * a.heads + row.h;
+    const int w0 = part.blocks[0], w1 = part.blocks[1], first = part.teams[0], final = part.teams[1];
+    const Work work(row, part.units[0], part.units[1]);
+    // few warps take the window, so that it does not hold up the others, and before pages, so that these even out the rest
+    const int few = min(w1 - w0, min((int)__fdividef((float)(WARPS * (w1 - w0) + work.units), (float)(work.units + 1)), WARPS));
+    const bool both = warp < few;
+    const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, slots};
+    const int item = both ? WARPS - 1 - warp : warp - few;
 #if FUSED
     const bool stores = row_block == 0 && w0 < row.blocks && w1 == row.blocks;  // has the chunk's block of the window
     if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
+    const bool leaves = warp == WARPS - 1 && part.last;
+    if (part.last) gather(team, leaves);                  // all have read the counters
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // ahead of its copies, for which a fence would wait
 #endif
-    meet(team);
-#if FUSED
-    const bool leaves = warp == WARPS - 1 && start + cost >= stop;
-    const int before = leaves ? leave_counters(a.arrived, lane) : 0;
-#endif
-    Queries queries;
-    queries.load(a, row, row_block, warp, lane);
+    if (asked) queries.settle(a, lane); else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
 #if TURNED
     if (both) turn_chunk(a, row, w0 + warp, w1, few, lane);
 #endif
-    if (both) window.start(); else pages.start(w, item, ring);
+    if (both) window.start(); else pages.start(w, item, slots);
+    if (!asked) queries.settle(a, lane);
+    asked = false;
     queries.put(a, smem, warp, lane);
     meet(team);
 #if FUSED
@@ -235,9 +213,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) w.o[k][n][i] *= Values::SUM_UNIT;
-      pages.start(w, item, ring);
+      pages.start(w, item, slots);
     }
-    pages.attend(w, rows, ring, a.softcap);
+    pages.attend(w, rows, slots, a.softcap);
     w.values.finish(w.o);
 
     // the warps of the team
@@ -281,10 +259,12 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
       }
     }
     if (first != final) {  // the teams
-      __threadfence();
       meet(team);
       int* counter = a.counters + row_block * a.batch * a.heads + r;
-      if (thread == 0) last = atomicAdd(counter, 1) == final - first;
+      if (thread == 0) {
+        __threadfence();                                  // what the whole team wrote comes first: it was written before the barrier
+        last = atomicAdd(counter, 1) == final - first;
+      }
       meet(team);
       if (last) {
         __threadfence();
@@ -325,7 +305,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #if FUSED
     if (due.stored >= 0) pack_token(a.store, r, due.stored, due.before, thread, team, smem);
 #endif
-    at = start + cost; start = at;
-    if (++row.h == a.heads) { row.h = 0; row.b++; }
+    if (part.last) return;
+    if (warp == 0) Plan(a, row_block, shares[team], lane).next(parts[team], shares[team]);
+    meet(team);
+    part = parts[team];
   }
 }

@@ -12,6 +12,11 @@ constexpr int ROWS = 8 * NT;        // columns of products for query rows (heads
 // SPREAD: at most four query rows, in every other column. A lane then has one row's scores, where side by side half of the lanes
 // had two and the others none that count. COLUMNS_USED: of a lane's two columns; EVERY: step over a lane's four numbers.
 constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
+#ifdef PAGE
+// Tokens that a warp takes at a time, in two pieces; and whether not all of them need hold tokens.
+constexpr int UNIT = 2 * PT;
+constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
+#endif
 constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24
@@ -26,7 +31,7 @@ struct Args {
   float* partial;
   int* counters;                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
-  int batch, heads, groups, tokens, pages, sink, tail, teams;
+  int batch, heads, groups, tokens, pages, sink, tail, teams, split;  // split: teams / (B * H) where that is whole, else 0
   float scaling, softcap;
   const u8* raw_k;                  // TURNED: the chunk's keys; `k` is then where they are put, transformed
   const float *q_scale, *k_scale;   // factors of channels, or null
@@ -36,11 +41,18 @@ struct Args {
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s), "l"(g), "r"(keep ? 16 : 0));
 }
+// Or nothing at all.
+__device__ __forceinline__ void cp16_if(bool real, u32 s, const void* g) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(s), "l"(g), "r"((int)real));
+}
 __device__ __forceinline__ void cp8(u32 s, const void* g, bool keep) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(s), "l"(g), "r"(keep ? 8 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// The same pointer, about which the compiler knows nothing: what is added to it later are then offsets, not pointers of their own.
+__device__ __forceinline__ const u8* opaque(const u8* p) { asm volatile("" : "+l"(p)); return p; }
 
 // `V` consecutive words of shared memory
 template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
@@ -48,11 +60,19 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
 }
+// From global memory, asked for where this stands: before copies that come after it, behind which it would wait.
+__device__ __forceinline__ u32 ask(const u32* p) { u32 x; asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
+__device__ __forceinline__ i64 ask(const i64* p) { i64 x; asm volatile("ld.global.u64 %0, [%1];" : "=l"(x) : "l"(p)); return x; }
 __device__ __forceinline__ u32 lds_u16(u32 a) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a)); return h; }
 // `V` consecutive numbers to shared memory
 template <int V> __device__ __forceinline__ void sts(u32 a, const float* x) {
   if constexpr (V == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x[0]), "f"(x[1]) : "memory");
   else asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x[0]) : "memory");
+}
+// Adds one to a counter in shared memory; `found` gets what it was, when that is looked at: nothing waits here. In a branch, and with
+// atomicAdd, it would.
+__device__ __forceinline__ void count_up(bool does, int* counter, int& found) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], 1;}" : "+r"(found) : "r"((int)does), "r"((u32)__cvta_generic_to_shared(counter)) : "memory");
 }
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -98,18 +118,19 @@ template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int 
   return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1) : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
 }
 
-// Copy `BYTES` consecutive bytes, the warp together.
-template <int BYTES> __device__ __forceinline__ void copy_linear(u32 target, const u8* source, int lane) {
+// Copy `BYTES` consecutive bytes, the warp together; or, where they are not real, nothing.
+template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 target, const u8* source, int lane) {
+  const u8* from = opaque(source + lane * 16);
 #pragma unroll
   for (int at = 0; at < BYTES; at += 512)
-    if (at + 512 <= BYTES || at + lane * 16 < BYTES) cp16(target + at + lane * 16, source + at + lane * 16);
+    cp16_if(real && (at + 512 <= BYTES || at + lane * 16 < BYTES), target + at + lane * 16, from + at);
 }
 
 // Two arrays of `BYTES` bytes each, one behind the other.
-template <int BYTES> __device__ __forceinline__ void copy_pair(u32 target, const u8* first, const u8* second, int lane) {
+template <int BYTES> __device__ __forceinline__ void copy_pair(bool real, u32 target, const u8* first, const u8* second, int lane) {
 #pragma unroll
   for (int at = 0; at < 2 * BYTES; at += 512) {
     const int mine = at + lane * 16;
-    if (at + 512 <= 2 * BYTES || mine < 2 * BYTES) cp16(target + mine, mine < BYTES ? first + mine : second + (mine - BYTES));
+    cp16_if(real && (at + 512 <= 2 * BYTES || mine < 2 * BYTES), target + mine, mine < BYTES ? first + mine : second + (mine - BYTES));
   }
 }

@@ -98,7 +98,7 @@ template <int D> struct DenseKeys {
     for (int blk = 0; blk < PT / 32; blk++)
       Dense<D>::copy(slot + blk * Dense<D>::BLOCK, [&](int j, bool& keep) {
         const int i = blk * 32 + lane / 4 * 4 + j;
-        keep = !DIRECT || i < limit;
+        keep = i < limit;
         return part + (i64)(token + i) * D * 2;
       }, lane);
   }

@@ -22,17 +22,16 @@ from ...pages import LayerSpec
 from ...transforms import base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
-RESERVED, SHARED = 1024 + 128, 228 * 1024
+RESERVED, SHARED = 1024 + 512, 228 * 1024
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
 
 
 class Choice(NamedTuple):
-    """How the attend kernel is laid out: tokens of a piece, pieces in the ring, warps of a team, teams of a block of threads
-    (one a multiprocessor), groups of eight query rows, whether four rows at most lie in every other column."""
+    """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (one a
+    multiprocessor), groups of eight query rows, whether four rows at most lie in every other column."""
 
     piece: int
-    ring: int
     warps: int
     teams: int
     row_tiles: int
@@ -121,26 +120,23 @@ def choose(
     value = spec.formats[1]
     # what values' scales are made into: `SCRATCH` in affine_values.cuh
     handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
-    apart, behind = 64 * (head_dim_k + head_dim_v), 64 * widest  # `WINDOW_BYTES` in warp.cuh
+    window = 64 * (head_dim_k + head_dim_v)  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4
     queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     spread = rows <= 4
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
-    best, found = (0.0, 0.0), Choice(piece, 2, 1, 1, row_tiles, spread)
-    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3)):
-        # a deeper ring pays only where pieces are large and warps few
-        ring = 3 if min(bits) == 16 and (warps, teams) == (4, 1) else 2
-        window = apart if warps * teams <= 12 else behind
-        need = queries + warps * -(-max(ring * slot + handed, window, merge) // 128) * 128
+    best, found = (0.0, 0.0), Choice(piece, 1, 1, row_tiles, spread)
+    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
+        need = queries + warps * -(-max(2 * slot + handed, window, merge) // 128) * 128
         if teams * need + RESERVED > shared or warps * teams > most:
             continue
         slots = processors * teams
         even = grid_size(slots, heads) % heads == 0
         # where a team has many rows one after the other, several teams keep each other's gaps busy
-        score = (most + 1.0 if ring == 3 else warps * teams + 1.5 * even, -teams if slots >= heads else teams)
+        score = (warps * teams + 1.5 * even, -teams if slots >= heads else teams)
         if score > best:
-            best, found = score, Choice(piece, ring, warps, teams, row_tiles, spread)
+            best, found = score, Choice(piece, warps, teams, row_tiles, spread)
     return found
 
 
@@ -149,7 +145,7 @@ def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice)
     threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
     of every step takes longer than a launch of its own (docs/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
-    window = 64 * (head_dim_k + head_dim_v if choice.warps * choice.teams <= 12 else widest)
+    window = 64 * (head_dim_k + head_dim_v)
     threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
     room = 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
     return room and not spec.direct
@@ -205,7 +201,6 @@ def attend_defines(
             "KEY_FORMAT": keys.keys,
             "VALUE_FORMAT": values.values,
             "PT": choice.piece,
-            "RING": choice.ring,
             "WARPS": choice.warps,
             "TEAMS": choice.teams,
             "NT": choice.row_tiles,

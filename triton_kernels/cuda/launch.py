@@ -35,7 +35,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
         *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
-        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams".split()),
+        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
         *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s".split()),
@@ -251,6 +251,7 @@ def _attend(
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
     slots = max(_properties(device).multi_processor_count * choice.teams // row_blocks, 1)
     teams = min(grid_size(slots, batch * heads), most)
+    split = 0 if teams % (batch * heads) else teams // (batch * heads)
     partial = torch.empty(
         row_blocks * (teams + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
     )
@@ -263,7 +264,7 @@ def _attend(
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
         *(state.length.data_ptr(), state.paged.data_ptr(), out.data_ptr(), partial.data_ptr(), counters.data_ptr()),
         *(*q.stride()[:3], *keys.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
-        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams),
+        *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams, split),
         *(scaling, 1.0 if softcap is None else softcap),
         *((0, 0, 0) if how is None else (raw_k.data_ptr(), _address(how.query_scale), _address(how.key_scale))),
         *raw_k.stride()[:3],

@@ -2,116 +2,122 @@
 #pragma once
 #include "warp.cuh"
 
-// Units [begin, stop) of a row's pages, which the warps of a team take as they get done: whole units, and of the last ones a piece at
-// a time, so that all warps are done together (older warps are served first and run ahead).
+// Units [first, first + units) of a row's pages, which the warps of a team take as they get done (older warps are served first and
+// run ahead).
 struct Work {
-  int units, first, whole, items, end;                    // first token; items that are whole units; all items; where tokens end
+  int first, units, end;                                  // end: where tokens end
   __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
-    units = stop - begin;
-    first = begin * UNIT; end = min(stop * UNIT, row.paged);
-    whole = max(units - WARPS, 0); items = whole + (units - whole) * PIECES;
+    first = begin; units = stop - begin; end = min(stop * UNIT, row.paged);
   }
 };
 
-// Copies run ahead of what is computed: group n of them holds the keys of piece n + 1 and the values of piece n.
+// A unit is two pieces, each with a slot of its own in the warp's shared memory, and the loop over units is written out for both: where
+// a piece lies and what belongs to it is then known to the compiler. Copies run ahead of what is computed: while a unit's piece 0 is
+// weighed, the next unit's keys 0 and this one's values 1 are copied; while piece 1 is, the next one's keys 1 and values 0.
 struct Pages {
-  static constexpr int SLOT = Keys::SLOT + Values::SLOT, NONE = 0x7fffffff;
+  static constexpr int SLOT = Keys::SLOT + Values::SLOT;
+  static constexpr int NONE = -2 * UNIT;
+  static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
+
+  // Where a unit lies, and what of it holds tokens.
+  struct Place {
+    i64 page[EACH];                                       // bytes from `pool`
+    // of piece 0: place in its page; tokens from there on (where there is no unit, NONE). A piece without tokens in a unit with some is
+    // copied from another's place: what has no weight must be numbers all the same
+    int token, left;
+    __device__ __forceinline__ u32 at(int piece) const { return PAGE < UNIT ? piece * PT % PAGE : PAGE == UNIT ? piece * PT : token + piece * PT; }
+  };
+
   const i64* table;
   const u8* pool;
-  const u8* page[RING + 1];                               // of pieces n, n + 1, ..., n + RING
-  int token[RING + 1];                                    // of these, sink not counted; odd where a unit or an item begins
-  int left, next, next_left;                              // pieces that follow in this item; the item to take next
-  i64 next_page;
   Work work;
-  int* taken;                                             // items that the team has taken beyond the first two of each warp
-  int pending, lane;                                      // the item after `next` (of lane 0)
+  int* taken;                                             // units that the team has taken beyond the first two of each warp
+  int pending, lane;                                      // the next unit to take, less the first two of each warp (of lane 0)
+  Place here, next;
 
   __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_) : work(work_), taken(taken_), lane(lane_) {
-    table = a.address + (i64)row.b * a.pages; pool = a.pool + (i64)row.h * PAGE_BYTES;
+    table = a.address + (i64)row.b * a.pages; pool = opaque(a.pool + (i64)row.h * PAGE_BYTES);
   }
 
-  __device__ __forceinline__ void take(int item) {
-    const bool unit = item < work.whole;
-    next = work.first + (unit ? item * UNIT : work.whole * UNIT + (item - work.whole) * PT) + 1;
-    next_left = unit ? PIECES - 1 : 0;
-    if (item < work.items && next <= work.end) next_page = table[(u32)next / PAGE]; else next = NONE;
-  }
-  // From one piece of this warp to its next.
-  __device__ __forceinline__ void step(int& t, const u8*& p) {
-    if (left > 0 && (t & -2) + PT < work.end) {
-      left--; t = (t & -2) + PT;
-      if (PAGE < UNIT && (u32)t % PAGE == 0) { p = pool + table[(u32)t / PAGE]; t++; }
-      return;
-    }
-    t = next; left = next_left; p = pool + next_page;
-    if (next == NONE) return;
-    const int item = __shfl_sync(~0u, pending, 0);
-    if (ORDERED) pending += WARPS;
-    else if (lane == 0) pending = 2 * WARPS + atomicAdd(taken, 1);
-    take(item);
-  }
-  __device__ __forceinline__ void copy_keys(const Keys& keys, int i, u32 slot) {
-    const int t = token[i] & -2;
-    if (t < work.end) keys.copy(slot, page[i], (u32)t % PAGE, token[i] & 1, work.end - t, lane);
-  }
-  __device__ __forceinline__ void copy_values(const Values& values, int i, u32 slot) {
-    const int t = token[i] & -2;
-    if (t < work.end) values.copy(slot + Keys::SLOT, page[i] + VALUE_AT, (u32)t % PAGE, work.end - t, lane);
-  }
-
-  __device__ __forceinline__ void start(const Warp& w, int item, u32 ring) {
-    left = 0; pending = item + WARPS;
-    take(item);
+  __device__ __forceinline__ Place place(int unit) const {
+    Place out;
+    const bool real = unit < work.units;
+    const u32 token = (u32)(work.first + (real ? unit : 0)) * UNIT;
 #pragma unroll
-    for (int i = 0; i < RING; i++) {
-      if (i) { token[i] = token[i - 1]; page[i] = page[i - 1]; }
-      step(token[i], page[i]);
-      copy_keys(w.keys, i, ring + i * SLOT);
-      if (i) copy_values(w.values, i - 1, ring + (i - 1) * SLOT);
-      commit();
-    }
+    for (int i = 0; i < EACH; i++) out.page[i] = i == 0 || token + i * PAGE < (u32)work.end ? ask(table + token / PAGE + i) : out.page[0];
+    out.token = token % PAGE;
+    out.left = real ? PARTIAL ? work.end - (int)token : UNIT : NONE;
+    return out;
+  }
+  template <int PIECE> __device__ __forceinline__ const u8* part(const Place& x) const { return pool + x.page[PIECE * PT / PAGE % EACH]; }
+  template <int PIECE> __device__ __forceinline__ void copy_keys(const Keys& keys, const Place& x, u32 slots) const {
+    keys.copy(slots + PIECE * SLOT, part<PIECE>(x), x.at(PIECE), PIECE == 0, PARTIAL ? x.left - PIECE * PT : x.left, lane);
+  }
+  template <int PIECE> __device__ __forceinline__ void copy_values(const Values& values, const Place& x, u32 slots) const {
+    values.copy(slots + PIECE * SLOT + Keys::SLOT, part<PIECE>(x) + VALUE_AT, x.at(PIECE), PARTIAL ? x.left - PIECE * PT : x.left, lane);
   }
 
-  __device__ __forceinline__ void attend(Warp& w, u32 rows, u32 ring, float cap) {
-    if (token[0] == NONE) return;
-    wait<RING - 1>(); __syncwarp();
-    u32 before = ring + (RING - 1) * SLOT, here = ring, behind = ring + SLOT;  // slots of pieces n - 1, n, n + 1
+  __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
+    here = place(unit); next = place(unit + WARPS);
+    pending = unit - WARPS;                               // ORDERED
+    copy_keys<0>(w.keys, here, slots); commit();
+    copy_keys<1>(w.keys, here, slots); copy_values<0>(w.values, here, slots); commit();
+  }
+
+  // Asks for one more unit, where the one before it was there.
+  __device__ __forceinline__ void claim() {
+    if (ORDERED) pending += WARPS; else count_up(lane == 0 && next.left != NONE, taken, pending);
+  }
+
+  // One piece: its weights from its scores s and its values, and the scores of the piece behind it.
+  template <int PIECE> __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
+    const u32 values = slots + PIECE * SLOT + Keys::SLOT, scratch = slots + 2 * SLOT;
+    wait<0>(); __syncwarp();
+    copy_keys<PIECE>(w.keys, next, slots);
+    if constexpr (PIECE == 0) copy_values<1>(w.values, here, slots); else copy_values<0>(w.values, next, slots);
+    commit();
+    const int limit = PARTIAL ? here.left - PIECE * PT : 0;
+    w.values.weigh(values, scratch, limit, lane);
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i += EVERY) {
+          s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
+          if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
+        }
+    w.subtract_maximum<TILES>(s);
+    // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
+    // they are computed from stale memory and not used)
+    const u32 keys = slots + (1 - PIECE) * SLOT;
+    w.keys.refresh(keys, rows, PIECE == 0 ? here.at(1) : next.at(0), PIECE == 1, lane);
+    float ahead[TILES][NT][4];
+    w.keys.scores(ahead, keys, rows, lane);
+    w.values.add(w.o, w.l, s, values, scratch, limit, lane);
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i += EVERY) s[k][n][i] = ahead[k][n][i];
+  }
+
+  __device__ __forceinline__ void attend(Warp& w, u32 rows, u32 slots, float cap) {
+    if (here.left == NONE) return;
+    wait<1>(); __syncwarp();
+    claim();
     float s[TILES][NT][4];
-    w.keys.refresh(ring, rows, (u32)(token[0] & -2) % PAGE, true, lane);
-    w.keys.scores(s, ring, rows, lane);
+    w.keys.refresh(slots, rows, here.at(0), true, lane);
+    w.keys.scores(s, slots, rows, lane);
 #pragma unroll 1
-    while (token[0] != NONE) {
-      wait<RING - 2>(); __syncwarp();
-      token[RING] = token[RING - 1]; page[RING] = page[RING - 1];
-      step(token[RING], page[RING]);
-      copy_keys(w.keys, RING, here); copy_values(w.values, RING - 1, before); commit();
-      const int limit = DIRECT ? work.end - (token[0] & -2) : 0;
-      w.values.weigh(here + Keys::SLOT, ring + RING * SLOT, limit, lane);
-#pragma unroll
-      for (int k = 0; k < TILES; k++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i += EVERY) {
-            s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
-            if (DIRECT && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
-          }
-      w.subtract_maximum<TILES>(s);
-      // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
-      // they are computed from stale memory and not used)
-      w.keys.refresh(behind, rows, (u32)(token[1] & -2) % PAGE, token[1] & 1, lane);
-      float ahead[TILES][NT][4];
-      w.keys.scores(ahead, behind, rows, lane);
-      w.values.add(w.o, w.l, s, here + Keys::SLOT, ring + RING * SLOT, limit, lane);
-      before = here; here = behind; behind = behind == ring + (RING - 1) * SLOT ? ring : behind + SLOT;
-#pragma unroll
-      for (int i = 0; i < RING; i++) { token[i] = token[i + 1]; page[i] = page[i + 1]; }
-#pragma unroll
-      for (int k = 0; k < TILES; k++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i += EVERY) s[k][n][i] = ahead[k][n][i];
+    while (true) {
+      const Place behind = place(2 * WARPS + __shfl_sync(~0u, pending, 0));  // the unit after the next: its page is asked for a unit ahead
+      claim();
+      attend_piece<0>(w, s, rows, slots, cap);
+      attend_piece<1>(w, s, rows, slots, cap);
+      here = next; next = behind;
+      if (here.left == NONE) break;
     }
     wait<0>(); __syncwarp();
   }

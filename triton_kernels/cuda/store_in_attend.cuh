@@ -7,7 +7,7 @@
 // - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
 //   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
 // - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
-//   Per team: its reads, then `meet`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
+//   Per team: its reads, then `gather`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
 //   It need not be at its own end for that: a team says so before its last row's pages.
 #pragma once
 #include "store.cuh"

@@ -9,34 +9,28 @@
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-constexpr int UNIT = 128;                              // tokens that a warp takes at a time, as long as there are many
-constexpr int PIECES = UNIT / PT;                      // pieces of a unit
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
-constexpr int RING_BYTES = RING * (Keys::SLOT + Values::SLOT) + Values::SCRATCH;
-// Of a block of the window, keys and values side by side; or (more than 12 warps, which leaves too little room) one behind the other.
-constexpr bool APART = TEAMS * WARPS <= 12;
-constexpr int VALUES_BEHIND = APART ? Dense<DK>::BLOCK : 0;
-constexpr int WINDOW_BYTES = VALUES_BEHIND + (APART || DV > DK ? Dense<DV>::BLOCK : Dense<DK>::BLOCK);
+constexpr int SLOTS_BYTES = 2 * (Keys::SLOT + Values::SLOT) + Values::SCRATCH;
+constexpr int WINDOW_BYTES = Dense<DK>::BLOCK + Dense<DV>::BLOCK;
 constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
-constexpr int MOST = RING_BYTES > WINDOW_BYTES ? RING_BYTES : WINDOW_BYTES;
+constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
-constexpr int UNIT_COST = (PIECES * (Keys::SLOT + Values::SLOT) + 255) / 256;
+constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
 constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;         // of 32 tokens of the window
 constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
 
 // A row's work, in units of its pages and blocks of its window, and where its tokens stand.
 struct Row {
   int b, h, length, paged, units, sinks, tail, chunk, blocks;
-  __device__ __forceinline__ void count(const Args& a, int row_block) {
-    length = a.length[b * a.heads + h];
-    paged = a.paged[b * a.heads + h];
+  __device__ __forceinline__ void count(const Args& a, int row_block, int length_, int paged_) {
+    length = length_; paged = paged_;
     units = (paged + UNIT - 1) / UNIT;
     sinks = min(length, a.sink);
     tail = max(length - a.sink, 0) - paged;

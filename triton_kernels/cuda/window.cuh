@@ -29,11 +29,11 @@ struct Window {
     commit();
   }
   __device__ __forceinline__ void copy_values(int block) const {
-    Dense<DV>::copy(space + VALUES_BEHIND, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
+    Dense<DV>::copy(space + Dense<DK>::BLOCK, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
     commit();
   }
   __device__ __forceinline__ void start() const {
-    if (first < stop) { copy_keys(first); if (APART) copy_values(first); }
+    if (first < stop) { copy_keys(first); copy_values(first); }
   }
 
   __device__ __forceinline__ void attend(Warp& w, int row_block, u32 rows, float scale) const {
@@ -48,10 +48,10 @@ struct Window {
     for (int block = first; block < stop; block += stride) {
       const bool more = block + stride < stop;
       float s[2][NT][4];
-      wait<APART ? 1 : 0>(); __syncwarp();
+      wait<1>(); __syncwarp();
       Dense<DK>::scores(s, space, rows, lane);
       __syncwarp();
-      if (!APART) copy_values(block); else if (more) copy_keys(block + stride); else commit();
+      if (more) copy_keys(block + stride); else commit();
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int c = 32 * block + 4 * g + j - stored;    // token of the chunk
@@ -65,10 +65,10 @@ struct Window {
           }
       }
       w.subtract_maximum<2>(s);
-      wait<APART ? 1 : 0>(); __syncwarp();
-      Dense<DV>::add(w.o, w.l, s, space + VALUES_BEHIND, lane);
+      wait<1>(); __syncwarp();
+      Dense<DV>::add(w.o, w.l, s, space + Dense<DK>::BLOCK, lane);
       __syncwarp();
-      if (more) { if (APART) copy_values(block + stride); else copy_keys(block + stride); } else if (APART) commit();
+      if (more) copy_values(block + stride); else commit();
     }
     wait<0>(); __syncwarp();
   }
