@@ -55,7 +55,7 @@ class Module:
 
     def _library(self, call: str) -> ctypes.CDLL:
         if call not in self.libraries:
-            entry = f"static void entry() {{ {call}; finished[current] = true; for (;;) yield(); }}\n"
+            entry = f"static void entry() {{ {call}; check_waited(); finished[current] = true; for (;;) yield(); }}\n"
             text = (
                 f"{self.text}static const void* argument;\n{entry}"
                 'extern "C" int run(const void* a, int x, int y, int z, int n, int backwards) '

@@ -1,6 +1,7 @@
 // A CUDA block on the CPU, to test kernels without a GPU: every thread is a fiber, and what threads of a warp do together (shuffles, votes,
-// tensor-core products) waits until all of them have come there. Copies are done at once, and threads run one after another: this finds
-// wrong results and wrong addresses, and of races those that show when blocks run one after the other, in either order.
+// tensor-core products) waits until all of them have come there. Copies are done when they are waited for, and threads run one after
+// another: this finds wrong results, wrong addresses and copies not waited for, and of races those that show when blocks run one after
+// the other, in either order.
 #include <immintrin.h>
 #include <math.h>
 #include <stdio.h>
@@ -8,6 +9,7 @@
 #include <string.h>
 #include <ucontext.h>
 #include <type_traits>
+#include <vector>
 
 #define __device__
 #define __global__

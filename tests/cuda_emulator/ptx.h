@@ -6,11 +6,22 @@ static void copy(u32 s, const void* g, u32 size, bool keep) {
   if (keep && (size_t)g % size) fault("copy from a misaligned address", s);
   if (keep) memcpy(shared_memory + s, g, size); else memset(shared_memory + s, 0, size);
 }
-static void cp16(u32 s, const void* g, bool keep = true) { copy(s, g, 16, keep); }
-static void cp16_if(bool real, u32 s, const void* g) { if (real) copy(s, g, 16, true); }
-static void cp8(u32 s, const void* g, bool keep) { copy(s, g, 8, keep); }
-static void commit() {}
-template <int N> static void wait() {}
+// Copies are done as late as they may be: when they are waited for. What is read too early is then not there yet.
+struct Copy { u32 s; const void* g; u32 size; bool keep; int group; };
+static std::vector<Copy> begun[1024];
+static int groups_begun[1024];
+static void begin_copy(u32 s, const void* g, u32 size, bool keep) { begun[current].push_back({s, g, size, keep, groups_begun[current]}); }
+static void commit() { groups_begun[current]++; }
+template <int N> static void wait() {
+  std::vector<Copy>& all = begun[current];
+  size_t done = 0;
+  while (done < all.size() && all[done].group < groups_begun[current] - N) { copy(all[done].s, all[done].g, all[done].size, all[done].keep); done++; }
+  all.erase(all.begin(), all.begin() + done);
+}
+static void check_waited() { if (!begun[current].empty()) fault("a copy that nobody waited for", begun[current][0].s); }
+static void cp16(u32 s, const void* g, bool keep = true) { begin_copy(s, g, 16, keep); }
+static void cp16_if(bool real, u32 s, const void* g) { if (real) begin_copy(s, g, 16, true); }
+static void cp8(u32 s, const void* g, bool keep) { begin_copy(s, g, 8, keep); }
 template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); memcpy(shared_memory + a, x, 4 * V); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); u16 h; memcpy(&h, shared_memory + a, 2); return h; }

@@ -59,6 +59,7 @@ struct Pages {
 
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
     here = place(unit); next = place(unit + WARPS);
+    if (here.left == NONE) return;                        // nothing is begun that nobody would wait for
     pending = unit - WARPS;                               // ORDERED
     copy_keys<0>(w.keys, here, slots); commit();
     copy_keys<1>(w.keys, here, slots); copy_values<0>(w.values, here, slots); commit();

@@ -7,7 +7,7 @@
 #include "warp.cuh"
 
 // A team's part of a row. Bounds: from and to.
-struct Part {
+struct alignas(16) Part {
   Row row;
   int blocks[2], units[2];                                // of the window and of the pages
   int teams[2];                                           // the first and the last team that share the row
@@ -124,6 +124,7 @@ struct Plan : Share {
     const u32 cost = row.cost(), low = at - start, high = min(stop - start, cost);
     // the same part of the row's units and of its window, so that no team has the whole window
     const int bound = Part::bound(lane & 1 ? high : low, lane & 2 ? row.units : row.blocks, cost);
+    __syncwarp();                                         // all lanes have read what is overwritten now
     if (lane < 4) (lane & 2 ? out.units : out.blocks)[lane & 1] = bound;
     else if (lane < 6) out.teams[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
     at = start += cost;
