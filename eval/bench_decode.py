@@ -12,11 +12,13 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
+- `fixed_order`: there, and true, where `HF_LOWBIT_KV_DETERMINISTIC=1` fixed the order of pages (backend `cuda`).
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +102,8 @@ def measure(
     append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
     step_ms, alone_ms = time_step(cases, backend, graph, device, rounds)
     nbytes = cases[0].nbytes
-    return {
+    fixed = {"fixed_order": True} if backend == "cuda" and os.environ.get("HF_LOWBIT_KV_DETERMINISTIC") == "1" else {}
+    return fixed | {
         "shape": shape.name,
         "preset": preset,
         "keys": spec.key_format.name,

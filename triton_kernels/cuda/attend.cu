@@ -66,18 +66,18 @@ struct Queries {
     }
   }
 
+  __device__ __forceinline__ void measure(int j) {
+    most[j] = 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
+  }
+
   // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
-  // take in copies that were begun before it.
-  __device__ __forceinline__ void settle(const Args& a, int lane) {
+  // take in copies that were begun before it. (Turning takes too long for that.)
+  __device__ __forceinline__ void settle() {
 #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-#if TURNED
-      turn_row<DK>(x[j], a.q_scale, lane);
-#endif
-      most[j] = 0.f;
-#pragma unroll
-      for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
-    }
+    for (int j = 0; j < EACH; j++)
+      if (!TURNED) measure(j);
   }
 
   __device__ __forceinline__ void put(const Args& a, u8* head, int warp, int lane) {
@@ -86,6 +86,10 @@ struct Queries {
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS;
       if (i >= ROWS) break;
+#if TURNED
+      turn_row<DK>(x[j], a.q_scale, lane);
+      measure(j);
+#endif
       u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
 #pragma unroll
       for (int k = 0; k < WORDS; k++) {
@@ -188,13 +192,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (part.last) gather(team, leaves);                  // all have read the counters
     const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // ahead of its copies, for which a fence would wait
 #endif
-    if (asked) queries.settle(a, lane); else queries.load(a, row.b, row.h, row_block, warp, lane);
+    if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
 #if TURNED
     if (both) turn_chunk(a, row, w0 + warp, w1, few, lane);
 #endif
     if (both) window.start(); else pages.start(w, item, slots);
-    if (!asked) queries.settle(a, lane);
+    if (!asked) queries.settle();
     asked = false;
     queries.put(a, smem, warp, lane);
     meet(team);
