@@ -97,9 +97,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
-    copy_linear<CODES>(limit > -PT, slot, part + token / 32 * C::BYTES, lane);
+    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * C::BYTES, lane);
     const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
-    if (!CHANNEL || fresh || token % GROUP == 0) copy_pair<META>(limit > -PT, slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
+    if (!CHANNEL || fresh || token % GROUP == 0) copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
   // Whether `scores` finds new scales in this piece.

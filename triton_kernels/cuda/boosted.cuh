@@ -26,8 +26,8 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     low.copy(slot, part, token, fresh, limit, lane);
-    copy_linear<PT / 32 * C::BYTES>(limit > -PT, slot + HIGH, part + HIGH_AT + token / 32 * C::BYTES, lane);
-    if (fresh || token % PAGE == 0) copy_linear<COLUMNS>(limit > -PT, slot + MAP, part + MAP_AT, lane);
+    copy_linear<PT / 32 * C::BYTES>(in_unit(limit), slot + HIGH, part + HIGH_AT + token / 32 * C::BYTES, lane);
+    if (fresh || token % PAGE == 0) copy_linear<COLUMNS>(in_unit(limit), slot + MAP, part + MAP_AT, lane);
   }
 
   // A lane's columns of 16: four neighbours (`channel_of`), whose channels are one word of the map.

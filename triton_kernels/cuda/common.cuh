@@ -16,6 +16,9 @@ constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
 // Tokens that a warp takes at a time, in two pieces; and whether not all of them need hold tokens.
 constexpr int UNIT = 2 * PT;
 constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
+// Tokens from a piece's first on (`limit`): whether there is a unit at all. In one, the second piece may have none; it is copied all the same
+// (from another's place), because what has no weight must be numbers.
+__device__ __forceinline__ bool in_unit(int limit) { return limit > -PT; }
 #endif
 constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;

@@ -16,15 +16,14 @@ struct Work {
 // weighed, the next unit's keys 0 and this one's values 1 are copied; while piece 1 is, the next one's keys 1 and values 0.
 struct Pages {
   static constexpr int SLOT = Keys::SLOT + Values::SLOT;
-  static constexpr int NONE = -2 * UNIT;
+  static constexpr int NONE = -2 * UNIT;                  // tokens of a unit that is not there: `in_unit` of neither piece
+  static_assert(PAGE % UNIT == 0 || UNIT % PAGE == 0, "a piece lies in one page");
   static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
 
   // Where a unit lies, and what of it holds tokens.
   struct Place {
     i64 page[EACH];                                       // bytes from `pool`
-    // of piece 0: place in its page; tokens from there on (where there is no unit, NONE). A piece without tokens in a unit with some is
-    // copied from another's place: what has no weight must be numbers all the same
-    int token, left;
+    int token, left;                                      // of piece 0: place in its page; tokens from there on, or NONE
     __device__ __forceinline__ u32 at(int piece) const { return PAGE < UNIT ? piece * PT % PAGE : PAGE == UNIT ? piece * PT : token + piece * PT; }
   };
 
