@@ -102,7 +102,7 @@ def measure(
     append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
     step_ms, alone_ms = time_step(cases, backend, graph, device, rounds)
     nbytes = cases[0].nbytes
-    fixed = {"fixed_order": True} if backend == "cuda" and os.environ.get("HF_LOWBIT_KV_DETERMINISTIC") == "1" else {}
+    fixed = {"fixed_order": True} if backend == "cuda" and fixed_order() else {}
     return fixed | {
         "shape": shape.name,
         "preset": preset,
@@ -132,6 +132,13 @@ def measure(
         "head_dim": head_dim,
         "query_length": query_length,
     }
+
+
+def fixed_order() -> bool:
+    """Whether the CUDA kernels take pages in a fixed order."""
+    from hf_lowbit_kv.triton_kernels.cuda.launch import ORDERED  # needs triton
+
+    return os.environ.get(ORDERED) == "1"
 
 
 def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:
