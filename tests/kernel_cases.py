@@ -140,6 +140,8 @@ class Step:
 def random_step(case: Case, gen: torch.Generator) -> Step:
     k, v = random_tokens(case, case.tokens, gen)
     q = torch.randn(len(case.lengths), case.tokens, case.heads * case.groups, case.head_dim, generator=gen)
+    if case.outliers:
+        q[:, :, 1::2, :2] *= 2.0**-10  # a head that outliers decide alone, and one that hardly asks for them
     q = q.to(case.dtype).transpose(1, 2)
     mask = None
     if case.padded:
@@ -152,8 +154,8 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
     return Step(q, k, v, mask, sinks, case.head_dim**-0.5)
 
 
-def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
-    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it."""
+def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values `[B, H, n, D]` that the step attends to, stored ones dequantized; which, bool `[B, 1, S, n]`."""
     total = max(case.lengths)
     keys, values = reference.read(state, case.spec, *case.dims, total)
     tokens = case.tokens
@@ -164,8 +166,36 @@ def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
         chunk = chunk & step.mask[:, None].cpu()
     valid = torch.cat([valid, chunk], -1)[:, None].to(step.q.device)
     k, v = (torch.cat([a, b.nan_to_num()], dim=2) for a, b in ((keys, step.k), (values, step.v)))
+    return k, v, valid
+
+
+def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
+    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it."""
+    k, v, valid = dense_view(step, state, case)
     out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def rounding_bound(step: Step, state: LayerState, case: Case) -> torch.Tensor:
+    """What outputs `[B, S, Hq]` may be off by, as norms over channels, if 16-bit operands are rounded; for plain scores.
+
+    A channel's terms q x scale x code and q x zero may each be as large as q times its largest key while they all but cancel
+    in a score, which so is off by delta = 2^-10 sum |q| max |k|: a weight p by at most p (e^(2 delta) - 1), and by 1. Values
+    cancel likewise, to 2^-10 of a channel's largest. Weights and values of 16 bits are rounded to 8 of them (bfloat16).
+    """
+    assert case.softcap is None
+    assert step.sinks is None
+    k, v, valid = dense_view(step, state, case)
+    real = valid.any(2)[..., None]
+    k, v = (x.double().masked_fill(~real, 0.0).repeat_interleave(case.groups, 1) for x in (k, v))
+    largest_k, largest_v = (x.abs().amax(2, keepdim=True) for x in (k, v))
+    q = step.q.double() * step.scaling
+    p = (q @ k.transpose(-1, -2)).masked_fill(~valid, float("-inf")).softmax(-1).nan_to_num(0.0)
+    delta = 2.0**-10 * (q.abs() * largest_k).sum(-1, keepdim=True)
+    moved = torch.minimum(p * torch.expm1(2 * delta), valid.double())
+    far = torch.cdist(p @ v, v, compute_mode="donot_use_mm_for_euclid_dist")
+    slack = (moved * far).sum(-1) + 2.0**-7 * (p * v.norm(dim=-1)[:, :, None]).sum(-1)
+    return (slack + 2.0**-10 * largest_v.norm(dim=-1)).transpose(1, 2)
 
 
 def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:

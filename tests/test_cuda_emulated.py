@@ -54,6 +54,8 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(**KITTY, lengths=(0, 0), heads=1),
         Case(lengths=(3700,), heads=1, head_dim=64, page_size=64),
         Case(keys="int2-channel", values="int2-token", lengths=(1900, 1900), heads=1, **PAGES),
+        Case(heads=1, outliers=True),
+        Case(**KITTY, **PAGES, lengths=(500, 1, 417), heads=1, outliers=True, dtype=torch.bfloat16),
     ],
     ids=str,
 )  # fmt: skip
