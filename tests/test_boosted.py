@@ -88,16 +88,16 @@ def test_random_channels_depend_on_seed_and_page_alone():
     pages = _map(fmt, _pages(128, seed=1)).flatten(0, 1).tolist()
     assert len({tuple(page) for page in pages}) == 6
     assert not torch.equal(_map(fmt, x), _map(Boosted(0.25, "random", seed=1), x))
-    # every channel about equally often: 32 of 128 in 600 pages, five standard deviations
+    # every channel about equally often: 32 of 128 in 600 pages, six standard deviations
     counts = torch.bincount(_map(fmt, torch.randn(600, PAGE, 128)).flatten(), minlength=128)
-    assert (counts - 150).abs().max() < 5 * (600 * 0.25 * 0.75) ** 0.5
+    assert (counts - 150).abs().max() < 6 * (600 * 0.25 * 0.75) ** 0.5
 
 
 def test_the_order_of_additions_is_a_butterfly():
     x = torch.randn(8, 1) * 1e4
     a, b = (x[:4] + x[4:]).unbind(), x[:, 0]
     assert fold_sum(x) == (a[0] + a[2]) + (a[1] + a[3])
-    assert fold_sum(x).item() == pytest.approx(math.fsum(b.tolist()), rel=1e-5)
+    assert fold_sum(x).item() == pytest.approx(math.fsum(b.tolist()), abs=1e-6 * b.abs().sum().item())
 
 
 @pytest.mark.parametrize("ratio", [0, 0.125, 0.3, 1])

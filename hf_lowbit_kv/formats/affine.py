@@ -3,7 +3,8 @@
     scale = (max - min) / (2^bits - 1)      zero = min      code = round_half_even(clamp((x - zero) / scale, 0, 2^bits - 1))
 
 Scale and zero are stored in fp16 (saturated, so a huge outlier stays finite) and codes are computed against the *stored*
-values. A constant group has scale 0 and codes 0 and decodes to its zero point. (KIVI, arXiv 2402.02750, section 3;
+values. A constant group has scale 0 and codes 0 and decodes to its zero point, exactly but for what fp16 does not hold (of
+bf16: magnitudes below 2^-17 and above 65504). (KIVI, arXiv 2402.02750, section 3;
 BitDecoding, section 4; TurboMind, section 4.)
 """
 
