@@ -35,6 +35,8 @@ class Case:
     padded: bool = False
     capacity: int | None = None
     outliers: bool = False
+    heavy_sink: float | None = None
+    """by how much the first token's score, with a value of 0, is above all others together"""
     transform: str | None = None
 
     def __str__(self) -> str:
@@ -68,6 +70,8 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
             x[:, 1::5] = x[:, 1::5, :, :1]
             x[:, 2::11, :, 0] = 30000.0
             x[:, 3::13, :, 1] = -65000.0
+        if case.heavy_sink is not None:
+            x *= 2.0**-5
         out.append(x.to(case.dtype).transpose(1, 2))
     return out[0], out[1]
 
@@ -167,6 +171,19 @@ def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor,
     valid = torch.cat([valid, chunk], -1)[:, None].to(step.q.device)
     k, v = (torch.cat([a, b.nan_to_num()], dim=2) for a, b in ((keys, step.k), (values, step.v)))
     return k, v, valid
+
+
+def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case) -> None:
+    """Have the first token of each row score highest in the last query of each KV head's first query head."""
+    assert case.heavy_sink is not None
+    k, _, valid = (x.cpu() for x in dense_view(step, stores[0].state, case))
+    q = step.q[:, :: case.groups, -1].float()
+    scores = (k.float() @ q[..., None])[..., 0] * step.scaling
+    total = scores.masked_fill(~valid[:, :, -1], float("-inf")).logsumexp(-1, keepdim=True)
+    key = q / (q.square().sum(-1, keepdim=True) * step.scaling) * (total + case.heavy_sink)
+    for store in stores:
+        store.state.sink_k[:, :, 0] = key.to(case.dtype)
+        store.state.sink_v[:, :, 0] = 0
 
 
 def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
@@ -322,6 +339,7 @@ def matrix() -> list[Case]:
         cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
         cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
+        cases.append(Case(heavy_sink=5.0, lengths=(1500,) * 40, groups=1, heads=8, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
         cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))
         cases.append(Case(lengths=(900, 850), capacity=1000, **pair, **base))

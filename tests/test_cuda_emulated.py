@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,14 @@ def launch(monkeypatch):
 
 
 KITTY = {"keys": "boosted2-r0.125", "values": "int2-token"}
+DENSE = {"keys": "dense", "values": "dense"}
+PAIRS = [
+    {"keys": "int4-channel", "values": "int4-token"},
+    {"keys": "int8-token", "values": "int8-token-g32"},
+    {"keys": "int2-channel", "values": "int2-channel"},
+    DENSE,
+    KITTY,
+]
 PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
 
 
@@ -55,12 +64,36 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(lengths=(3700,), heads=1, head_dim=64, page_size=64),
         Case(keys="int2-channel", values="int2-token", lengths=(1900, 1900), heads=1, **PAGES),
         Case(heads=1, outliers=True),
+        *(Case(**pair, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0, dtype=dtype)
+          for dtype in (torch.float16, torch.bfloat16) for pair in PAIRS),
         Case(**KITTY, **PAGES, lengths=(500, 1, 417), heads=1, outliers=True, dtype=torch.bfloat16),
     ],
     ids=str,
 )  # fmt: skip
 def test_attend(case):
     kernels.check_attend(fragment(case))
+
+
+def test_one_warp_takes_window_and_pages(launch, monkeypatch):
+    """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
+    properties = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=100 * 1024)
+    monkeypatch.setattr(launch, "_properties", lambda device: properties)
+    case = fragment(Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128))
+    for units in (40, 46):
+        kernels.check_attend(dataclasses.replace(case, lengths=(31 + units * 64,)))
+
+
+def test_counters_stay_where_they_are(launch):
+    """Captured graphs keep their address."""
+    case = fragment(Case(head_dim=256, groups=2))
+    gen = kernels.generator(case, kernels.SEED)
+    _, store = kernels.filled(case, gen, "cpu")
+    found = []
+    for tokens in (4, 1, 100):
+        step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
+        launch.attend(step.q, step.k, step.v, None, store.state, case.spec, step.scaling)
+        found.append(launch._counters[store.state.paged.device, store.state.paged.data_ptr()])
+    assert all(counters is found[0] for counters in found)
 
 
 @pytest.mark.parametrize(

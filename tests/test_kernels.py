@@ -25,6 +25,7 @@ from kernel_cases import (
     generator,
     matrix,
     plain,
+    put_heavy_sink,
     random_mask,
     random_step,
     random_tokens,
@@ -74,8 +75,10 @@ def attend_poisoned(*args) -> torch.Tensor:
 def check_attend(case: Case, seed: int = SEED) -> None:
     gen = generator(case, seed)
     ref, dev = filled(case, gen, DEVICE)
-    before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
     step = random_step(case, gen)
+    if case.heavy_sink is not None:
+        put_heavy_sink(step, (ref, dev), case)
+    before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
     wide, here = step.float(), step.to(DEVICE)
     exact = reference.attend(
         wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks
@@ -137,6 +140,11 @@ SMALL = [
     Case(keys="int8-token-g64", values="int4-token-g32", head_dim=128, head_dim_v=64, lengths=(65, 3), groups=1),
     Case(keys="int4-channel", values="int8-channel", dtype=torch.float32),
     Case(outliers=True, heads=1),
+    Case(heavy_sink=5.0, heads=1, groups=1, lengths=(300,)),
+    Case(
+        heavy_sink=5.0, heads=1, groups=1, lengths=(300,), keys="int8-token", values="int8-token", dtype=torch.bfloat16
+    ),
+    Case(heavy_sink=5.0, heads=1, groups=1, lengths=(300,), keys="boosted2-r0.125", values="int2-token-g32"),
     Case(outliers=True, values="int8-token", keys="int8-token", heads=1),
     Case(lengths=(0, 0), heads=1, sinks=True),
     Case(capacity=140, lengths=(100, 90), heads=1),

@@ -20,6 +20,13 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 
+// A sequence of its own: order of warps and time of copies differ from launch to launch and are the same in every process.
+static unsigned draw() {
+  static unsigned state = 12345;
+  state ^= state << 13; state ^= state >> 17; state ^= state << 5;
+  return state >> 3;
+}
+static bool hasty;                                  // whether copies of this block may be done before they are waited for
 struct Dim { unsigned x, y, z; };
 static Dim blockIdx, gridDim, blockDim;
 static int current, threads;                        // the running thread of the block, and their number
@@ -79,7 +86,7 @@ static int __float_as_int(float x) { return (int)bits_of(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fdividef(float a, float b) { return a / b; }
+static float __fdividef(float a, float b) { return a * (1.f / b); }
 template <class A, class B> static constexpr auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; }
 template <class A, class B> static constexpr auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 
@@ -92,6 +99,7 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
     const unsigned i = backwards ? x * y * z - 1 - n : n;
     blockIdx = {i % x, i / x % y, i / (x * y)};
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
+    hasty = draw() & 1;
     memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);
     for (int t = 0; t < count; t++) {
       finished[t] = false;
@@ -102,8 +110,16 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
     for (long left = count, rounds = 0; left; rounds++) {
       if (rounds > 10000000) return 1;                  // threads wait for each other
       left = 0;
-      for (int t = 0; t < count; t++)
-        if (!finished[t]) { current = t; swapcontext(&scheduler, &fibers[t]); left += !finished[t]; }
+      const int all = count / 32, first = draw() % all;
+      const unsigned rest = draw() % 3 ? draw() : 0;      // warps that do not run this time
+      for (int w = 0; w < all; w++) {
+        const int warp = (first + w) % all, flip = draw() & 1 ? 31 : 0;
+        for (int lane = 0; lane < 32; lane++) {
+          const int t = warp * 32 + (lane ^ flip);
+          if (!finished[t] && !(rest >> warp & 1)) { current = t; swapcontext(&scheduler, &fibers[t]); }
+          left += !finished[t];
+        }
+      }
     }
   }
   return 0;

@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const int w0 = part.blocks[0], w1 = part.blocks[1], first = part.teams[0], final = part.teams[1];
     const Work work(row, part.units[0], part.units[1]);
     // few warps take the window, so that it does not hold up the others, and before pages, so that these even out the rest
-    const int few = min(w1 - w0, min((int)__fdividef((float)(WARPS * (w1 - w0) + work.units), (float)(work.units + 1)), WARPS));
+    const int few = min(w1 - w0, max(1, min((int)__fdividef((float)(WARPS * (w1 - w0) + work.units), (float)(work.units + 1)), WARPS)));
     const bool both = warp < few;
     const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, slots};
     const int item = both ? WARPS - 1 - warp : warp - few;
@@ -217,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) w.o[k][n][i] *= Values::SUM_UNIT;
+      w.lower_maximum();
       pages.start(w, item, slots);
     }
     pages.attend(w, rows, slots, a.softcap);

@@ -106,8 +106,15 @@ def _keep(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+            made = Path(file.name)
+            try:
+                file.write(data)
+                file.close()
+                made.chmod(0o644)  # the directory may be one that several users share
+                made.replace(path)
+            except OSError:
+                made.unlink(missing_ok=True)
+                raise
     except OSError as error:
         _warn_unwritable(path.parent, error.strerror or str(error))
 
@@ -161,6 +168,7 @@ class Module:
     def function(self, name: str, shared: int = 0) -> Any:
         if name not in self._functions:
             driver = self._driver
+            _enter_context(self.device.index)  # this thread may not have used the device yet
             found = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
             if shared:
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -9,7 +9,7 @@ template <int D> struct Dense {
   static constexpr int BLOCK = 32 * D * 2;                                        // bytes of 32 tokens
   static constexpr int CHUNKS = D / 32;
 
-  // row(j): the lane's token 4 g + j of the block, or null for zeros.
+  // row(j): the lane's token 4 g + j of the block, and whether to keep it (else zeros).
   template <class F> static __device__ __forceinline__ void copy(u32 target, F row, int lane) {
     const int t = lane & 3;
 #pragma unroll

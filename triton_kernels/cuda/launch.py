@@ -1,7 +1,8 @@
 """Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`, and
 `attend_and_append`, a step in one launch.
 
-Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph.
+Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph (once a call of the same kind
+has loaded the kernel, which waits).
 """
 
 from __future__ import annotations
@@ -117,15 +118,18 @@ _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
-    """int32 zeros, which every launch leaves as zeros. One buffer a layer, because launches on one layer follow each
-    other. Storing the prompt allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is
-    being captured and there is none yet, the graph zeroes its own."""
+    """At least `count` int32 zeros, which every launch leaves as zeros. One buffer a layer, because launches on one layer
+    follow each other, and large enough for all of them, because captured graphs keep its address. Storing the prompt
+    allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is being captured and there
+    is none yet, the graph zeroes its own."""
     key = state.paged.device, state.paged.data_ptr()
     found = _counters.get(key)
-    if found is None or found.numel() < count:
-        found = torch.zeros(max(count, 16 * state.paged.numel() + 1), dtype=torch.int32, device=state.paged.device)
+    if found is None:
+        row_blocks = FUSED_ROWS["cuda"] // 8
+        found = torch.zeros(row_blocks * state.paged.numel() + 1, dtype=torch.int32, device=state.paged.device)
         if not torch.cuda.is_current_stream_capturing():
             _counters[key] = found
+    assert count <= found.numel()
     return found
 
 

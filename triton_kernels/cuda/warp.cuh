@@ -90,6 +90,21 @@ struct Warp {
         for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
   }
 
+  // Between window and pages, whose exponents have the scales of values in them: a sink's score would leave fp16 nothing of the pages'
+  // weights. Lowered so far, the maximum is renewed by the first piece that counts at all; sums stay what they are to it.
+  __device__ __forceinline__ void lower_maximum() {
+    constexpr float BY = 60.f, FACTOR = 0x1p60f;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) { m[n][e] -= BY; l[n][e] *= FACTOR; }
+#pragma unroll
+      for (int k = 0; k < DV / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[k][n][i] *= FACTOR;
+    }
+  }
+
   // score: true one times log2(e), or true one where there is a cap
   static __device__ __forceinline__ float capped(float x, float cap) {
     if constexpr (SOFTCAP) return (cap * LOG2E) * (1.f - 2.f * __fdividef(1.f, 1.f + ex2(x * (2.f * LOG2E / cap))));
