@@ -17,7 +17,7 @@ from rich.table import Table
 
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import run
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: the bundled model's record
 OUT = results_path("perplexity", "smollm2")
@@ -96,4 +96,4 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

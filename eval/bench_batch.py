@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 from hf_lowbit_kv.eval.bench_generate import Wanted
 from hf_lowbit_kv.eval.bench_memory import random_model
 from hf_lowbit_kv.eval.generate_case import Contender, make
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.step_profile import profile_steps
 
 CONTENDERS = ("DynamicCache/eager", "kivi-2-sink/compiled")
@@ -150,6 +150,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/batch-<device>.jsonl].")] = None,
 ) -> None:
     """Measure, and append a JSON line for each contender."""
+    contenders = [Wanted.parse(text) for text in contender or CONTENDERS]
+    if limited := [each for each in contenders if each.longest is not None]:
+        raise typer.BadParameter(f"contender={limited[0].name!r} with @{limited[0].longest}: there is one length here")
     where = torch.device(device)
     config = qwen3_8b(2, vocab_size=97, **TINY) if tiny else qwen3_8b(layers)
     if where.type == "cuda":
@@ -158,8 +161,7 @@ def main(
     model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
     out = out or results_path("batch", device_name(where))
     records = []
-    for text in contender or CONTENDERS:
-        wanted = Wanted.parse(text)
+    for wanted in contenders:
         record = largest(wanted, model, prompt, new_tokens, budget, wanted.backend or backend, most)
         record = {"prompt": prompt, "new_tokens": new_tokens, "budget": budget, **record, "gpu": device_name(where)}
         record |= {"model": "tiny" if tiny else f"qwen3-8b-shape-{layers}-layers"} | provenance(commit)
@@ -183,4 +185,4 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

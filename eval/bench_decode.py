@@ -32,7 +32,7 @@ from rich.table import Table
 from hf_lowbit_kv.backend import choose_backend, storage_spec
 from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
 from hf_lowbit_kv.presets import get_preset
 
@@ -329,4 +329,4 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -33,7 +33,7 @@ from transformers import CompileConfig, LogitsProcessor
 
 from hf_lowbit_kv.eval.bench_memory import PeakMemory, llama_8b, random_model
 from hf_lowbit_kv.eval.generate_case import HEADROOM, Contender, make
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.step_profile import profile_steps
 from hf_lowbit_kv.eval.timing import read_bandwidth
 
@@ -233,6 +233,8 @@ def main(
     where = torch.device(device)
     lengths = sorted(tokens or [1024, 8192, 32768, 131072])
     wanted = [Wanted.parse(text) for text in contender or CONTENDERS]
+    if idle := [text for text, each in zip(contender or CONTENDERS, wanted, strict=True) if not each.at(lengths[0])]:
+        raise typer.BadParameter(f"contender={idle[0]!r} takes part in none of the lengths, tokens={lengths}")
     model = random_model(shape_8b(layers, tiny), torch.float32 if where.type == "cpu" else torch.bfloat16, where)
     bandwidth = read_bandwidth(where)
     out = out or results_path("generate", device_name(where))
@@ -353,4 +355,4 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

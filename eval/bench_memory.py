@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:
@@ -173,4 +173,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -27,7 +27,7 @@ from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv.eval.bench_decode import WrongResultError
 from hf_lowbit_kv.eval.packed_case import Shape, attend_error, build
 from hf_lowbit_kv.eval.peers import Inputs
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.timing import Candidate, time_interleaved
 from hf_lowbit_kv.pages import PagedStore
 from hf_lowbit_kv.presets import get_preset
@@ -178,4 +178,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

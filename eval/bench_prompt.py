@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.bench_generate import shape_8b
 from hf_lowbit_kv.eval.bench_memory import random_model
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, wide_console
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 STOCK = "DynamicCache"
 
@@ -126,4 +126,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -6,11 +6,13 @@ import datetime
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 
 #: where records are kept, in a checkout
@@ -55,6 +57,13 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def run_command(main: Callable[..., Any]) -> None:
+    """Run `main` as a command. Help is shown as it is written: what stands in brackets is no markup."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(main)
+    app()
 
 
 def wide_console() -> Console:
