@@ -83,7 +83,7 @@ def lowbit_mask(
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
-    kv_offset: int = 0,
+    kv_offset: int | torch.Tensor = 0,
     mask_function=causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **kwargs,
@@ -99,21 +99,35 @@ def lowbit_mask(
             q_length=q_length,
             kv_length=kv_length,
             q_offset=q_offset,
-            kv_offset=kv_offset,
+            kv_offset=kv_offset,  # type: ignore[arg-type]
             mask_function=mask_function,
             attention_mask=attention_mask,
             **kwargs,
         )
     if attention_mask is None:
         return None
-    if attention_mask.shape[1] < q_length:
-        raise ValueError(f"attention_mask has {attention_mask.shape[1]} columns, and the chunk {q_length} tokens")
-    # the host may hand over the mask of all tokens seen, or what this function returned
-    chunk = attention_mask[:, -q_length:].to(torch.bool)
+    chunk = _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
     if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
         return None
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
     return chunk.clone(memory_format=torch.contiguous_format)
+
+
+def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
+    """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all that
+    a preallocated cache has room for, or what `lowbit_mask` returned."""
+    columns = mask.shape[1]
+    if columns == tokens:
+        return mask
+    if isinstance(offset, torch.Tensor) and columns > tokens:
+        first = offset.to(mask.device).clamp(max=columns - tokens)
+        return mask.index_select(1, first[None] if tokens == 1 else first + torch.arange(tokens, device=mask.device))
+    if columns < offset + tokens:
+        raise ValueError(
+            f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
+            f"(padding counted) and of the {tokens} that came in"
+        )
+    return mask[:, offset : offset + tokens]
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import sys
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from . import backend as ops
+from .arguments import check_count
 from .formats import Dense, Format, parse_format
 from .layer import LowBitLayer
 from .ledger import Ledger
@@ -98,9 +100,7 @@ class LowBitCache(Cache):
     ):
         config = _text_config(model_or_config)
         ops.check_backend(backend)
-        whole = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
-        if max_cache_len is not None and (not whole or max_cache_len < 1):
-            raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed; it must be 1 or more (tokens), or None")
+        check_count("max_cache_len", max_cache_len, optional=True)
         formats = parse_format(key_format), parse_format(value_format)
         spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
         dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
@@ -266,7 +266,15 @@ class LowBitCache(Cache):
             self._ledger.crop(count)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows `indices` `[n]`, in that order; packed pages are shared."""
+        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in that order; packed pages are shared."""
+        first = self._first
+        indices = torch.as_tensor(indices, device=first.device if first.is_initialized else None)
+        if indices.dim() != 1 or indices.is_floating_point():
+            raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
+        if indices.dtype == torch.bool:
+            if first.is_initialized and len(indices) != first.batch_size:
+                raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
+            indices = indices.nonzero()[:, 0]
         # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
             layer.reorder_cache(indices)
@@ -286,6 +294,15 @@ class LowBitCache(Cache):
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
             for index in growing:
                 self.layers[index] = made[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
+        """Independent, for the same model: its configuration tells which attention is selected, and is not copied."""
+        given = memo.setdefault(id(self.config), self.config)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if given is self.config:
+            del memo[id(self.config)]  # what else is copied along is not ours to share
+        return new
 
     def _check_whole(self) -> None:
         """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""

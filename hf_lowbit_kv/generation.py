@@ -23,6 +23,7 @@ import torch._inductor
 from transformers import CompileConfig, PreTrainedModel
 from transformers.generation import utils as host
 
+from .arguments import check_count
 from .cache import LowBitCache
 from .layer import ATTENTION_NAME
 from .presets import from_preset, get_preset
@@ -101,16 +102,23 @@ def generate(
     _check_model(model)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     _check_options(model, options)
+    if not isinstance(cache_options, Mapping | None):
+        raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
     rows, tokens = _prompt_shape(inputs)
     new_tokens = _new_tokens(model, max_new_tokens, options.get("generation_config"))
     wanted = tokens + new_tokens
+    check_count("max_cache_len", max_cache_len, optional=True)
     if max_cache_len is not None and max_cache_len < wanted:
         raise ValueError(
             f"max_cache_len={max_cache_len} is too small: the prompt has {tokens} tokens and max_new_tokens={new_tokens}"
         )
     options = inputs | {"max_new_tokens": new_tokens} | options
     if past_key_values is not None:
-        return _run(model, _check_cache(past_key_values, preset, cache_options, wanted), rows, options, progress)
+        if (preset, cache_options, max_cache_len) != (None, None, None):
+            raise ValueError(
+                "preset, cache_options and max_cache_len describe a new cache: they are not allowed with past_key_values"
+            )
+        return _run(model, _check_cache(past_key_values, tokens, wanted), rows, options, progress)
     if preset is None:
         raise ValueError("preset=None: name one (see hf_lowbit_kv.preset_names()), or pass past_key_values")
     rows *= _return_sequences(model, options)
@@ -181,10 +189,8 @@ def _capacity(cache: LowBitCache) -> int:
     return cache.packed_layers[0].get_max_length()
 
 
-def _check_cache(cache: Any, preset: str | None, cache_options: Any, wanted: int) -> LowBitCache:
-    """A cache that the caller brought, after checking that it can take this turn."""
-    if preset is not None or cache_options is not None:
-        raise ValueError("preset and cache_options describe a new cache: they are not allowed with past_key_values")
+def _check_cache(cache: Any, tokens: int, wanted: int) -> LowBitCache:
+    """A cache that the caller brought, after checking that it can take this turn: a text of `tokens`, and what is `wanted`."""
     if not isinstance(cache, LowBitCache) or _capacity(cache) < 0:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
@@ -193,6 +199,11 @@ def _check_cache(cache: Any, preset: str | None, cache_options: Any, wanted: int
         raise ValueError(
             f"past_key_values has max_cache_len={_capacity(cache)}, and this turn ends at {wanted} tokens: give the first "
             "turn a larger max_cache_len"
+        )
+    if (seen := int(cache.packed_layers[0].get_seq_length())) >= tokens:
+        raise ValueError(
+            f"inputs have {tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored and "
+            "what is new, or reset() the cache first"
         )
     return cache
 
@@ -212,8 +223,8 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
             f"attn_implementation={name!r} cannot read packed pages: load the model with attn_implementation="
             f"{ATTENTION_NAME!r}, or call model.set_attn_implementation({ATTENTION_NAME!r})"
         )
-    for argument in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
-        if options.get(argument) is not None:
+    for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
+        if _setting(model, options, argument) is not None:
             raise ValueError(
                 f"{argument} is not allowed: its steps are not compiled; use model.generate with a growing cache"
             )
@@ -224,8 +235,9 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
         )
     if options.get("max_length") is not None:
         raise ValueError("max_length is not allowed: give max_new_tokens")
-    if options.get("use_cache") is False:
+    if _setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
+    check_count("prefill_chunk_size", _setting(model, options, "prefill_chunk_size"), optional=True)
 
 
 def _setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
@@ -248,8 +260,7 @@ def _new_tokens(model: Any, given: int | None, config: Any) -> int:
         raise ValueError(
             "max_new_tokens=None: the cache is allocated before the first step, so give the most tokens to write"
         )
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"max_new_tokens={found!r} is not allowed; it must be an integer of 1 or more")
+    check_count("max_new_tokens", found)
     return found
 
 
@@ -258,9 +269,9 @@ def _prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
     prompt = inputs.get("input_ids")
     if prompt is None:
         prompt = inputs.get("inputs_embeds")
-    if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2:
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2 or 0 in prompt.shape:
         raise ValueError(
-            "inputs must be token ids [batch, tokens], or hold such 'input_ids': "
+            "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids': "
             "tokenizers return them with return_tensors='pt'"
         )
     return prompt.shape[0], prompt.shape[1]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from . import backend as ops
+from .padding import Padding
 from .pages import LayerSpec, PagedStore
 from .reference import unpack_into_tail
 from .transforms import restored
@@ -25,6 +26,13 @@ UNATTACHED = (
 )
 
 
+COMPUTED = (
+    f"keys and values of a low-bit cache {{}}: this architecture computes with them between the cache and the attention "
+    f"function, which attn_implementation={ATTENTION_NAME!r} cannot serve. Use another implementation "
+    "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
+)
+
+
 class LayerView(NamedTuple):
     """What `update()` returns as keys and as values when our attention function is selected: the chunk, not stored
     yet, and the layer that the attention function will attend to and store it in."""
@@ -34,11 +42,23 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        raise AttributeError(
-            f"keys and values of a low-bit cache have no attribute {name!r}: this architecture computes with them between "
-            f"the cache and the attention function, which attn_implementation={ATTENTION_NAME!r} cannot serve. "
-            "Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
-        )
+        raise AttributeError(COMPUTED.format(f"have no attribute {name!r}"))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise TypeError(COMPUTED.format(f"cannot be passed to {getattr(function, '__name__', function)}"))
+
+    def __getitem__(self, index):  # a tuple's own would do something
+        raise TypeError(COMPUTED.format("cannot be indexed"))
+
+    def __add__(self, other):
+        raise TypeError(COMPUTED.format("cannot be added"))
+
+    def __mul__(self, other):
+        raise TypeError(COMPUTED.format("cannot be multiplied"))
+
+    def __rmul__(self, other):
+        return self * other
 
 
 class LowBitLayer(CacheLayerMixin):
@@ -78,7 +98,7 @@ class LowBitLayer(CacheLayerMixin):
         self.storing = False  # an eager pass is at work here; where the next one finds it so, that one was interrupted
         self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
         self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
-        self._padding: list[tuple[int, torch.Tensor]] = []  # (first position, mask) of chunks with padding
+        self._padding = Padding()
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
@@ -181,11 +201,15 @@ class LowBitLayer(CacheLayerMixin):
         if count == 0 or not self.is_initialized:
             return
         state, spec = self.store.state, self.spec
-        state.length.sub_(self._real_tokens_among_last(count)).clamp_(min=0)
+        end = int(self.cumulative_length)
+        state.length.sub_(self._padding.real_among_last(count, end)).clamp_(min=0)
+        self._padding.cut(end - count)
         if spec.direct:
             state.paged.copy_((state.length - spec.sink).clamp(min=0))
+            self.store.own_pages()
         elif count > self._in_tail:
             unpack_into_tail(state, spec, self.store.head_dim_k, self.store.head_dim_v)
+            self.store.own_pages()
         self._in_tail = max(self._in_tail - count, 0)
         self._count(-count)
         self.taken -= count
@@ -202,8 +226,8 @@ class LowBitLayer(CacheLayerMixin):
                 f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
             )
         # 0 comes from the host in every step, which must not wait for the device then
-        if count and self.is_initialized and count > int(self.cumulative_length):
-            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.cumulative_length)} tokens stored")
+        if count and count > int(self.get_seq_length()):
+            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
         return count
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -215,7 +239,7 @@ class LowBitLayer(CacheLayerMixin):
         if self.is_initialized:
             self.store.select_rows(indices.to(self.device))
             self.batch_size = self.store.batch_size
-            self._padding = [(start, mask[indices.to(mask.device)]) for start, mask in self._padding]
+            self._padding.select(indices)
 
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
@@ -269,10 +293,11 @@ class LowBitLayer(CacheLayerMixin):
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep what `crop` needs to know without asking the device."""
-        if mask is None:  # else a row may have got none of these tokens
+        if mask is None:
             self._in_tail += tokens
-        elif tokens > 1:
-            self._padding.append((int(self.cumulative_length) - tokens, mask))
+        else:  # a row may have got none of these tokens
+            seen = self.cumulative_length if tokens == 1 else int(self.cumulative_length)
+            self._padding.note(seen - tokens, mask)
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
     def _make_room(self, tokens: int, mode: str) -> None:
@@ -307,19 +332,6 @@ class LowBitLayer(CacheLayerMixin):
         self._note_tail(key_states.shape[2], None)
         self.storing = False
         return out
-
-    def _real_tokens_among_last(self, count: int) -> int | torch.Tensor:
-        """How many of the last `count` padded positions each row stored: a number, or `[B, 1]`."""
-        end = int(self.cumulative_length)
-        padding = 0
-        for start, mask in self._padding:
-            low, high = max(start, end - count), min(start + mask.shape[1], end)
-            if low < high:
-                padding = padding + (~mask[:, low - start : high - start]).sum(1, keepdim=True, dtype=torch.int32)
-        self._padding = [
-            (start, mask[:, : end - count - start]) for start, mask in self._padding if start < end - count
-        ]
-        return count - padding
 
     # ---- bad input ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments import check_count
 from .formats import Format, parse_format
 from .transforms import NONE, Transform, parse_transform
 
@@ -46,9 +47,7 @@ class LayerSpec:
 
     def __post_init__(self):
         for name in ("sink", "residual"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name}={value!r} is not allowed; it must be an integer of 0 or more (tokens)")
+            check_count(name, getattr(self, name), least=0)
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 
@@ -273,11 +272,17 @@ class PagedStore:
         else:
             self.batch_size = len(rows)
             self.state = state._replace(**chosen)
-        state = self.state
+        self.own_pages()
+
+    @torch.inference_mode(False)
+    def own_pages(self) -> None:
+        """Give every entry of the table that names no full page a page that no other row refers to, after rows were chosen or
+        `paged` was lowered: tokens to come are packed there."""
         if self.num_pages < self.batch_size * self.pages_per_row:  # fewer than one page an entry: rows were added
             self._add_missing_pages()
         open_pages = self._read_open_pages() if self.spec.direct else None
-        self.state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
+        state = self.state
+        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
         if open_pages is not None:
             self._write_open_pages(open_pages)
         self._refresh_addresses()

@@ -140,18 +140,27 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     preset = get_preset(name)
     options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
     options |= {"preset": preset.name, **overrides}
-    group, bits_k, bits_v = (options.pop(key, None) for key in ("group_size", "bits_k", "bits_v"))
-    boosting = {"ratio": options.pop("boost", None), "score": options.pop("score", None)}
+    names = ("group_size", "bits_k", "bits_v", "boost", "score")
+    given = {name: value for name in names if (value := options.pop(name, None)) is not None}
     keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
-    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", bits=bits_k, group_size=group, **boosting)
-    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", bits=bits_v, group_size=group)
+    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", given, KEY_PARAMETERS)
+    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", given, VALUE_PARAMETERS)
     return LowBitCache(model_or_config, keys, values, **options)
 
 
-def _changed(fmt: Format, what: str, **changes: Any) -> Format:
-    """`fmt` with those parameters that are not `None`; `what` tells which format it is."""
-    changes = {key: value for key, value in changes.items() if value is not None}
+#: arguments of `from_preset` that change a format's parameters, and these
+KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
+VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
+
+
+def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str, str]) -> Format:
+    """`fmt` with what is `given` of its parameters; `what` tells which format it is."""
     own = {Affine: ("bits", "group_size"), Boosted: ("ratio", "score")}.get(type(fmt), ())
-    if unknown := [key for key in changes if key not in own]:
-        raise ValueError(f"{', '.join(unknown)} cannot be set: {what} has none")
-    return dataclasses.replace(fmt, **changes) if changes else fmt  # type: ignore[type-var]
+    able = [name for name, parameter in parameters.items() if parameter in own]
+    changes = {name: value for name, value in given.items() if name in parameters}
+    if unable := [name for name in changes if name not in able]:
+        allowed = ", ".join(able) or "none"
+        raise ValueError(
+            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {what} has no such parameter; allowed: {allowed}"
+        )
+    return dataclasses.replace(fmt, **{parameters[name]: value for name, value in changes.items()}) if changes else fmt  # type: ignore[type-var]

@@ -111,7 +111,7 @@ def parse_transform(transform: str | Transform | None) -> Transform:
     if isinstance(transform, Transform):
         return transform
     name = "none" if transform is None else transform
-    if name not in TRANSFORMS:
+    if not isinstance(name, str) or name not in TRANSFORMS:
         raise ValueError(f"transform={transform!r} is not known; allowed: {tuple(TRANSFORMS)}")
     return TRANSFORMS[name]
 

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 from cases import FORMATS, left_padded, tiny_models
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.layer import LayerView
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
@@ -98,6 +100,116 @@ def test_crop_counts_padding_that_was_dropped(model):
     for row, keys in enumerate(_history(cache)):
         assert keys.shape == before[row].shape
         assert torch.allclose(keys, before[row], atol=0.03)  # some have been packed, at 8 bits, in between
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 400])
+def test_crop_counts_padding_of_single_tokens(model, max_cache_len):
+    """As in loops that go on with rows that are finished."""
+    ids, _ = left_padded(2, 330)
+    mask = torch.ones(2, 330, dtype=torch.long)
+    mask[1, 20:] = torch.arange(310) % 3 == 1
+    cache = lb.from_preset("dense", model, max_cache_len=max_cache_len)
+    _prefill(model, cache, ids[:, :20], mask[:, :20])
+    for token in range(20, 200):
+        _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
+    _prefill(model, cache, ids[:, 200:240])  # without a mask
+    mask[:, 200:240] = 1
+    for token in range(240, 330):
+        _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
+    end = 330
+    for count in (5, 1, 100, 150, 60):
+        cache.crop(-count)
+        end -= count
+        assert cache.packed_layers[0].store.state.length[:, 0].tolist() == mask[:, :end].sum(1).tolist()
+
+
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("max_cache_len", [None, 400])
+def test_rows_that_share_pages_are_cropped_and_go_on(residual, max_cache_len):
+    """Tokens behind what is left are packed in pages that no other row has."""
+    ours, theirs = tiny_models("llama")
+    rows = 1 if max_cache_len is None else 2
+    ids, more = left_padded(1, 200)[0].expand(rows, -1), left_padded(2, 180, seed=2)[0][:, -150:]
+    logits = []
+    for model, cache in (
+        (ours, lb.from_preset("dense", ours, **{**PAGES, "residual": residual}, max_cache_len=max_cache_len)),
+        (theirs, DynamicCache(config=theirs.config)),
+    ):
+        _prefill(model, cache, ids)
+        if rows == 1:
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor([0, 0]))
+        cache.crop(-120)
+        for begin in range(0, 150, 10):
+            logits.append(_prefill(model, cache, more[:, begin : begin + 10]))
+    torch.testing.assert_close(torch.cat(logits[:15]), torch.cat(logits[15:]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 128])
+def test_a_mask_as_wide_as_the_cache(max_cache_len):
+    ours, theirs = tiny_models("llama")
+    ids, mask = left_padded(2, 50)
+    wide = torch.zeros(2, 128, dtype=torch.long)
+    wide[:, :50] = mask
+    cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len)
+    wanted = DynamicCache(config=theirs.config)
+    for begin, end in ((0, 40), (40, 49), (49, 50)):
+        got = _prefill(ours, cache, ids[:, begin:end], wide)
+        want = _prefill(theirs, wanted, ids[:, begin:end], mask[:, :end])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert cache.packed_layers[0].store.state.length[:, 0].tolist() == mask.sum(1).tolist()
+
+
+def test_a_mask_of_too_few_columns(model):
+    cache = lb.from_preset("dense", model)
+    ids, mask = left_padded(2, 50)
+    _prefill(model, cache, ids, mask)
+    with pytest.raises(ValueError, match=r"attention_mask has 30 columns; .* each of the 50 tokens .* and of the 20"):
+        _prefill(model, cache, ids[:, :20], mask[:, :30])
+    assert int(cache.get_seq_length()) == 50
+
+
+def test_a_copy_follows_the_models_attention():
+    model, _ = tiny_models("llama")
+    cache = lb.from_preset("kivi-2", model)
+    twin = copy.deepcopy(cache)
+    model.set_attn_implementation("sdpa")
+    ids, _ = left_padded(1, 20)
+    assert torch.equal(*(_prefill(model, each, ids) for each in (cache, twin)))
+    both = copy.deepcopy({"model": model, "cache": cache})
+    assert both["cache"].config is both["model"].config is not model.config
+    assert copy.deepcopy([cache, model])[1].config is not model.config
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100])
+def test_rows_chosen_by_lists_and_masks(model, max_cache_len):
+    ids = left_padded(3, 40)[0]
+    caches = [lb.from_preset("dense", model, max_cache_len=max_cache_len) for _ in range(2)]
+    for cache in caches:
+        _prefill(model, cache, ids)
+    all_rows = [torch.tensor([True, True, True]), [0, 1, 2]]
+    for cache, rows in zip(caches, ([False, True, False], [1]) if max_cache_len is None else all_rows, strict=True):
+        cache.batch_select_indices(rows)
+    assert caches[0].packed_layers[0].batch_size == (1 if max_cache_len is None else 3)
+    assert torch.equal(*(_history(cache)[0] for cache in caches))
+    for rows, message in (([0.5], "it must be integers"), ([[0]], "it must be integers"), ([True] * 9, "bool are 9")):
+        with pytest.raises(ValueError, match=message):
+            caches[0].batch_select_indices(rows)
+
+
+def test_architectures_that_compute_with_keys_are_told(model):
+    view = LayerView(None, torch.ones(2), torch.ones(2))
+    for use in (
+        lambda: torch.chunk(view, 2),
+        lambda: view[:, 1],
+        lambda: view * 2,
+        lambda: 2 * view,
+        lambda: view + view,
+        lambda: view.shape,
+    ):
+        with pytest.raises((TypeError, AttributeError), match="set_attn_implementation"):
+            use()
 
 
 def test_crop_everything_and_start_again(model):

@@ -72,7 +72,9 @@ def test_suffixes_that_say_nothing(model, name):
 
 
 def test_bits_of_a_format_without_bits(model):
-    with pytest.raises(ValueError, match="bits cannot be set: key_format 'dense'"):
+    with pytest.raises(
+        ValueError, match=r"bits_k=4 is not allowed: key_format 'dense' of .* has no such parameter; allowed: none"
+    ):
         lb.from_preset("dense", model, bits_k=4)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, ours, turns
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import generation
@@ -181,13 +181,26 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"max_length": 70}, "max_length is not allowed: give max_new_tokens"),
         ({"num_beams": 3}, "num_beams=3 is not allowed: transformers does not compile beam search"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is not allowed"),
+        (
+            {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+            "prompt_lookup_num_tokens is not allowed",
+        ),
+        ({"assistant_early_exit": 1}, "assistant_early_exit is not allowed"),
         ({"use_cache": False}, "use_cache=False is not allowed"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False is not allowed"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 is not allowed"),
+        ({"prefill_chunk_size": "4"}, "prefill_chunk_size='4' is not allowed"),
+        ({"max_cache_len": "512"}, "max_cache_len='512' is not allowed"),
+        ({"max_cache_len": 600.5}, "max_cache_len=600.5 is not allowed"),
+        ({"inputs": torch.ones(1, 0, dtype=torch.long)}, "inputs must be token ids"),
+        ({"inputs": torch.ones(0, 5, dtype=torch.long)}, "inputs must be token ids"),
         ({"max_cache_len": 61}, "max_cache_len=61 is too small: the prompt has 50 tokens and max_new_tokens=12"),
         ({"cache_options": {"max_cache_len": 99}}, "it is an argument of its own"),
         ({"cache_options": {"sink": -1}}, "sink=-1 is not allowed"),
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
-        ({"past_key_values": "a cache"}, "preset and cache_options describe a new cache"),
+        ({"past_key_values": "a cache"}, "preset, cache_options and max_cache_len describe a new cache"),
+        ({"past_key_values": "a cache", "preset": None, "max_cache_len": 99}, "max_cache_len describe a new cache"),
         ({"past_key_values": "a cache", "preset": None}, "must be a low-bit cache made with max_cache_len"),
     ],
 )
@@ -202,6 +215,18 @@ def test_a_turn_must_fit_the_cache(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=60)
     with pytest.raises(ValueError, match="max_cache_len=60, and this turn ends at 62 tokens"):
         lb.generate(model, left_padded(1, 50)[0], max_new_tokens=12, past_key_values=cache)
+
+
+def test_a_turn_is_the_whole_conversation(model):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=100)
+    lb.generate(model, left_padded(1, 50)[0], max_new_tokens=2, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"inputs have 5 tokens, and past_key_values holds 5[0-9]: give the whole"):
+        lb.generate(model, left_padded(1, 5)[0], max_new_tokens=2, past_key_values=cache)
+
+
+def test_cache_options_are_a_mapping(model):
+    with pytest.raises(TypeError, match="cache_options='x' is not allowed"):
+        lb.generate(model, left_padded(1, 50)[0], "kivi-2", 12, cache_options="x")
 
 
 def test_another_attention_implementation_is_refused():

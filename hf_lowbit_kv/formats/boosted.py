@@ -64,7 +64,7 @@ class Boosted(Format):
         if self.layout not in self.layouts:
             raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio!r} is not allowed; it must be a number from 0 to 1")
+            raise ValueError(f"ratio={self.ratio!r} (boost) is not allowed; it must be a number from 0 to 1")
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r} is not known; allowed: {SCORES}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
@@ -84,7 +84,9 @@ class Boosted(Format):
 
     @classmethod
     def parse(cls, name: str) -> Boosted | None:
-        match = re.fullmatch(r"boosted(\d+)-r([\d.]+(?:e-\d+)?)(?:-([a-z]+)(\d+)?)?(?:@([\w-]+))?", name)
+        match = re.fullmatch(
+            r"boosted(\d+)-r(\d+(?:\.\d+)?(?:e-\d+)?)(?:-([a-z]+?)((?<=-random)\d+)?)?(?:@([\w-]+))?", name
+        )
         if match is None:
             return None
         bits, ratio, score, seed, layout = match.groups()
