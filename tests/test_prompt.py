@@ -64,6 +64,7 @@ SMALL = [
     Case(tokens=40, padded=True, lengths=(0, 130), sinks=True, groups=3, head_dim=80, head_dim_v=96, softcap=20.0),
     Case(tokens=70, heads=1, groups=2, residual=0, sink=0, keys="int4-token", values="int8-token", lengths=(33, 300)),
     Case(tokens=33, heads=1, groups=4, lengths=(0, 0)),
+    Case(tokens=33, heads=1, groups=1, lengths=(300,), heavy_sink=5.0),
     Case(tokens=130, heads=1, groups=1, keys="dense", values="dense", lengths=(1, 5), dtype=torch.float32),
     Case(tokens=33, heads=1, keys="boosted2-r0.25", values="int2-token-g32", lengths=(170, 90), padded=True),
 ]
@@ -214,6 +215,7 @@ def _gpu_cases() -> list[Case]:
     cases += [
         Case(tokens=200, softcap=30.0, sinks=True, padded=True, groups=2, **BASE),
         Case(tokens=300, outliers=True, dtype=torch.bfloat16, **BASE),
+        Case(tokens=300, groups=1, heavy_sink=5.0, **BASE | {"lengths": (1000, 600, 417)}),
         Case(tokens=2100, heads=8, **BASE | {"lengths": (3000,)}),
         Case(tokens=130, **BASE | {"lengths": (0, 0)}),
     ]
