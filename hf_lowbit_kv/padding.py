@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+#: first position, and a mask, bool `[B, n]`
+Noted = tuple[int | torch.Tensor, torch.Tensor]
 #: masks of single tokens are put together by so many
 BLOCK = 128
 
@@ -15,7 +17,7 @@ class Padding:
     """
 
     def __init__(self):
-        self._noted: list[tuple[int | torch.Tensor, torch.Tensor]] = []  # (first position, bool [B, n])
+        self._noted: list[Noted] = []
         self._singles = 0  # how many of the last of these are of one token
 
     def note(self, start: int | torch.Tensor, mask: torch.Tensor) -> None:
@@ -23,18 +25,8 @@ class Padding:
         self._noted.append((start, mask))
         self._singles = self._singles + 1 if mask.shape[1] == 1 else 0
         if self._singles == BLOCK:
-            self._put_together()
-
-    def _put_together(self) -> None:
-        singles = [(int(start), mask) for start, mask in self._noted[-BLOCK:]]
-        runs: list[tuple[int, list[torch.Tensor]]] = []
-        for start, mask in singles:
-            if runs and start == runs[-1][0] + len(runs[-1][1]):
-                runs[-1][1].append(mask)
-            else:  # tokens without a mask came between them
-                runs.append((start, [mask]))
-        self._noted[-BLOCK:] = [(start, torch.cat(masks, dim=1)) for start, masks in runs]
-        self._singles = 0
+            self._noted[-BLOCK:] = _put_together([(int(start), mask) for start, mask in self._noted[-BLOCK:]])
+            self._singles = 0
 
     def real_among_last(self, count: int, end: int) -> int | torch.Tensor:
         """How many of the last `count` positions before `end` were no padding: a number, or int32 `[B, 1]`."""
@@ -54,4 +46,21 @@ class Padding:
 
     def select(self, rows: torch.Tensor) -> None:
         """Row `b` becomes what row `rows[b]` was."""
-        self._noted = [(start, mask[rows.to(mask.device)]) for start, mask in self._noted]
+        # beams are chosen in every step: one mask to choose from, not one a token
+        self._noted = [(start, mask[rows.to(mask.device)]) for start, mask in _put_together(self._noted)]
+        self._singles = 0
+
+
+def _put_together(
+    noted: list[Noted],
+) -> list[Noted]:
+    """Masks that follow each other as one, where it is known that they do."""
+    runs: list[tuple[int | torch.Tensor, list[torch.Tensor]]] = []
+    end: int | None = None
+    for start, mask in noted:
+        if isinstance(start, int) and start == end:
+            runs[-1][1].append(mask)
+        else:
+            runs.append((start, [mask]))
+        end = start + mask.shape[1] if isinstance(start, int) else None
+    return [(start, masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)) for start, masks in runs]
