@@ -57,7 +57,7 @@ def main(
     chunk: Annotated[int, typer.Option(help="Tokens fed at a time; one page or less is exact decoding.")] = 128,
     device: Annotated[str | None, typer.Option(help="cpu, cuda [default: a GPU if there is one].")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. Bands hold for float32.")] = "float32",
-    backend: Annotated[str | None, typer.Option(help="torch or triton [default: by device].")] = None,
+    backend: Annotated[str | None, typer.Option(help="torch, triton, cuda [default: by device].")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
 ) -> None:

@@ -85,7 +85,7 @@ def run(
         raise ValueError("texts=[] is not allowed; give one text or more")
     scores: dict[str, list[dict[str, float]]] = {preset: [] for preset in presets}
     steps = len(tokens) * sum(context * (1 + len(group)) for group in groups.values())
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output is the caller's
     with Progress(*columns, console=console, disable=not progress, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from hf_lowbit_kv.eval.results import run_command
+
 
 def main(
     records: Annotated[Path, typer.Argument(help="JSON lines of bench_batch.")],
@@ -52,4 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_lowbit_kv.eval.results import run_command
+
 
 def latest(path: Path) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
     """The last record of each cache, by (batch, tokens), shortest and smallest first."""
@@ -62,4 +64,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

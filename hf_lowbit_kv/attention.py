@@ -10,6 +10,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from .layer import ATTENTION_NAME, LayerView
 from .reference import plain_attention
 
+NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+
 
 def lowbit_attention(
     module: torch.nn.Module,
@@ -42,13 +44,27 @@ def lowbit_attention(
     if (reason := _why_not(module, key, attention_mask)) is not None:
         raise ValueError(reason)
     out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
+    if torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling():
+        out = _WithoutGradient.apply(out, query)
     return out, None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The output as it is. Going back through it raises: what was detached would silently be left out of gradients."""
+
+    @staticmethod
+    def forward(ctx, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(NO_GRADIENTS)
 
 
 def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:
     """What keeps a packed layer from attending, or `None`."""
     if module.training and torch.is_grad_enabled() and view.key.requires_grad:
-        return "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+        return NO_GRADIENTS
     if mask is not None and mask.dim() != 2:
         return (
             f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "

@@ -13,6 +13,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -237,7 +238,7 @@ def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:
 
 def _print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
     """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, (column, cell) in enumerate(rows[0].items()):
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
         table.add_column(_HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)

@@ -47,8 +47,10 @@ class Padding:
     def select(self, rows: torch.Tensor) -> None:
         """Row `b` becomes what row `rows[b]` was."""
         # beams are chosen in every step: one mask to choose from, not one a token
-        self._noted = [(start, mask[rows.to(mask.device)]) for start, mask in _put_together(self._noted)]
-        self._singles = 0
+        known = _put_together(self._noted)
+        if len(known) < len(self._noted):
+            self._singles = 0
+        self._noted = [(start, mask[rows.to(mask.device)]) for start, mask in known]
 
 
 def _put_together(

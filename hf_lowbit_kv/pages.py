@@ -12,8 +12,9 @@ pages depend on its tokens alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +49,12 @@ class LayerSpec:
     def __post_init__(self):
         for name in ("sink", "residual"):
             check_count(name, getattr(self, name), least=0)
+        for name, parse in (
+            ("key_format", parse_format),
+            ("value_format", parse_format),
+            ("transform", parse_transform),
+        ):
+            _check_registered(name, getattr(self, name), parse)
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 
@@ -111,6 +118,19 @@ class LayerSpec:
         pages = -(-paged // self.page_size)
         dense = 2 * (tokens - paged) * head_dim * dtype.itemsize
         return 8 * (pages * sum(self.part_bytes(head_dim, head_dim, dtype)) + dense) / (2 * tokens * head_dim)
+
+
+def _check_registered(argument: str, given: Format | Transform, parse: Callable[[Any], Any]) -> None:
+    """Operations get formats and the transform by name: raise where the name stands for something else, or nothing."""
+    try:
+        found = parse(given.name)
+    except ValueError:
+        found = None
+    if type(found) is not type(given) or found != given:
+        raise ValueError(
+            f"{argument}={given!r} is not registered under its name {given.name!r}: add it to hf_lowbit_kv.formats.FORMATS "
+            "(a class) or hf_lowbit_kv.transforms.TRANSFORMS (an instance)"
+        )
 
 
 class LayerState(NamedTuple):

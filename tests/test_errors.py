@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -10,6 +11,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, ti
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.transforms import Transform
 
 pytestmark = pytest.mark.host
 
@@ -69,6 +71,38 @@ def test_arguments_of_the_wrong_type(model):
 def test_suffixes_that_say_nothing(model, name):
     with pytest.raises(ValueError, match=f"preset='{name}' is not known"):
         lb.from_preset(name, model)
+
+
+def test_formats_and_transforms_that_are_not_registered(model):
+    """Operations get them by name, so these would fail in the first pass, or silently be others."""
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Renamed(lb.Affine):
+        name = "mine"
+
+    class Inherited(lb.Affine):
+        pass
+
+    class Smooth(Transform):
+        name = "smooth"
+
+    for options, message in (
+        ({"key_format": Renamed(4, "channel")}, "key_format=.* is not registered under its name 'mine'"),
+        ({"value_format": Inherited(4, "token")}, "value_format=.* is not registered under its name 'int4-token'"),
+        ({"transform": Smooth()}, "transform=.* is not registered under its name 'smooth'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lb.LowBitCache(model, **options)
+
+
+def test_going_back_through_the_cache_raises(model):
+    """In eval mode too, where a pass with gradients enabled is common, and harmless."""
+    cache = lb.from_preset("kivi-2", model)
+    with torch.enable_grad():
+        out = model(torch.arange(5)[None], past_key_values=cache).logits
+        assert out.requires_grad
+        with pytest.raises(RuntimeError, match="a low-bit cache has no gradients"):
+            out.sum().backward()
 
 
 def test_bits_of_a_format_without_bits(model):

@@ -39,7 +39,8 @@ def test_random_passes(seed, on_device):
             real = torch.cat([real, mask], dim=1)
 
 
-def test_masks_of_single_tokens_are_put_together():
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+def test_masks_of_single_tokens_are_put_together(on_device):
     padding = Padding()
     for token in range(10 * BLOCK):
         padding.note(token, torch.ones(2, 1, dtype=torch.bool))
@@ -48,3 +49,7 @@ def test_masks_of_single_tokens_are_put_together():
         padding.note(token, torch.ones(2, 1, dtype=torch.bool))
         padding.select(torch.tensor([1, 0]))
         assert len(padding._noted) == 1
+    for token in range(10 * BLOCK + 50, 15 * BLOCK):
+        padding.note(torch.tensor(token) if on_device else token, torch.ones(2, 1, dtype=torch.bool))
+        padding.select(torch.tensor([1, 0]))
+        assert len(padding._noted) <= (BLOCK + 1 if on_device else 1)
