@@ -37,6 +37,8 @@ class Case:
     outliers: bool = False
     heavy_sink: float | None = None
     """by how much the first token's score, with a value of 0, is above all others together"""
+    value_offset: float | None = None
+    """what the first channel of values is everywhere; errors are then those of the others"""
     transform: str | None = None
 
     def __str__(self) -> str:
@@ -73,6 +75,8 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
         if case.heavy_sink is not None:
             x *= 2.0**-5
         out.append(x.to(case.dtype).transpose(1, 2))
+    if case.value_offset is not None:
+        out[1][..., 0] = case.value_offset
     return out[0], out[1]
 
 
@@ -298,7 +302,7 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
         reference.append(keys, step.v, step.mask, ref.state, case.spec)
     assert_same_state(ref.state, dev.state)
     assert_same_state(ref.state, twin.state)
-    counters = launch._counters[dev.state.paged.device, dev.state.paged.data_ptr()]
+    counters = launch._counters_for(dev.state, 1)
     assert not counters.any(), "counters are not as they were found"
 
 
@@ -339,6 +343,7 @@ def matrix() -> list[Case]:
         cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
         cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
+        cases.append(Case(value_offset=-100.0, lengths=lengths, **pair, **base))
         cases.append(Case(heavy_sink=5.0, lengths=(1500,) * 40, groups=1, heads=8, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
         cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))

@@ -64,6 +64,8 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(lengths=(3700,), heads=1, head_dim=64, page_size=64),
         Case(keys="int2-channel", values="int2-token", lengths=(1900, 1900), heads=1, **PAGES),
         Case(heads=1, outliers=True),
+        *(Case(keys="int8-token", values=values, heads=1, **PAGES, lengths=(1000,), value_offset=-100.0)
+          for values in ("int8-token", "int4-token-g32", "int2-token")),
         *(Case(**pair, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0, dtype=dtype)
           for dtype in (torch.float16, torch.bfloat16) for pair in PAIRS),
         Case(**KITTY, **PAGES, lengths=(500, 1, 417), heads=1, outliers=True, dtype=torch.bfloat16),
@@ -92,7 +94,7 @@ def test_counters_stay_where_they_are(launch):
     for tokens in (4, 1, 100):
         step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
         launch.attend(step.q, step.k, step.v, None, store.state, case.spec, step.scaling)
-        found.append(launch._counters[store.state.paged.device, store.state.paged.data_ptr()])
+        found.append(launch._counters_for(store.state, 1))
     assert all(counters is found[0] for counters in found)
 
 

@@ -302,7 +302,7 @@ def add(
     else:
         p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
         if P.mode == "channel":
-            total = tl.expand_dims(tl.sum(weights, T), T)
+            total = tl.expand_dims(tl.sum(p.to(tl.float32), T), T)
             for j in tl.static_range(P.planes):
                 part = value_dot(p, _extract(words, j, P).to(p.dtype), None, T)
                 scale = _per_channel(page, P.scale_at, n0, j, P).to(tl.float32) * (TWO_24 / P.factors[j])

@@ -195,7 +195,7 @@ def add(
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)
-    total = tl.expand_dims(tl.sum(weights, T), T)
+    total = tl.expand_dims(tl.sum(p.to(tl.float32), T), T)
     out = ()
     for j in tl.static_range(P.planes):
         code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)

@@ -3,7 +3,8 @@
 #include "affine.cuh"
 
 // Per token (in groups of channels): the scale goes into the weights' exponent, so that the fp16 weights are normalised by what a
-// token contributes and no range of scales can overflow or vanish; zero points become one sum a row. Per channel: scale and zero
+// token contributes and no range of scales can overflow or vanish; zero points become one sum a row. Zero points are weighted as codes
+// are, by rounded weights: the two all but cancel where one channel, or token, of a group lies far below the others. Per channel: scale and zero
 // point of a group of tokens onto the product.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineValues {
   using C = Codes<BITS, D>;
@@ -31,6 +32,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
+  static __device__ __forceinline__ float half_of(u32 pair, int which) { return half_to_float(which ? pair >> 16 : pair); }
   static __device__ __forceinline__ float position(int j) { return half_position<BITS>(j & 1) * operand_position<BITS>(j >> 1); }
 
   // Scales and zero points of one group of channels for the lane's four tokens of a block, positions divided out.
@@ -127,9 +129,11 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
           const int j = 2 * h + (i >> 1);
           w[i] = ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]);
           if (group == 0) l[n][i & 1] += w[i] * inverse[j];
-          z[group][n][i & 1] += w[i] * zero[j];
         }
-        p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
+        const u32 rounded[2] = {pack_half(w[0], w[1]), pack_half(w[2], w[3])};
+#pragma unroll
+        for (int i = 0; i < 4; i += EVERY) z[group][n][i & 1] += half_of(rounded[i >> 1], i & 1) * zero[2 * h + (i >> 1)];
+        p[h][n][0] = transposed(rounded[0]); p[h][n][1] = transposed(rounded[1]);
       }
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
 #pragma unroll
@@ -158,10 +162,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
           w[i] = ex2(x[h][n][i]);
-          const float p_true = w[i] * position(2 * h + (i >> 1));
-          l[n][i & 1] += p_true; total[n][i & 1] += p_true;
+          l[n][i & 1] += w[i] * position(2 * h + (i >> 1));
         }
-        p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
+        const u32 rounded[2] = {pack_half(w[0], w[1]), pack_half(w[2], w[3])};
+#pragma unroll
+        for (int i = 0; i < 4; i += EVERY) total[n][i & 1] += half_of(rounded[i >> 1], i & 1) * position(2 * h + (i >> 1));
+        p[h][n][0] = transposed(rounded[0]); p[h][n][1] = transposed(rounded[1]);
       }
 #pragma unroll
     for (int n = 0; n < NT; n++)

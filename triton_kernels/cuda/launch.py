@@ -114,7 +114,7 @@ def _attend_module(
     return module, choice, module.integer("shared_bytes"), fused
 
 
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+_counters: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
 
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     follow each other, and large enough for all of them, because captured graphs keep its address. Storing the prompt
     allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is being captured and there
     is none yet, the graph zeroes its own."""
-    key = state.paged.device, state.paged.data_ptr()
+    key = state.paged.device, state.paged.data_ptr(), state.paged.numel()  # where a layer was, another may be
     found = _counters.get(key)
     if found is None:
         row_blocks = FUSED_ROWS["cuda"] // 8
