@@ -211,13 +211,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     w.keys.begin(rows, size, size + ROWS, scale, lane);
     if (both) {
       window.attend(w, row_block, rows_raw, scale);
-#pragma unroll
-      for (int k = 0; k < DV / 16; k++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) w.o[k][n][i] *= Values::SUM_UNIT;
-      w.lower_maximum();
+      w.turn_to_pages();
       pages.start(w, item, slots);
     }
     pages.attend(w, rows, slots, a.softcap);

@@ -90,9 +90,10 @@ struct Warp {
         for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
   }
 
-  // Between window and pages, whose exponents have the scales of values in them: a sink's score would leave fp16 nothing of the pages'
-  // weights. Lowered so far, the maximum is renewed by the first piece that counts at all; sums stay what they are to it.
-  __device__ __forceinline__ void lower_maximum() {
+  // Between window and pages, which sum up in another unit, and whose exponents have the scales of values in them: a sink's score would
+  // leave fp16 nothing of the pages' weights. Lowered so far, the maximum is renewed by the first piece that counts at all; sums stay
+  // what they are to it.
+  __device__ __forceinline__ void turn_to_pages() {
     constexpr float BY = 60.f, FACTOR = 0x1p60f;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -101,7 +102,7 @@ struct Warp {
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) o[k][n][i] *= FACTOR;
+        for (int i = 0; i < 4; i++) o[k][n][i] *= Values::SUM_UNIT * FACTOR;
     }
   }
 
