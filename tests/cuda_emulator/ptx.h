@@ -35,6 +35,7 @@ static const u8* opaque(const u8* p) { return p; }
 static u32 ask(const u32* p) { return *p; }
 static i64 ask(const i64* p) { return *p; }
 static void count_up(bool does, int* counter, int& found) { if (does) found = (*counter)++; }
+static void count_up_global(bool does, int* counter, int& found) { count_up(does, counter, found); }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
 
 static float half_to_float(u32 h) { return _cvtsh_ss((u16)h); }

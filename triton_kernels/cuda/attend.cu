@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
     const bool leaves = warp == WARPS - 1 && part.last;
     if (part.last) gather(team, leaves);                  // all have read the counters
-    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // ahead of its copies, for which a fence would wait
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // the answer is looked at behind `meet`
 #endif
     if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);

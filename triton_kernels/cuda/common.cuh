@@ -72,10 +72,14 @@ template <int V> __device__ __forceinline__ void sts(u32 a, const float* x) {
   if constexpr (V == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x[0]), "f"(x[1]) : "memory");
   else asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x[0]) : "memory");
 }
-// Adds one to a counter in shared memory; `found` gets what it was, when that is looked at: nothing waits here. In a branch, and with
-// atomicAdd, it would.
+// Adds one to a counter in shared memory; `found` gets what it was, when that is looked at: nothing waits here. In a branch, with
+// atomicAdd and with atom.add it would: compilers add for a warp's lanes together and hand out the answer. Counters stay far below the limit.
 __device__ __forceinline__ void count_up(bool does, int* counter, int& found) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], 1;}" : "+r"(found) : "r"((int)does), "r"((u32)__cvta_generic_to_shared(counter)) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.shared.inc.u32 %0, [%2], 0x7fffffff;}" : "+r"(found) : "r"((int)does), "r"((u32)__cvta_generic_to_shared(counter)) : "memory");
+}
+// The same in global memory.
+__device__ __forceinline__ void count_up_global(bool does, int* counter, int& found) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.global.inc.u32 %0, [%2], 0x7fffffff;}" : "+r"(found) : "r"((int)does), "l"(counter) : "memory");
 }
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

@@ -7,7 +7,8 @@
 // - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
 //   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
 // - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
-//   Per team: its reads, then `gather`, then a fence and an atomic addition by one thread; the last one adds a fence before it writes.
+//   Per team: its reads, which have been used by then, then `gather`, then an atomic addition by one thread (no fence: nothing written
+//   later can come into what has been read); the last one adds a fence before it writes.
 //   It need not be at its own end for that: a team says so before its last row's pages.
 #pragma once
 #include "store.cuh"
@@ -58,9 +59,9 @@ __device__ __noinline__ void pack_token(const AppendArgs& a, int bh, int stored,
 // A team's last word about counters: a warp, behind a `meet` after the team's last look at them. Split in two because the answer takes
 // a memory latency: lane 0 gets how many teams were before it.
 __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
-  if (lane != 0) return 0;
-  __threadfence();
-  return atomicAdd(arrived, 1);
+  int before = 0;
+  count_up_global(lane == 0, arrived, before);            // atomicAdd would wait for its answer
+  return before;
 }
 
 // The last team writes them. before: what `leave_counters` gave; count: rows times heads.
