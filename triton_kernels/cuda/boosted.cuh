@@ -17,7 +17,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   using C = Codes<2, COLUMNS>;
   static constexpr bool NORMALISED = Low::NORMALISED;
   static constexpr int GROUPS = Low::GROUPS;
-  static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS;  // of a slot, in bytes
+  static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS, SECOND = SLOT;  // of a slot, in bytes
 
   Low low;
   u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand of the high bits, scaled

@@ -116,7 +116,11 @@ def choose(
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
-    slot = sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
+    keys, values = (side.codes * piece // 32 + side.meta(piece) for side in sides)
+    pieces = 2 * (keys + values)
+    key = spec.formats[0]
+    if isinstance(key, Affine) and key.axis == "channel" and (key.group_size or spec.page_size) >= 2 * piece:
+        pieces -= 4 * head_dim_k  # `SECOND` in affine_keys.cuh
     value = spec.formats[1]
     # what values' scales are made into: `SCRATCH` in affine_values.cuh
     handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
@@ -128,7 +132,7 @@ def choose(
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8
     best, found = (0.0, 0.0), Choice(piece, 1, 1, row_tiles, spread)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
-        need = queries + warps * -(-max(2 * slot + handed, window, merge) // 128) * 128
+        need = queries + warps * -(-max(pieces + handed, window, merge) // 128) * 128
         if teams * need + RESERVED > shared or warps * teams > most:
             continue
         slots = processors * teams

@@ -15,9 +15,8 @@ struct Work {
 // a piece lies and what belongs to it is then known to the compiler. Copies run ahead of what is computed: while a unit's piece 0 is
 // weighed, the next unit's keys 0 and this one's values 1 are copied; while piece 1 is, the next one's keys 1 and values 0.
 struct Pages {
-  static constexpr int SLOT = Keys::SLOT + Values::SLOT;
+  static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT}, VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
   static constexpr int NONE = -2 * UNIT;                  // tokens of a unit that is not there: `in_unit` of neither piece
-  static_assert(PAGE % UNIT == 0 || UNIT % PAGE == 0, "a piece lies in one page");
   static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
 
   // Where a unit lies, and what of it holds tokens.
@@ -50,10 +49,10 @@ struct Pages {
   }
   template <int PIECE> __device__ __forceinline__ const u8* part(const Place& x) const { return pool + x.page[PIECE * PT / PAGE % EACH]; }
   template <int PIECE> __device__ __forceinline__ void copy_keys(const Keys& keys, const Place& x, u32 slots) const {
-    keys.copy(slots + PIECE * SLOT, part<PIECE>(x), x.at(PIECE), PIECE == 0, PARTIAL ? x.left - PIECE * PT : x.left, lane);
+    keys.copy(slots + KEYS[PIECE], part<PIECE>(x), x.at(PIECE), PIECE == 0, PARTIAL ? x.left - PIECE * PT : x.left, lane);
   }
   template <int PIECE> __device__ __forceinline__ void copy_values(const Values& values, const Place& x, u32 slots) const {
-    values.copy(slots + PIECE * SLOT + Keys::SLOT, part<PIECE>(x) + VALUE_AT, x.at(PIECE), PARTIAL ? x.left - PIECE * PT : x.left, lane);
+    values.copy(slots + VALUES[PIECE], part<PIECE>(x) + VALUE_AT, x.at(PIECE), PARTIAL ? x.left - PIECE * PT : x.left, lane);
   }
 
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
@@ -71,7 +70,7 @@ struct Pages {
 
   // One piece: its weights from its scores s and its values, and the scores of the piece behind it.
   template <int PIECE> __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
-    const u32 values = slots + PIECE * SLOT + Keys::SLOT, scratch = slots + 2 * SLOT;
+    const u32 values = slots + VALUES[PIECE], scratch = slots + KEYS[1] + Keys::SECOND;
     wait<0>(); __syncwarp();
     copy_keys<PIECE>(w.keys, next, slots);
     if constexpr (PIECE == 0) copy_values<1>(w.values, here, slots); else copy_values<0>(w.values, next, slots);
@@ -90,7 +89,7 @@ struct Pages {
     w.subtract_maximum<TILES>(s);
     // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
     // they are computed from stale memory and not used)
-    const u32 keys = slots + (1 - PIECE) * SLOT;
+    const u32 keys = slots + KEYS[1 - PIECE];
     w.keys.refresh(keys, rows, PIECE == 0 ? here.at(1) : next.at(0), PIECE == 1, lane);
     float ahead[TILES][NT][4];
     w.keys.scores(ahead, keys, rows, lane);

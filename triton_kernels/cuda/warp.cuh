@@ -14,7 +14,8 @@ constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against 
 constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
-constexpr int SLOTS_BYTES = 2 * (Keys::SLOT + Values::SLOT) + Values::SCRATCH;
+// Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
+constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
 constexpr int WINDOW_BYTES = Dense<DK>::BLOCK + Dense<DV>::BLOCK;
 constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
