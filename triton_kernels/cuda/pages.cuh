@@ -17,6 +17,7 @@ struct Work {
 struct Pages {
   static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT}, VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
   static constexpr int NONE = -2 * UNIT;                  // tokens of a unit that is not there: `in_unit` of neither piece
+  static_assert(PAGE % UNIT == 0 || UNIT % PAGE == 0, "a piece lies in one page");
   static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
 
   // Where a unit lies, and what of it holds tokens.
