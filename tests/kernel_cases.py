@@ -39,6 +39,8 @@ class Case:
     """by how much the first token's score, with a value of 0, is above all others together"""
     value_offset: float | None = None
     """what the first channel of values is everywhere; errors are then those of the others"""
+    key_size: float = 1.0
+    """a factor of keys; queries are divided by it"""
     transform: str | None = None
 
     def __str__(self) -> str:
@@ -74,6 +76,8 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
             x[:, 3::13, :, 1] = -65000.0
         if case.heavy_sink is not None:
             x *= 2.0**-5
+        if not out:
+            x *= case.key_size
         out.append(x.to(case.dtype).transpose(1, 2))
     if case.value_offset is not None:
         out[1][..., 0] = case.value_offset
@@ -150,7 +154,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
     q = torch.randn(len(case.lengths), case.tokens, case.heads * case.groups, case.head_dim, generator=gen)
     if case.outliers:
         q[:, :, 1::2, :2] *= 2.0**-10  # a head that outliers decide alone, and one that hardly asks for them
-    q = q.to(case.dtype).transpose(1, 2)
+    q = (q / case.key_size).to(case.dtype).transpose(1, 2)
     mask = None
     if case.padded:
         real = torch.randint(0, case.tokens + 1, (len(case.lengths),), generator=gen)
@@ -344,6 +348,7 @@ def matrix() -> list[Case]:
         cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
         cases.append(Case(value_offset=-100.0, lengths=lengths, **pair, **base))
+        cases.append(Case(key_size=2.0**-10, lengths=lengths, **pair, **base))
         cases.append(Case(heavy_sink=5.0, lengths=(1500,) * 40, groups=1, heads=8, **pair, **base))
         cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
         cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))

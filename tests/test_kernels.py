@@ -144,6 +144,10 @@ SMALL = [
         Case(keys="int8-token", values=values, heads=1, head_dim=128, lengths=(600,), value_offset=-100.0)
         for values in ("int8-token", "int4-token-g32", "int2-token")
     ),
+    *(
+        Case(keys=keys, values="int8-token", heads=1, head_dim=128, lengths=(600,), key_size=2.0**-10)
+        for keys in ("int8-channel", "int4-channel", "int8-token", "boosted2-r0.125")
+    ),
     Case(heavy_sink=5.0, heads=1, groups=1, lengths=(300,)),
     Case(
         heavy_sink=5.0, heads=1, groups=1, lengths=(300,), keys="int8-token", values="int8-token", dtype=torch.bfloat16

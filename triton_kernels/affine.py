@@ -113,12 +113,14 @@ def _extract_asm(shift: int, mask: int) -> str:
 
 
 def _dequantize_asm(shift: int, mask: int) -> str:
-    """code * $2 + $3, rounded once: 0x6400 read as float16 is 1024, and the code in its lowest bits adds to it."""
-    return f"""{{ .reg .b32 t, magic;
+    """code / 4 * $2 + $3, rounded once: 0x6400 read as float16 is 1024, and the code in its lowest bits adds to it."""
+    return f"""{{ .reg .b32 t, magic, quarter, less;
         mov.b32 magic, 0x64006400;
+        mov.b32 quarter, 0x34003400;
+        mov.b32 less, 0xdc00dc00;
         shr.b32 t, $1, {shift};
         lop3.b32 t, t, {mask << 16 | mask:#010x}, magic, 0xea;
-        sub.f16x2 t, t, magic;
+        fma.rn.f16x2 t, t, quarter, less;
         fma.rn.f16x2 $0, t, $2, $3; }}"""
 
 
@@ -134,13 +136,13 @@ def _extract(words, j: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl.constexpr):
-    """Plane `j` of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16 or float32."""
+    """Plane `j` of a quarter of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16, float32."""
     if P.ptx and DTYPE == tl.float16:
         x = tl.inline_asm_elementwise(
             P.dequantize[j], "=r,r,r,r", [words, scale, zero], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
-        x = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+        x = _extract(words, j, P).to(tl.float32) * (0.25 * TWO_24 / P.factors[j])
         x = (x * scale.to(tl.float32) + zero.to(tl.float32)).to(DTYPE)
     return x
 
@@ -268,8 +270,9 @@ def scores(
 
 @triton.jit
 def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """`"channel"`: plane `j` of a quarter of the keys (rounding of the scale may push the largest beyond float16)."""
-    scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P) * 0.25, T)
+    """`"channel"`: plane `j` of a quarter of the keys (rounding of the scale may push the largest beyond float16); a quarter of
+    the codes, not of the scales, which would become subnormal where keys are small."""
+    scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P), T)
     zero = tl.expand_dims(_per_channel(page, P.zero_at, n0, j, P) * 0.25, T)
     return _dequantized(words, j, scale, zero, TYPE, P)
 
