@@ -144,9 +144,10 @@ def measure(
         record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
         record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
         if contender.model.device.type == "cuda":
-            found = profile_steps(contender, 8)
-            record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}
-            record |= {key: found[key] for key in ("graph_launches", "kernel_launches", "synchronisations")}
+            found = _attempt(faults, contender.label, functools.partial(profile_steps, contender, 8))
+            if found is not None:
+                record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}
+                record |= {key: found[key] for key in ("graph_launches", "kernel_launches", "synchronisations")}
         contender.put_away()
     for contender, record in records.items():
         measured = tokens * contender.batch <= prefill_tokens

@@ -164,6 +164,14 @@ def test_kinds_of_kernels(kernel, kind):
     assert step_profile.kind_of(kernel) == kind
 
 
+def test_profile_tells_steps_from_the_prompt(model):
+    contender = generate_case.make("kivi-2", "tuned", model, 1, 1000)
+    contender.fill(300)
+    found = step_profile.profile_steps(contender, 5)
+    assert found["device_ms"]["total"] == 0  # there is no device
+    assert found["graph_launches"] == found["synchronisations"] == 0
+
+
 def test_bench_batch_records(tmp_path):
     out = tmp_path / "batch.jsonl"
     done = run(bench_batch, out, "--new-tokens", "500", "--most", "2")

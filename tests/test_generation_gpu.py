@@ -10,6 +10,7 @@ from generation_cases import GREEDY, MODES, Collect, ours, turns
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.presets import preset_names
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +57,13 @@ class StopWatching(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "k4v2", "kitty-hadamard"])
+def graph_launches(call) -> int:
+    with torch.profiler.profile() as profiler:
+        call()
+    return [event.name() for event in profiler.profiler.kineto_results.events()].count("cudaGraphLaunch")
+
+
+@pytest.mark.parametrize("preset", preset_names())
 def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     torch._dynamo.reset()
     ids, mask = (x.cuda() for x in left_padded(2, 200))
@@ -67,6 +74,8 @@ def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     got = ours(gpu_model, ids, mask, preset, logits_processor=[watch], stopping_criteria=[StopWatching(299)], **options)
     assert watch.calls == 100
     assert torch.equal(got, want)
+    options["new_tokens"] = 12
+    assert graph_launches(lambda: ours(gpu_model, ids, mask, preset, **options)) == 11  # the prompt gives the first
     # the host's own check, in contrast, waits in every step
     cache = lb.from_preset(preset, gpu_model, max_cache_len=512)
     options = {"max_new_tokens": 9, "disable_compile": True, "logits_processor": [Watch()], **GREEDY}
@@ -84,10 +93,8 @@ def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
         assert torch.equal(ours(gpu_model, ids, mask, cache_options={"sink": 16}), want)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
-    with torch.profiler.profile() as profiler:
-        ours(gpu_model, ids, mask, cache_options={"sink": 16}, new_tokens=12)
-    calls = [event.name() for event in profiler.profiler.kineto_results.events()]
-    assert calls.count("cudaGraphLaunch") == 11  # the first token comes from the prompt
+    options = {"cache_options": {"sink": 16}, "new_tokens": 12}
+    assert graph_launches(lambda: ours(gpu_model, ids, mask, **options)) == 11
 
 
 @pytest.mark.parametrize(
