@@ -151,6 +151,29 @@ def test_step(case, steps, launch):
     check_steps(launch, fragment(case), steps, kernels.SEED, "cpu")
 
 
+@pytest.mark.parametrize(
+    "barrier",
+    [
+        r"meet\(team\);(?=\s*#if FUSED\s*// by the last warp)",  # queries are there
+        r"meet\(team\);(?=\s*const i64 slots)",  # what warps have is there to be merged
+        r"crew\.meet\(\);(?=\s*source\.tail)",  # a page to be packed is there
+        r"meet\(team\);(?=\s*constexpr int AT)",  # merging is done with its memory, and packing may use it
+    ],
+)
+def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
+    found = []
+
+    def load(name, defines, device):
+        module = cuda_emulator.Module(name, defines, without=barrier)
+        found.append(module.text != cuda_emulator.Module(name, defines).text)
+        return module
+
+    monkeypatch.setattr(cuda, "load", load)
+    with pytest.raises(AssertionError, match="races in shared memory"):
+        check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
+    assert any(found)
+
+
 @pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] == torch.float16 and x[2]], ids=str)
 def test_turn(options):
     kernels.check_turn(*options)

@@ -14,7 +14,9 @@ from hf_lowbit_kv.triton_kernels.cuda.compile import source
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / "hf-lowbit-kv-emulated"
-OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
+#: every use of memory is a call (into races.h)
+WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: kernel -> its argument
 ARGUMENTS = {"attend": "StepArgs", "turn": "TurnArgs"}
 
@@ -36,7 +38,6 @@ def translate(name: str) -> str:
         (r'asm volatile\("bar\.sync.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].wait(\2);"),
         (r'asm volatile\("bar\.arrive.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].arrive(\2);"),
         (r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];", r"u8* \1 = shared_memory;"),
-        (r"#line.*\n", "\n"),
     )
     for pattern, new in replaced:
         text = re.sub(pattern, new, text)
@@ -45,11 +46,12 @@ def translate(name: str) -> str:
 
 
 class Module:
-    """In place of `compile.Module`."""
+    """In place of `compile.Module`. without: a pattern of what is left out of the source, to see what that does."""
 
-    def __init__(self, name: str, defines: tuple[tuple[str, str], ...]):
+    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], without: str | None = None):
         macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
-        self.text = f'{macros}#include "{HERE / "machine.h"}"\n{translate(name)}\n'
+        text = translate(name) if without is None else re.sub(without, ";", translate(name))
+        self.text = f'{macros}#include "{HERE / "machine.h"}"\n{text}\n'
         self.libraries: dict[str, ctypes.CDLL] = {}
         self.launched = 0
 
@@ -62,7 +64,8 @@ class Module:
                 "{ argument = a; return run_grid(entry, x, y, z, n, backwards); }\n"
             )
             FOLDER.mkdir(exist_ok=True)
-            key = hashlib.sha256((text + (HERE / "machine.h").read_text()).encode()).hexdigest()[:24]
+            headers = "".join((HERE / name).read_text() for name in ("machine.h", "races.h"))
+            key = hashlib.sha256((text + headers + repr((OPTIONS, WATCHED))).encode()).hexdigest()[:24]
             path = FOLDER / f"{key}.so"
             if not path.exists():
                 with (
@@ -72,7 +75,10 @@ class Module:
                     file.write(text)
                     file.flush()
                     built = Path(work) / path.name
-                    subprocess.run(["g++", *OPTIONS, "-o", str(built), file.name], check=True)
+                    # in two steps: linked without the sanitizer's own library
+                    part = str(Path(work) / "part.o")
+                    subprocess.run(["g++", *OPTIONS, *WATCHED, "-c", "-o", part, file.name], check=True)
+                    subprocess.run(["g++", "-shared", "-o", str(built), part], check=True)
                     built.replace(path)
             self.libraries[call] = ctypes.CDLL(str(path))
         return self.libraries[call]
@@ -86,4 +92,5 @@ class Module:
         # blocks run one after the other, every other time from the last to the first: their order must not matter
         self.launched += 1
         done = library.run(ctypes.byref(args[0]), *grid, threads, self.launched % 2)
-        assert done == 0, "threads wait for each other"
+        assert done != 1, "threads wait for each other"
+        assert done == 0, f"races in shared memory were printed; where: addr2line -ie {library._name}"

@@ -1,7 +1,7 @@
 // A CUDA block on the CPU, to test kernels without a GPU: every thread is a fiber, and what threads of a warp do together (shuffles, votes,
-// tensor-core products) waits until all of them have come there. Copies are done when they are waited for, and threads run one after
-// another: this finds wrong results, wrong addresses and copies not waited for, and of races those that show when blocks run one after
-// the other, in either order.
+// tensor-core products) waits until all of them have come there. Threads run one after another, copies are done early or late: this finds
+// wrong results, wrong addresses, copies not waited for, and races in shared memory (`races.h`); of races in global memory those
+// that show when blocks run one after the other, in either order.
 #include <immintrin.h>
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __constant__
-#define __shared__ static
+#define __shared__ static __attribute__((section("gpu_shared")))
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -37,16 +37,22 @@ static ucontext_t scheduler, fibers[1024];
 static bool finished[1024];
 static void yield() { swapcontext(&fibers[current], &scheduler); }
 
+#include "races.h"
+
 struct Barrier {
   int arrived, generation;
+  races::Handed handed;
   bool arrive(int count) {
+    handed.come();
     if (++arrived < count) return false;
     arrived = 0; generation++;
+    handed.open();
     return true;
   }
   void wait(int count) {
     const int mine = generation;
     if (!arrive(count)) while (generation == mine) yield();
+    handed.leave();
   }
 };
 static Barrier warps[32], barriers[17];
@@ -100,6 +106,7 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
     blockIdx = {i % x, i / x % y, i / (x * y)};
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     hasty = draw() & 1;
+    races::begin_block();
     memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);
     for (int t = 0; t < count; t++) {
       finished[t] = false;
@@ -122,5 +129,5 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
       }
     }
   }
-  return 0;
+  return races::found ? 2 : 0;
 }

@@ -1,6 +1,7 @@
 // In place of the PTX of `common.cuh`.
 static void fault(const char* what, u32 address) { printf("%s at byte %u of shared memory\n", what, address); abort(); }
 static void check(u32 s, u32 size) { if (s % size) fault("misaligned access", s); if (s + size > sizeof shared_memory) fault("access", s); }
+static void used(u32 s, u32 size, races::Use use) { races::touch(shared_memory + s, size, use, __builtin_return_address(0)); }
 static void copy(u32 s, const void* g, u32 size, bool keep) {
   check(s, size);
   if (keep && (size_t)g % size) fault("copy from a misaligned address", s);
@@ -13,6 +14,7 @@ static std::vector<Copy> begun[1024];
 static int groups_begun[1024];
 static void begin_copy(u32 s, const void* g, u32 size, bool keep) {
   const bool now = hasty && draw() % 4;
+  used(s, size, races::WRITE);                        // it may come at once, and it may come when it is waited for
   if (now) copy(s, g, size, keep);
   begun[current].push_back({s, g, size, keep, groups_begun[current], now});
 }
@@ -20,21 +22,27 @@ static void commit() { groups_begun[current]++; }
 template <int N> static void wait() {
   std::vector<Copy>& all = begun[current];
   size_t done = 0;
-  for (; done < all.size() && all[done].group < groups_begun[current] - N; done++)
+  for (; done < all.size() && all[done].group < groups_begun[current] - N; done++) {
+    used(all[done].s, all[done].size, races::WRITE);
     if (!all[done].done) copy(all[done].s, all[done].g, all[done].size, all[done].keep);
+  }
   all.erase(all.begin(), all.begin() + done);
 }
 static void check_waited() { if (!begun[current].empty()) fault("a copy that nobody waited for", begun[current][0].s); }
 static void cp16(u32 s, const void* g, bool keep = true) { begin_copy(s, g, 16, keep); }
 static void cp16_if(bool real, u32 s, const void* g) { if (real) begin_copy(s, g, 16, true); }
 static void cp8(u32 s, const void* g, bool keep) { begin_copy(s, g, 8, keep); }
-template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); memcpy(shared_memory + a, x, 4 * V); }
-template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); memcpy(r, shared_memory + a, 4 * V); }
-static u16 lds_u16(u32 a) { check(a, 2); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
+template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); used(a, 4 * V, races::WRITE); memcpy(shared_memory + a, x, 4 * V); }
+template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); used(a, 4 * V, races::READ); memcpy(r, shared_memory + a, 4 * V); }
+static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
 static const u8* opaque(const u8* p) { return p; }
 static u32 ask(const u32* p) { return *p; }
 static i64 ask(const i64* p) { return *p; }
-static void count_up(bool does, int* counter, int& found) { if (does) found = (*counter)++; }
+UNWATCHED static void count_up(bool does, int* counter, int& found) {
+  if (!does) return;
+  races::touch(counter, sizeof *counter, races::ATOMIC, __builtin_return_address(0));
+  found = (*counter)++;
+}
 static void count_up_global(bool does, int* counter, int& found) { count_up(does, counter, found); }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
 
