@@ -53,9 +53,7 @@ class Padding:
         self._noted = [(start, mask[rows.to(mask.device)]) for start, mask in known]
 
 
-def _put_together(
-    noted: list[Noted],
-) -> list[Noted]:
+def _put_together(noted: list[Noted]) -> list[Noted]:
     """Masks that follow each other as one, where it is known that they do."""
     runs: list[tuple[int | torch.Tensor, list[torch.Tensor]]] = []
     end: int | None = None

@@ -161,17 +161,9 @@ def test_step(case, steps, launch):
     ],
 )
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
-    found = []
-
-    def load(name, defines, device):
-        module = cuda_emulator.Module(name, defines, without=barrier)
-        found.append(module.text != cuda_emulator.Module(name, defines).text)
-        return module
-
-    monkeypatch.setattr(cuda, "load", load)
+    monkeypatch.setattr(cuda, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
     with pytest.raises(AssertionError, match="races in shared memory"):
         check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
-    assert any(found)
 
 
 @pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] == torch.float16 and x[2]], ids=str)
