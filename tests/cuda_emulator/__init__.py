@@ -36,7 +36,6 @@ def translate(name: str) -> str:
         (r'asm volatile\("ld\.shared\.u16 %0, \[%1\];" : "=h"\((\w+)\) : "r"\((.*?)\)\);', r"\1 = lds_u16(\2);"),
         (r"__device__ __forceinline__ u16 half_bits\(.*\n", ""),
         (r'asm volatile\("bar\.sync.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].wait(\2);"),
-        (r'asm volatile\("bar\.arrive.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].arrive(\2);"),
         (r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];", r"u8* \1 = shared_memory;"),
     )
     for pattern, new in replaced:

@@ -189,8 +189,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const bool stores = row_block == 0 && w0 < row.blocks && w1 == row.blocks;  // has the chunk's block of the window
     if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
     const bool leaves = warp == WARPS - 1 && part.last;
-    if (part.last) gather(team, leaves);                  // all have read the counters
-    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // the answer is looked at behind `meet`
 #endif
     if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
@@ -204,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     meet(team);
 #if FUSED
     // by the last warp: it has neither window nor pages, where there is not enough for all
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
     if (stores && warp == WARPS - 1) keep_token(a.store, row, lane);
     if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
 #endif

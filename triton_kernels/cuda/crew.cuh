@@ -9,12 +9,6 @@ __device__ __forceinline__ void meet(int team) {
   else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WARPS * 32) : "memory");
 }
 
-// A warp for which `waits` waits until all others have come this far; they go on.
-__device__ __forceinline__ void gather(int team, bool waits) {
-  if (waits) asm volatile("bar.sync %0, %1;" ::"r"(team + 8), "n"(WARPS * 32) : "memory");
-  else asm volatile("bar.arrive %0, %1;" ::"r"(team + 8), "n"(WARPS * 32) : "memory");
-}
-
 struct Crew {
   int thread, team;                 // number among them; which of the block's teams they are
   __device__ __forceinline__ void meet() const { ::meet(team); }

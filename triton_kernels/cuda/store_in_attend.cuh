@@ -7,9 +7,8 @@
 // - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
 //   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
 // - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
-//   Per team: its reads, which have been used by then, then `gather`, then an atomic addition by one thread (no fence: nothing written
-//   later can come into what has been read); the last one adds a fence before it writes.
-//   It need not be at its own end for that: a team says so before its last row's pages.
+//   Per team: its reads, which have been used by then, then the meeting over its last row's queries, then an atomic addition by one
+//   thread (no fence: nothing written later can come into what has been read); the last one adds a fence before it writes.
 #pragma once
 #include "store.cuh"
 #include "warp.cuh"
