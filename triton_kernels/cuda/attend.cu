@@ -216,10 +216,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     pages.attend(w, rows, slots, a.softcap);
     w.values.finish(w.o);
 
-    // the warps of the team
-    meet(team);
+    // the warps of the team; each puts what it has where its copies were
+    __syncwarp();
 #if FUSED
-    const Due due = dues[team];
+    const Due due = dues[team];                           // there since the meeting over queries
 #endif
     float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * MERGE_STRIDE;
 #pragma unroll
