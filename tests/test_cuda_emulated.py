@@ -67,7 +67,8 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         *(Case(keys="int8-token", values=values, heads=1, **PAGES, lengths=(1000,), value_offset=-100.0)
           for values in ("int8-token", "int4-token-g32", "int2-token")),
         *(Case(keys=keys, values="int8-token", heads=1, **PAGES, lengths=(1000,), key_size=2.0**-10)
-          for keys in ("int8-channel", "int2-channel", "int8-token", "boosted2-r0.125")),
+          for keys in ("int8-channel", "int4-channel", "int2-channel", "int8-token", "boosted2-r0.125")),
+        Case(keys="int8-channel", values="int8-token", heads=1, outliers=True),
         *(Case(**pair, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0, dtype=dtype)
           for dtype in (torch.float16, torch.bfloat16) for pair in PAIRS),
         Case(**KITTY, **PAGES, lengths=(500, 1, 417), heads=1, outliers=True, dtype=torch.bfloat16),
