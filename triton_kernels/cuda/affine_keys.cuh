@@ -6,10 +6,7 @@
 // the scores, in groups of channels.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
   using C = Codes<BITS, D>;
-  static constexpr bool NORMALISED = true;                                        // wants q as fp16 ...
-  // ... of magnitude 2^this at most. A scale is 2 * 65504 / (2^BITS - 1) at most, and where keys are small it is so small that its
-  // product with q would leave fp16's normal numbers: q is as large as the largest scale allows.
-  static constexpr int QUERY_EXPONENT = !CHANNEL || BITS == 2 ? 0 : BITS == 4 ? 2 : 6;
+  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
@@ -20,6 +17,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
   float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
   float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
+  static constexpr bool RAISED = CHANNEL && BITS != 2;  // 2-bit scales are large enough, and instructions dear
+  float raised[RAISED ? BIASES : 1];  // what is to be taken back of `raise`
   float sum[NT][2 * GROUPS];  // per token: c times the sum of q over each group of channels
 
   // rows: normalised queries in shared memory; size: what they were divided by; sums: [ROWS][GROUPS]
@@ -39,22 +38,43 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     if constexpr (!CHANNEL) load_q<false>(rows, 0, lane);
   }
 
-  // Queries times scales and positions. `meta`: scales, in the order of channels.
-  template <bool SCALED> __device__ __forceinline__ void load_q(u32 rows, u32 meta, int lane) {
+  // Scales are so small where keys are that their products with q, divided by positions, leave fp16's normal numbers. A power of two that
+  // brings a group's up together; it is exact.
+  __device__ __forceinline__ u32 raise(u32 meta, int which, int lane) {
+    const int t = lane & 3;
+    u32 most = 0;
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      u32 s[4] = {};
+      if (b < D / 32) lds<4>(s, meta + 64 * b + 16 * t); else lds<2>(s, meta + 64 * b + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 4; i++) most = max2(most, s[i]);
+    }
+    most = max2(most, __shfl_xor_sync(~0u, most, 1)); most = max2(most, __shfl_xor_sync(~0u, most, 2));
+    const int k = min(max(29 - (int)(max(most & 0xffff, most >> 16) >> 10), 0), 15);
+    raised[which] = __uint_as_float((127 - k) << 23);
+    return (15 + k) * 0x04000400u;
+  }
+
+  // Queries times scales and positions. `meta`: scales, in the order of channels; up: a factor of theirs, a power of two.
+  template <bool SCALED> __device__ __forceinline__ void load_q(u32 rows, u32 meta, int lane, u32 up = 0) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
-    const u32 second = pack_half(1 / half_position<BITS>(1), 1 / half_position<BITS>(1));
+    const u32 second = pack_half(1 / half_position<BITS>(1), 1 / half_position<BITS>(1)), up_second = BITS == 4 ? up - 4 * 0x04000400u : up;
 #pragma unroll
     for (int b = 0; b < D / 32; b++) {
       u32 s[4];
       if constexpr (SCALED) lds<4>(s, meta + 64 * b + 16 * t);
+      if constexpr (RAISED)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = mul2(s[i], i & 1 ? up_second : up);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         lds<4>(&q[n][4 * b], rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           if constexpr (SCALED) q[n][4 * b + i] = mul2(q[n][4 * b + i], s[i]);
-          if (BITS != 8 && (i & 1)) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
+          if (BITS != 8 && !RAISED && (i & 1)) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
         }
       }
     }
@@ -62,13 +82,16 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       constexpr int b = D / 32;
       u32 s[2];
       if constexpr (SCALED) lds<2>(s, meta + 64 * b + 8 * t);
+      if constexpr (RAISED)
+#pragma unroll
+        for (int i = 0; i < 2; i++) s[i] = mul2(s[i], i & 1 ? up_second : up);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         lds<2>(&q[n][4 * b], rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           if constexpr (SCALED) q[n][4 * b + i] = mul2(q[n][4 * b + i], s[i]);
-          if (BITS != 8 && i) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
+          if (BITS != 8 && !RAISED && i) q[n][4 * b + i] = mul2(q[n][4 * b + i], second);
         }
       }
     }
@@ -76,7 +99,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 
   // New scales and zero points, at `meta`.
   __device__ __forceinline__ void load_group(u32 rows, u32 meta, int which, int lane) {
-    load_q<true>(rows, meta, lane);
+    u32 up = 0;
+    if constexpr (RAISED) up = raise(meta, which, lane);
+    load_q<true>(rows, meta, lane, up);
     load_bias(rows, meta + META, which, lane);
   }
 
@@ -178,6 +203,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 
   // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
   __device__ __forceinline__ float factor(int n, int tile, int e) const {
+    if constexpr (RAISED) return c[n][e] * (raised[BIASES > 1 ? tile * 16 / GROUP : 0] * (1 / operand_position<BITS>(tile & 1)));
     return CHANNEL ? c[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f;
   }
   // What is to be added then.

@@ -99,8 +99,7 @@ struct Queries {
       if constexpr (Keys::NORMALISED) {
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
-        // the next power of two, so many below it as q may be large
-        const u32 exponent = min(max((int)(__float_as_uint(most[j]) >> 23) + 1 - Keys::QUERY_EXPONENT, 2), 252);
+        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u), 252u);  // the next power of two
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};
 #pragma unroll

@@ -16,7 +16,6 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   using Low = AffineKeys<2, true, PAGE, D, SCALE_AT, ZERO_AT>;
   using C = Codes<2, COLUMNS>;
   static constexpr bool NORMALISED = Low::NORMALISED;
-  static constexpr int QUERY_EXPONENT = Low::QUERY_EXPONENT;
   static constexpr int GROUPS = Low::GROUPS;
   static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS, SECOND = SLOT;  // of a slot, in bytes
 
