@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const int item = both ? WARPS - 1 - warp : warp - few;
 #if FUSED
     const bool stores = row_block == 0 && w0 < row.blocks && w1 == row.blocks;  // has the chunk's block of the window
-    if (thread == 0) dues[team] = {stores ? row.length : -1, row.paged};
+    if (thread == 0) dues[team].stored = -1;
     const bool leaves = warp == WARPS - 1 && part.last;
 #endif
     if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #if FUSED
     // by the last warp: it has neither window nor pages, where there is not enough for all
     const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
-    if (stores && warp == WARPS - 1) keep_token(a.store, row, lane);
+    if (stores && warp == WARPS - 1) keep_token(a.store, row.b, row.h, row.length, row.paged, dues[team], lane);
     if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
 #endif
     w.begin();
@@ -218,9 +218,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 
     // the warps of the team; each puts what it has where its copies were
     __syncwarp();
-#if FUSED
-    const Due due = dues[team];                           // there since the meeting over queries
-#endif
     float *mine = merge + warp * (WARP_BYTES / 4), *mine_ml = mine + ROWS * MERGE_STRIDE;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -301,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
       }
     }
 #if FUSED
-    if (due.stored >= 0) pack_token(a.store, r, due.stored, due.before, thread, team, smem);
+    if (const Due due = dues[team]; due.stored >= 0) pack_token(a.store, r, due.stored, due.before, thread, team, smem);
 #endif
     if (part.last) return;
     if (warp == 0) Plan(a, row_block, shares[team], lane).next(parts[team], shares[team]);

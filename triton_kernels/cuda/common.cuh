@@ -8,6 +8,10 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
+// What most launches do not come to, or one warp only: out of the others' way. Behind another kernel a launch finds none of its
+// instructions in a cache, and waits for what it comes by.
+#define COLD __device__ __noinline__
+
 constexpr int ROWS = 8 * NT;        // columns of products for query rows (heads x tokens), of which a team of warps attends for as many
 // SPREAD: at most four query rows, in every other column. A lane then has one row's scores, where side by side half of the lanes
 // had two and the others none that count. COLUMNS_USED: of a lane's two columns; EVERY: step over a lane's four numbers.

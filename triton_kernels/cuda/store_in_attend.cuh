@@ -15,8 +15,8 @@
 
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
-// How a row's store is handed from the start of its work to the end, when counters in memory may have advanced.
-struct Due { int stored, before; };                       // stored: -1 where another team stores
+// What a row's token makes due, handed from the start of its work to the end, when counters in memory may have advanced.
+struct Due { int stored, before; };                       // stored: -1 where nothing is to be packed
 
 // A token's channels, two a lane at a time.
 template <int D> struct Token {
@@ -35,21 +35,21 @@ template <int D> struct Token {
 };
 
 // Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TURNED), behind a `meet`.
-__device__ __forceinline__ void keep_token(const AppendArgs& a, const Row& row, int lane) {
-  const int bh = row.b * a.heads + row.h;
-  const Counts n(a, bh, row.length, row.paged);
+COLD void keep_token(const AppendArgs& a, int b, int h, int length, int paged, Due& due, int lane) {
+  const int bh = b * a.heads + h;
+  const Counts n(a, bh, length, paged);
   Token<DK> k; Token<DV> v;                               // all is loaded before the first branch: one memory latency
-  k.load(a.k, row.b * a.k_b + row.h * a.k_h, lane); v.load(a.v, row.b * a.v_b + row.h * a.v_h, lane);
-  if (padding(a, row.b) || !kept(a, n)) return;
+  k.load(a.k, b * a.k_b + h * a.k_h, lane); v.load(a.v, b * a.v_b + h * a.v_h, lane);
+  if (padding(a, b)) return;
+  if (lane == 0 && n.fits && n.after > n.before) due = {length, paged};
+  if (!kept(a, n)) return;
   k.put(home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), lane);
   v.put(home<DV>(a, a.sink_v, a.tail_v, bh, n.stored), lane);
 }
 
-// Packs what the token makes due. A team, behind its last use of `space`. Not inlined: once in PAGE steps, and its registers
-// are none of the loops'.
-__device__ __noinline__ void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
+// Packs what the token makes due. A team, behind its last use of `space`. Once in PAGE steps, and its registers are none of the loops'.
+COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
   const Counts n(a, bh, stored, before);
-  if (n.after == n.before || n.fits == 0 || padding(a, bh / a.heads)) return;
   meet(team);
   constexpr int AT = (SPACE + 127) / 128 * 128;
   pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
@@ -63,9 +63,8 @@ __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   return before;
 }
 
-// The last team writes them. before: what `leave_counters` gave; count: rows times heads.
-__device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
-  if (__shfl_sync(~0u, before, 0) != (int)(gridDim.x * gridDim.y) * TEAMS - 1) return;
+// count: rows times heads.
+COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
   constexpr int BATCH = 4;                                // loads in flight
   for (int first = lane; first < count; first += 32 * BATCH) {
@@ -83,4 +82,9 @@ __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived
     }
   }
   if (lane == 0) *arrived = 0;
+}
+
+// The last team writes them. before: what `leave_counters` gave.
+__device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
+  if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1) advance_counters(a, arrived, count, lane);
 }
