@@ -9,6 +9,8 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
   `pack_ms`: what of it packing costs (steps that pack nothing, timed in the same rounds).
 - `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what
   of it storing costs: without the attention alone of the same steps (over what is stored at each), timed in the same rounds.
+- `behind_ms`, `step_behind_ms`: `ms` and `step_ms` where each stands behind another kernel, as in a model (`time_behind`):
+  nothing is in a cache, instructions neither. `behind_ratio`: `ratio` so.
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
@@ -33,7 +35,7 @@ from hf_lowbit_kv.backend import choose_backend, storage_spec
 from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
+from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_behind, time_interleaved
 from hf_lowbit_kv.presets import get_preset
 
 PRESETS = (
@@ -92,6 +94,8 @@ def measure(
     calls = [lambda case=case: case.attend(backend) for case in cases]
     graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
     candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
+    behind = time_behind(candidates, device, rounds)
+    behind_ms = behind.pop("ours")
     if cases[0].map is not None:
         calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
         candidates.append(Candidate("bare", calls, graph))
@@ -100,7 +104,7 @@ def measure(
     peer = min(times, key=times.__getitem__) if times else None
     peer_ms = times[peer] if peer else None
     append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
-    step_ms, alone_ms = time_step(cases, backend, graph, device, rounds)
+    step_ms, alone_ms, step_behind_ms = time_step(cases, backend, graph, device, rounds)
     nbytes = cases[0].nbytes
     fixed = {"fixed_order": True} if backend == "cuda" and fixed_order() else {}
     return fixed | {
@@ -122,6 +126,9 @@ def measure(
         "step_ms": step_ms,
         "step_append_ms": step_ms - alone_ms,
         "step_append_share": step_ms / alone_ms - 1,
+        "behind_ms": behind_ms,
+        "behind_ratio": min(behind.values()) / behind_ms if behind else None,
+        "step_behind_ms": step_behind_ms,
         "transform": str(spec.transform),
         "transform_ms": None if bare_ms is None else ms - bare_ms,
         "transform_share": None if bare_ms is None else ms / bare_ms - 1,
@@ -159,9 +166,11 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
     return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
 
 
-def time_step(cases: list[Case], backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens, and of their attention
-    alone."""
+def time_step(
+    cases: list[Case], backend: str, graph: bool, device: torch.device, rounds: int
+) -> tuple[float, float, float]:
+    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens; of their attention
+    alone; and of the step behind another kernel."""
     along = cases[0].counters_along()
     steps = [lambda case=case, token=token: case.step(token, backend) for token in range(len(along)) for case in cases]
     alone = [
@@ -175,9 +184,9 @@ def time_step(cases: list[Case], backend: str, graph: bool, device: torch.device
             rewind(case, along[0])
 
     candidates = [Candidate("step", steps, graph, before), Candidate("alone", alone, graph, before)]
-    found = time_interleaved(candidates, device, rounds)
+    found, behind = time_interleaved(candidates, device, rounds), time_behind(candidates[:1], device, rounds)
     before()
-    return found["step"], found["alone"]
+    return found["step"], found["alone"], behind["step"]
 
 
 def measure_low_bit(
@@ -312,6 +321,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         "append",
         "pack",
         "in step",
+        "behind",
+        "step behind",
         "transform",
     )
     for r in records:
@@ -323,7 +334,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
         shares = ("append_share", "pack_share", "step_append_share", "transform_share")
-        parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
+        parts = ["-" if r[name] is None else f"{r[name]:.1%}" for name in shares]
+        parts[3:3] = [f"{r[name]:.4f}" for name in ("behind_ms", "step_behind_ms")]
         out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *parts)
     return out
 

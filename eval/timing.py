@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ SAMPLE_MS = 3.0
 MAX_CALLS = 64
 
 
-@dataclass
+@dataclasses.dataclass
 class Candidate:
     """Something to time.
 
@@ -95,12 +95,35 @@ def time_interleaved(candidates: Sequence[Candidate], device: torch.device, roun
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
+    """As `time_interleaved`, each call behind another kernel, whose time is subtracted: one that reads four times what the L2
+    cache holds, as the products with weights do that stand between the attention of two layers. Repeated by itself, a call
+    finds its instructions and tables in caches."""
+    rows = torch.ones(_cache_bytes(device), device=device).view(-1, 2**16)  # float32
+
+    def behind(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (rows.sum(-1), call())
+
+    front = Candidate("", [lambda: rows.sum(-1)])
+    pairs = [
+        dataclasses.replace(candidate, calls=[behind(call) for call in candidate.calls]) for candidate in candidates
+    ]
+    found = time_interleaved([front, *pairs], device, rounds)
+    alone = found.pop("")
+    return {name: ms - alone for name, ms in found.items()}
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Of the L2 cache, in whole 64 KiB; elsewhere something small."""
+    size = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**20
+    return -(-size // 2**16) * 2**16
+
+
 def sets_needed(nbytes: int, device: torch.device, most: int = 16) -> int:
     """How many input sets of `nbytes` to rotate among, so that each is read from memory and not from the L2 cache."""
     if device.type != "cuda":
         return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(max(-(-4 * cache // nbytes), 1), most)
+    return min(max(-(-4 * _cache_bytes(device) // nbytes), 1), most)
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 KEYS = {
     *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
     *("append_ms", "append_share", "pack_ms", "pack_share", "transform", "transform_ms", "transform_share"),
-    *("step_ms", "step_append_ms", "step_append_share"),
+    *("step_ms", "step_append_ms", "step_append_share", "behind_ms", "behind_ratio", "step_behind_ms"),
     *("dtype", "head_dim", "query_length"),
     *("gpu", "torch", "triton", "transformers", "commit", "date"),
 }
