@@ -98,7 +98,7 @@ def time_interleaved(candidates: Sequence[Candidate], device: torch.device, roun
 def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
     """As `time_interleaved`, each call behind another kernel, whose time is subtracted: one that reads four times what the L2
     cache holds, as the products with weights do that stand between the attention of two layers. Repeated by itself, a call
-    finds its instructions and tables in caches."""
+    finds its instructions and tables in caches. Inputs need not rotate (`sets_needed`)."""
     rows = torch.ones(_cache_bytes(device), device=device).view(-1, 2**16)  # float32
 
     def behind(call: Callable[[], Any]) -> Callable[[], Any]:
