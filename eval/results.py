@@ -67,10 +67,10 @@ def run_command(main: Callable[..., Any]) -> None:
 
 
 def wide_console() -> Console:
-    """For tables: a terminal as wide as it is, and a log of 120 columns, where nothing has to be cut."""
+    """For tables: a terminal as wide as it is, and a log of 160 columns, where nothing has to be cut."""
     console = Console()
     if not console.is_terminal:
-        console.width = 120
+        console.width = 160
     return console
 
 
