@@ -319,11 +319,11 @@ def table(records: list[dict[str, Any]]) -> Table:
         "limit",
         "TB/s",
         "relerr",
+        "behind",
+        "step behind",
         "append",
         "pack",
         "in step",
-        "behind",
-        "step behind",
         "transform",
     )
     for r in records:
@@ -334,10 +334,10 @@ def table(records: list[dict[str, Any]]) -> Table:
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
+        behind = (f"{r['behind_ms']:.4f}", f"{r['step_behind_ms']:.4f}")
         shares = ("append_share", "pack_share", "step_append_share", "transform_share")
-        parts = ["-" if r[name] is None else f"{r[name]:.1%}" for name in shares]
-        parts[3:3] = [f"{r[name]:.4f}" for name in ("behind_ms", "step_behind_ms")]
-        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *parts)
+        parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
+        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *behind, *parts)
     return out
 
 

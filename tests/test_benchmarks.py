@@ -10,7 +10,16 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import bench_decode, bench_memory, bench_prefill, bench_prompt, packed_case, peers, results
+from hf_lowbit_kv.eval import (
+    bench_decode,
+    bench_memory,
+    bench_prefill,
+    bench_prompt,
+    packed_case,
+    peers,
+    results,
+    timing,
+)
 from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build, step_fault
 from hf_lowbit_kv.pages import LayerSpec
 
@@ -49,6 +58,28 @@ def test_bench_decode_records(tmp_path):
     assert first["ratio"] == pytest.approx(first["peer_ms"] / first["ms"])
     assert second["preset"] == "kv8-sink"
     assert first["bytes"] < second["bytes"]
+
+
+def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
+    done = []
+
+    def times(candidates, device, rounds):
+        """As many milliseconds as a candidate has calls."""
+        found = {}
+        for candidate in candidates:
+            sums = [call() for call in candidate.calls]
+            found[candidate.name] = float(len(candidate.calls))
+            done.append((candidate.name, candidate.before is before, [type(x) for x in sums]))
+        return found
+
+    def before():
+        pass
+
+    monkeypatch.setattr(timing, "time_interleaved", times)
+    calls = [lambda i=i: done.append(i) for i in range(3)]
+    found = timing.time_behind([timing.Candidate("ours", calls, before=before)], CPU)
+    assert found == {"ours": 3.0 - 1.0}
+    assert done == [("", False, [torch.Tensor]), 0, 1, 2, ("ours", True, [tuple] * 3)]
 
 
 def test_bench_decode_counts_the_transform(tmp_path):

@@ -42,16 +42,11 @@ static void yield() { swapcontext(&fibers[current], &scheduler); }
 struct Barrier {
   int arrived, generation;
   races::Handed handed;
-  bool arrive(int count) {
-    handed.come();
-    if (++arrived < count) return false;
-    arrived = 0; generation++;
-    handed.open();
-    return true;
-  }
   void wait(int count) {
     const int mine = generation;
-    if (!arrive(count)) while (generation == mine) yield();
+    handed.come();
+    if (++arrived == count) { arrived = 0; generation++; handed.open(); }
+    while (generation == mine) yield();
     handed.leave();
   }
 };

@@ -60,7 +60,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   template <bool SCALED> __device__ __forceinline__ void load_q(u32 rows, u32 meta, int lane, u32 up = 0) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
-    const u32 second = pack_half(1 / half_position<BITS>(1), 1 / half_position<BITS>(1)), up_second = BITS == 4 ? up - 4 * 0x04000400u : up;
+    const u32 second = pack_half(1 / half_position<BITS>(1), 1 / half_position<BITS>(1)), up_second = mul2(up, second);
 #pragma unroll
     for (int b = 0; b < D / 32; b++) {
       u32 s[4];
