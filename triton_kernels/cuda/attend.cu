@@ -203,7 +203,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #if FUSED
     // by the last warp: it has neither window nor pages, where there is not enough for all
     const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
-    if (stores && warp == WARPS - 1) keep_token(a.store, row.b, row.h, row.length, row.paged, dues[team], lane);
+    if (stores && warp == WARPS - 1) {
+      const Due due = keep_token(a.store, row.b, row.h, row.length, row.paged, lane);
+      if (lane == 0) dues[team] = due;
+    }
     if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
 #endif
     w.begin();

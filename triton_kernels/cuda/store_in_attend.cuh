@@ -35,16 +35,18 @@ template <int D> struct Token {
 };
 
 // Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TURNED), behind a `meet`.
-COLD void keep_token(const AppendArgs& a, int b, int h, int length, int paged, Due& due, int lane) {
+// One way out: where a warp alone calls a function that returns early, compute-sanitizer's synccheck reports its next barrier.
+COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;
   const Counts n(a, bh, length, paged);
   Token<DK> k; Token<DV> v;                               // all is loaded before the first branch: one memory latency
   k.load(a.k, b * a.k_b + h * a.k_h, lane); v.load(a.v, b * a.v_b + h * a.v_h, lane);
-  if (padding(a, b)) return;
-  if (lane == 0 && n.fits && n.after > n.before) due = {length, paged};
-  if (!kept(a, n)) return;
-  k.put(home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), lane);
-  v.put(home<DV>(a, a.sink_v, a.tail_v, bh, n.stored), lane);
+  const bool real = !padding(a, b);
+  u16 *key = nullptr, *value = nullptr;
+  if (real && kept(a, n)) { key = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored); value = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored); }
+  k.put(key, lane);
+  v.put(value, lane);
+  return {real && n.fits && n.after > n.before ? length : -1, paged};
 }
 
 // Packs what the token makes due. A team, behind its last use of `space`. Once in PAGE steps, and its registers are none of the loops'.
