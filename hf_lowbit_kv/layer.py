@@ -175,11 +175,17 @@ class LowBitLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
         """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone.
 
-        The first that a cache hears of a forward pass: a chunk without room is refused here, before any layer has stored it.
+        The first that a cache hears of a forward pass: a chunk without room, or without a token, is refused here, before any
+        layer has stored it.
         """
+        seen = self.get_seq_length()
+        if query_length == 0:
+            raise ValueError(
+                f"no new token came in, and the cache holds {int(seen)}: a prompt must be the whole text so far and go on "
+                "behind it; call reset() to begin another text"
+            )
         if not torch.compiler.is_compiling():
             self._check_capacity(query_length)
-        seen = self.get_seq_length()
         if self.config._attn_implementation == ATTENTION_NAME:
             return query_length, seen
         return int(seen) + query_length, 0

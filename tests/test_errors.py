@@ -176,6 +176,21 @@ def test_more_tokens_than_max_cache_len(model):
     assert int(cache.get_seq_length()) == 81
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+def test_a_prompt_without_a_token_behind_what_is_stored(model, max_cache_len):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len, **SMALL_PAGES)
+    prompt, another = torch.arange(40)[None] + 3, torch.arange(20)[None] + 50
+    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+    text = model.generate(prompt, **options)
+    with pytest.raises(ValueError, match=r"no new token came in, and the cache holds 44.*reset\(\)"):
+        model.generate(another, **options)
+    assert int(cache.get_seq_length()) == 44
+    continued = model.generate(text, **options)
+    assert torch.equal(continued[:, :45], text)
+    cache.reset()
+    assert torch.equal(model.generate(prompt, **options), text)
+
+
 def test_attention_implementation_changed_mid_way():
     model, _ = tiny_models("llama")
     cache = filled(model)
