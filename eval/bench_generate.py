@@ -6,7 +6,8 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 
 - `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and
   sampling included. `mean_ms`: mean over a whole page of steps, packing included.
-- `device_ms`: how long the device is busy in a step, by kind of work.
+- `device_ms`: how long the device is busy in a step, by kind of work; `kernels`: by kernel, the most expensive (name, ms,
+  launches). Compilations of one model differ: tiles of products with weights are searched for anew (docs/generation.md).
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
 - `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
@@ -147,7 +148,8 @@ def measure(
             found = _attempt(faults, contender.label, functools.partial(profile_steps, contender, 8))
             if found is not None:
                 record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}
-                record |= {key: found[key] for key in ("graph_launches", "kernel_launches", "synchronisations")}
+                counted = ("kernels", "graph_launches", "kernel_launches", "synchronisations")
+                record |= {key: found[key] for key in counted}
         contender.put_away()
     for contender, record in records.items():
         measured = tokens * contender.batch <= prefill_tokens

@@ -33,8 +33,8 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     """Profile so many steps.
 
     Returns:
-        `device_ms`: a step's busy time on the device, by kind and in `total`; `kernels`: the most expensive, (name,
-        milliseconds, launches) a step; `graph_launches`, `kernel_launches` and `synchronisations` a step, counted between
+        `device_ms`: a step's busy time on the device, by kind and in `total`; `kernels`: the twelve most expensive,
+        [name, milliseconds, launches] a step; `graph_launches`, `kernel_launches` and `synchronisations` a step, counted between
         the step clock's ticks, so that neither prompt nor end counts.
 
     Raises:
@@ -75,7 +75,7 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     return {
         "device_ms": {kind: ns / 1e6 / count for kind, ns in kinds.items()}
         | {"total": sum(times.values()) / 1e6 / count},
-        "kernels": [(name, ns / 1e6 / count, launches[name] / count) for name, ns in times.most_common(24)],
+        "kernels": [[name[:80], round(ns / 1e6 / count, 4), launches[name] / count] for name, ns in times.most_common(12)],
         "graph_launches": calls["cudaGraphLaunch"] / count,
         "kernel_launches": sum(calls[name] for name in LAUNCHES[1:]) / count,
         "synchronisations": sum(calls[name] for name in SYNCHRONISING) / count,

@@ -169,6 +169,7 @@ def test_profile_tells_steps_from_the_prompt(model):
     contender.fill(300)
     found = step_profile.profile_steps(contender, 5)
     assert found["device_ms"]["total"] == 0  # there is no device
+    assert found["kernels"] == []
     assert found["graph_launches"] == found["synchronisations"] == 0
 
 
