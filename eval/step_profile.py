@@ -34,8 +34,8 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
 
     Returns:
         `device_ms`: a step's busy time on the device, by kind and in `total`; `kernels`: the twelve most expensive,
-        [name, milliseconds, launches] a step; `graph_launches`, `kernel_launches` and `synchronisations` a step, counted between
-        the step clock's ticks, so that neither prompt nor end counts.
+        [name, milliseconds, launches] a step; `graph_launches`, `kernel_launches` and `synchronisations` a step, counted
+        between the step clock's ticks, so that neither prompt nor end counts.
 
     Raises:
         RuntimeError: the profile does not have a mark for each step.
