@@ -75,7 +75,9 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     return {
         "device_ms": {kind: ns / 1e6 / count for kind, ns in kinds.items()}
         | {"total": sum(times.values()) / 1e6 / count},
-        "kernels": [[name[:80], round(ns / 1e6 / count, 4), launches[name] / count] for name, ns in times.most_common(12)],
+        "kernels": [
+            [name[:80], round(ns / 1e6 / count, 4), launches[name] / count] for name, ns in times.most_common(12)
+        ],
         "graph_launches": calls["cudaGraphLaunch"] / count,
         "kernel_launches": sum(calls[name] for name in LAUNCHES[1:]) / count,
         "synchronisations": sum(calls[name] for name in SYNCHRONISING) / count,
