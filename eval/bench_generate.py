@@ -11,7 +11,8 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
 - `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
-- `mode`: `eager`; `compiled`: as transformers compiles by itself; `tuned`: with `lb.generate`'s own settings.
+- `mode`: `eager`; `compiled`: as transformers compiles by itself; `tuned`: with `lb.generate`'s own settings, or with the
+  record's `compile_options`.
 """
 
 from __future__ import annotations
@@ -265,6 +266,8 @@ def main(
                 "filled": "random keys and values, the same in every layer",
                 "steps": steps * rounds,
             } | provenance(commit)
+            if settings["options"] is not None and record["mode"] == "tuned":
+                record["compile_options"] = settings["options"]
             append_record(out, record)
         records += found
         console.print(table(found))

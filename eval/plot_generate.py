@@ -21,6 +21,8 @@ def latest(path: Path) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         name = f"{record['cache']}, {record['mode']}" + (f" ({record['backend']})" if record["backend"] else "")
+        if options := record.get("compile_options"):
+            name += f" {options}"
         found.setdefault((record["batch"], record["tokens"]), {})[name] = record
     return dict(sorted(found.items()))
 

@@ -66,6 +66,22 @@ def test_bench_generate_records_and_draws(tmp_path):
     assert out.with_suffix(".png").stat().st_size > 1000
 
 
+def test_records_tell_other_compiler_settings(tmp_path):
+    out = tmp_path / "generate.jsonl"
+    arguments = ["--tokens", "300", "--steps", "2", "--rounds", "1", "--contender", "kivi-2/tuned", "--contender"]
+    options = {"combo_kernels": True}
+    assert run(bench_generate, out, *arguments, "StaticCache/compiled").exit_code == 0
+    done = run(bench_generate, out, *arguments, "kv8/eager", "--compile-options", json.dumps(options))
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r.get("compile_options") for r in found] == [None, None, options, None]
+    names = plot_generate.latest(out)[1, 300]
+    assert set(names) == {
+        *("kivi-2, tuned (torch)", "StaticCache, compiled", "kv8, eager (torch)"),
+        "kivi-2, tuned (torch) {'combo_kernels': True}",
+    }
+
+
 def test_bench_generate_times_nothing_that_disagrees(tmp_path, monkeypatch):
     out = tmp_path / "generate.jsonl"
     monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", -1.0)
