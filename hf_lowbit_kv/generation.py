@@ -36,8 +36,10 @@ COMPILED_STEPS = 64
 #: how inductor compiles the step (docs/generation.md has the times); transformers' own choice is the first of these alone
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
-    # one row: products with weights become reductions, whose tiles are searched for
+    # one row: products with weights become reductions, whose tiles are searched for, from the best of several beginnings: from
+    # one alone the search may end where a product takes twice as long (docs/generation.md)
     "coordinate_descent_tuning": True,
+    "max_autotune_pointwise": True,
     # reductions that read the same activations (q, k, v) in one launch
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,

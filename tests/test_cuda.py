@@ -77,6 +77,11 @@ SHAPES = [
     Case(keys="dense", values="dense", head_dim=128, page_size=128, residual=0, sink=0, lengths=(129, 65000), heads=2),
     Case(head_dim=128, page_size=128, residual=128, lengths=tuple(range(0, 4000, 97)), heads=2),
     Case(head_dim=64, page_size=64, residual=64, lengths=(500,) * 3, capacity=60000, heads=2),
+    *(
+        Case(keys=keys, values=values, head_dim=128, page_size=page, residual=128, lengths=(3000, 5, 700), groups=4, tokens=4)
+        for keys, values in (("int2-channel", "int2-token"), ("int4-token", "int2-token"), ("boosted2-r0.125", "int2-token"))
+        for page in (64, 128)
+    ),
 ] + [
     # every number of boosted columns (none, less than an operand has, one, several, all), and of tiles of query rows
     Case(

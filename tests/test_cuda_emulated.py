@@ -72,6 +72,8 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         *(Case(**pair, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0, dtype=dtype)
           for dtype in (torch.float16, torch.bfloat16) for pair in PAIRS),
         Case(**KITTY, **PAGES, lengths=(500, 1, 417), heads=1, outliers=True, dtype=torch.bfloat16),
+        Case(keys="int2-channel", values="int2-token", **PAGES, lengths=(1900, 700), heads=1, groups=16),
+        Case(**KITTY, **PAGES, lengths=(700, 1, 290), heads=1, groups=3, tokens=5, padded=True, softcap=20.0, sinks=True),
     ],
     ids=str,
 )  # fmt: skip
@@ -144,6 +146,7 @@ STEPS = [
     (Case(head_dim=256, lengths=(66,), heads=1, groups=16, residual=0, transform="hadamard"), 3),
     (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(**KITTY, **PAGES, lengths=(1950, 1950), heads=1), 2),
+    (Case(**KITTY, **PAGES, lengths=(286, 1950), heads=1, groups=16), 2),
 ]
 
 

@@ -35,8 +35,10 @@ CASES = [
     for i, (keys, values) in enumerate(FORMATS)
     for residual in (128, 0)
 ] + [
-    # a row among all teams; several blocks of query rows; several teams of a block of threads; no room left; other sizes
+    # a row among all teams; groups and blocks of query rows; several teams of a block of threads; no room left; other sizes
     Case(**PAGES, lengths=(60000,), heads=1),
+    Case(**PAGES, keys="int2-channel", values="int2-token", lengths=(2000, 300), groups=16),
+    Case(**PAGES, keys="boosted2-r0.125", values="int2-token", lengths=(300, 4000), groups=12, dtype=torch.bfloat16),
     Case(keys="int4-token", values="int4-token", head_dim=128, page_size=128, residual=0, groups=40, lengths=(5000, 3)),
     Case(head_dim=256, page_size=128, residual=0, groups=16, lengths=(500, 130), transform="hadamard"),
     Case(**PAGES, lengths=(1000,) * 32, heads=8, groups=1),

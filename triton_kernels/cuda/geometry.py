@@ -111,7 +111,7 @@ def choose(
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
     bits = [_bits(fmt) for fmt in spec.formats]
     plain = not any(map(_grouped, spec.formats))
-    piece = 64 if max(bits) <= 4 and row_tiles == 1 and widest <= 128 and plain and spec.page_size >= 64 else 32
+    piece = 64 if max(bits) <= 4 and widest <= 128 and plain and spec.page_size >= 64 else 32
     sides = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
