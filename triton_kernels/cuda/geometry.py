@@ -111,14 +111,17 @@ def choose(
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
     bits = [_bits(fmt) for fmt in spec.formats]
     plain = not any(map(_grouped, spec.formats))
-    piece = 64 if max(bits) <= 4 and widest <= 128 and plain and spec.page_size >= 64 else 32
+    key = spec.formats[0]
+    # with two tiles of rows, scales and zero points of keys per token leave no registers for more
+    per_channel = isinstance(key, Boosted) or (isinstance(key, Affine) and key.axis == "channel")
+    long = (row_tiles == 1 or per_channel) and widest <= 128 and spec.page_size >= 64
+    piece = 64 if long and max(bits) <= 4 and plain else 32
     sides = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
     keys, values = (side.codes * piece // 32 + side.meta(piece) for side in sides)
     pieces = 2 * (keys + values)
-    key = spec.formats[0]
     if isinstance(key, Affine) and key.axis == "channel" and (key.group_size or spec.page_size) >= 2 * piece:
         pieces -= 4 * head_dim_k  # `SECOND` in affine_keys.cuh
     value = spec.formats[1]
