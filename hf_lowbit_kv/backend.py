@@ -20,6 +20,7 @@ import torch
 from . import reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
+from .toolchain import why_no_launcher
 from .transforms import NONE, Map
 
 BACKENDS = ("torch", "triton", "cuda")
@@ -123,7 +124,7 @@ def choose_backend(
     serve them."""
     check_backend(backend)
     chosen = backend or _of_environment() or _default_backend(device, dtype, formats)
-    source = VARIABLE if backend is None else "backend"
+    source = VARIABLE if backend is None and _of_environment() else "backend"
     if chosen == "triton":
         _check_triton(device, formats, source)
     elif chosen == "cuda":
@@ -138,6 +139,17 @@ def reason_for(
     if chosen != "triton" or backend or _of_environment() or DEFAULT_ON_GPU != "cuda":
         return None
     return why_not_cuda(device, dtype, formats)
+
+
+def describe(
+    backend: str | None, chosen: str, device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]
+) -> str:
+    """The chosen backend in words, for `summary()`: with what keeps the default from being `cuda`, and what from being fast."""
+    if (reason := reason_for(backend, chosen, device, dtype, formats)) is not None:
+        return f"{chosen} (cuda {reason})"
+    if chosen == "cuda" and (reason := why_no_launcher()) is not None:
+        return f"{chosen} (slower with long chunks: {reason})"
+    return chosen
 
 
 def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> str:
@@ -157,6 +169,11 @@ def _check_triton(device: torch.device, formats: Sequence[Format], source: str) 
     """Raise where the Triton kernels cannot serve."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+    if device.type != "cpu" and (reason := why_no_launcher()) is not None:
+        raise RuntimeError(
+            f"{source}='triton' cannot run: {reason}. Install a C compiler, or 'hf-lowbit-kv[cuda]', whose kernels need none, "
+            "or use backend='torch' (slow reference)"
+        )
     from hf_lowbit_kv.triton_kernels.registry import kernels
 
     for fmt in formats:

@@ -114,13 +114,9 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        self.backend = ops.choose_backend(
-            self.requested_backend, key_states.device, key_states.dtype, self.spec.formats
-        )
-        reason = ops.reason_for(
-            self.requested_backend, self.backend, key_states.device, key_states.dtype, self.spec.formats
-        )
-        self.backend_shown = self.backend + (f" (cuda {reason})" if reason else "")
+        asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec.formats)
+        self.backend = ops.choose_backend(asked, *served)
+        self.backend_shown = ops.describe(asked, self.backend, *served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.transform = self.spec.transform.on(head_dims[0], key_states.device)

@@ -81,6 +81,35 @@ def test_attend(case):
     kernels.check_attend(fragment(case))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=150, lengths=(300, 5), heads=1, groups=2),
+        Case(keys="int2-channel", values="int2-token", **PAGES, tokens=70, lengths=(700, 0), groups=4, padded=True),
+        Case(**KITTY, tokens=100, heads=1, groups=3, softcap=20.0, sinks=True, dtype=torch.bfloat16),
+        Case(**DENSE, tokens=300, heads=2, groups=1, residual=0, sink=0, lengths=(65, 3)),
+        Case(tokens=270, heads=1, groups=1, head_dim=256, lengths=(90,)),
+    ],
+    ids=str,
+)
+def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
+    def refused(*args):
+        raise AssertionError("Triton's kernels were called")
+
+    monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
+    monkeypatch.setattr(launch.prompt, "attend", refused)
+    assert case.groups * case.tokens > launch.FUSED_ROWS["cuda"]
+    kernels.check_attend(fragment(case))
+
+
+def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
+    monkeypatch.setattr(launch, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(launch, "MAX_ROW_BLOCKS", 20)
+    kernels.check_attend(fragment(Case(tokens=160, lengths=(40,), heads=1, groups=2)))
+    with pytest.raises(ValueError, match=r"a chunk of 161 tokens.*allowed here: 160.*prefill_chunk_size.*C compiler"):
+        kernels.check_attend(fragment(Case(tokens=161, lengths=(40,), heads=1, groups=2)))
+
+
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
     """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
     properties = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=100 * 1024)

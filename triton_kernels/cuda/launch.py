@@ -1,6 +1,9 @@
 """Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`, and
 `attend_and_append`, a step in one launch.
 
+Long chunks and `read` are left to Triton's kernels. Where Triton cannot launch any (`toolchain.why_no_launcher`), the kernel
+for decoding serves chunks of any length, which it was not made for, and the reference reads.
+
 Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph (once a call of the same kind
 has loaded the kernel, which waits).
 """
@@ -13,18 +16,22 @@ import os
 
 import torch
 
+from ... import reference
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
+from ...toolchain import why_no_launcher
 from ...transforms import Map
 from .. import prompt
+from .. import read as unpacking
 from ..config import FUSED_ROWS
-from ..read import read as read
 from .compile import Module, load
 from .geometry import APPEND_WARPS, Choice, append_defines, attend_defines, can_store, choose, grid_size, turn_defines
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TURN_INSIDE = 16
+#: blocks of query rows that a launch can have
+MAX_ROW_BLOCKS = 65535
 #: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
 ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 #: launches since import, by kernel name: tests assert that kernels ran
@@ -119,9 +126,9 @@ _counters: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     """At least `count` int32 zeros, which every launch leaves as zeros. One buffer a layer, because launches on one layer
-    follow each other, and large enough for all of them, because captured graphs keep its address. Storing the prompt
-    allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is being captured and there
-    is none yet, the graph zeroes its own."""
+    follow each other, and large enough for all of them but long chunks, because captured graphs keep its address. Storing
+    the prompt allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is being
+    captured and there is none yet, the graph zeroes its own."""
     key = state.paged.device, state.paged.data_ptr(), state.paged.numel()  # where a layer was, another may be
     found = _counters.get(key)
     if found is None:
@@ -129,8 +136,7 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
         found = torch.zeros(row_blocks * state.paged.numel() + 1, dtype=torch.int32, device=state.paged.device)
         if not torch.cuda.is_current_stream_capturing():
             _counters[key] = found
-    assert count <= found.numel()
-    return found
+    return found if count <= found.numel() else torch.zeros(count, dtype=torch.int32, device=state.paged.device)
 
 
 def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -234,7 +240,7 @@ def _attend(
     """The output, the chunk's keys as they are attended to and stored, and whether the chunk has been stored: where `store`
     asks for it and the kernel can."""
     _check(q)
-    if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"]:
+    if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"] and why_no_launcher() is None:
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k, False
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -251,14 +257,18 @@ def _attend(
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
     pages = state.page_address.shape[1]
+    if row_blocks > MAX_ROW_BLOCKS:
+        raise ValueError(
+            f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // groups} "
+            f"(prefill_chunk_size=...), because {why_no_launcher()}"
+        )
     # no more teams than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
     slots = max(_properties(device).multi_processor_count * choice.teams // row_blocks, 1)
     teams = min(grid_size(slots, batch * heads), most)
     split = 0 if teams % (batch * heads) else teams // (batch * heads)
-    partial = torch.empty(
-        row_blocks * (teams + batch * heads) * row_block * (head_dim_v + 2), dtype=torch.float32, device=device
-    )
+    shared_rows = 0 if teams == 1 else row_blocks * (teams + batch * heads) * row_block  # a team alone shares no row
+    partial = torch.empty(shared_rows * (head_dim_v + 2), dtype=torch.float32, device=device)
     counters = _counters_for(state, row_blocks * batch * heads + 1)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
     raw_k, keys = k, k if how is None else torch.empty(k.shape, dtype=k.dtype, device=device)
@@ -301,6 +311,14 @@ def _append_args(
         *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
         *(*k.shape[1:3], pages, row_capacity(spec, pages), spec.sink, spec.tail_size, spec.residual),
     )
+
+
+def read(
+    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.read`."""
+    by = unpacking if why_no_launcher() is None else reference
+    return by.read(state, spec, head_dim_k, head_dim_v, max_length)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:

@@ -1,0 +1,30 @@
+"""What this machine needs beside Python packages, and whether it is there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+
+@functools.cache
+def why_no_launcher() -> str | None:
+    """What keeps Triton from launching its kernels here, or `None`.
+
+    Triton compiles kernels by itself, but what launches them is a Python extension in C, which it has a C compiler build
+    when it is first needed (`triton.runtime.build`).
+    """
+    from triton import knobs
+
+    if knobs.build.impl is not None:  # the user's own way to build
+        return None
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler to launch kernels, and neither gcc nor clang is on PATH nor CC set"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    searched = [headers, *os.environ.get("CPATH", "").split(":"), *os.environ.get("C_INCLUDE_PATH", "").split(":")]
+    if not any(folder and (Path(folder) / "Python.h").exists() for folder in searched):
+        return f"Triton needs Python's headers to launch kernels, and {headers} has no Python.h"
+    return None
