@@ -28,3 +28,13 @@ def why_no_launcher() -> str | None:
     if not any(folder and (Path(folder) / "Python.h").exists() for folder in searched):
         return f"Triton needs Python's headers to launch kernels, and {headers} has no Python.h"
     return None
+
+
+def was_built() -> bool:
+    """Whether Triton has the first of its libraries, from an earlier build: its cache may then hold the others too."""
+    try:
+        from triton.runtime import driver
+
+        return driver.active.utils is not None
+    except Exception:  # whatever keeps Triton's driver from being loaded
+        return False

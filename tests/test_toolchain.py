@@ -118,6 +118,9 @@ def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
     monkeypatch.setattr(ops, "why_no_launcher", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: "needs NVRTC")
+    monkeypatch.setattr(ops, "was_built", lambda: True)
+    assert "triton (cuda needs NVRTC)" in _summary()  # an earlier build is in Triton's cache
+    monkeypatch.setattr(ops, "was_built", lambda: False)
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*hf-lowbit-kv\[cuda\].*torch"
     ):
