@@ -27,6 +27,7 @@ from .arguments import check_count
 from .cache import LowBitCache
 from .layer import ATTENTION_NAME
 from .presets import from_preset, get_preset
+from .toolchain import was_built, why_no_launcher
 
 #: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes
 KEPT_CACHES = 2
@@ -100,6 +101,7 @@ def generate(
     Raises:
         ValueError: unknown preset, no `max_new_tokens`, a cache without room, beams or assisted decoding (transformers does
             not compile those; `model.generate` with a growing cache runs them), another attention implementation.
+        RuntimeError: a step is to be compiled, and this machine has no C compiler.
     """
     _check_model(model)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
@@ -240,6 +242,9 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     if _setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
     check_count("prefill_chunk_size", _setting(model, options, "prefill_chunk_size"), optional=True)
+    plain = model.device.type != "cuda" or _setting(model, options, "disable_compile")
+    if not plain and (reason := why_no_launcher()) is not None and not was_built():
+        raise RuntimeError(f"the step cannot be compiled: {reason}; disable_compile=True runs it as it is, slower")
 
 
 def _setting(model: Any, options: Mapping[str, Any], name: str) -> Any:

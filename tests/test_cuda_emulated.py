@@ -14,9 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
 import test_kernels as kernels
+from cases import SMALL_PAGES, tiny_models
 from kernel_cases import Case, check_steps
 from test_cuda import fragment
 
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
 
@@ -100,6 +103,31 @@ def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
     monkeypatch.setattr(launch.prompt, "attend", refused)
     assert case.groups * case.tokens > launch.FUSED_ROWS["cuda"]
     kernels.check_attend(fragment(case))
+
+
+@pytest.mark.parametrize("preset", ["kivi-2", "kitty-hadamard"])
+def test_generate_without_triton(preset, launch, monkeypatch):
+    """Prompt, steps and a second turn of a model: no kernel of Triton's is launched, and the text is the reference's."""
+    from triton.runtime.jit import JITFunction
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a kernel of Triton's was launched")
+
+    monkeypatch.setattr(JITFunction, "run", refused)
+    monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
+    model = tiny_models("llama")[0].half()
+    prompt = torch.randint(3, 160, (1, 150), generator=torch.Generator().manual_seed(0))
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    assert prompt.shape[1] * groups > launch.FUSED_ROWS["cuda"]
+    texts = []
+    for backend in ("torch", "cuda"):
+        monkeypatch.setattr(ops, "choose_backend", lambda *args, chosen=backend: chosen)
+        cache = lb.from_preset(preset, model, **SMALL_PAGES)
+        options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(prompt, max_new_tokens=12, **options)
+        texts.append(model.generate(torch.cat([text, prompt], 1), max_new_tokens=3, **options))
+    assert launch.launches["attend_kernel"] > 0
+    assert torch.equal(*texts)
 
 
 def test_a_chunk_longer_than_a_grid(launch, monkeypatch):

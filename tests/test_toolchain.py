@@ -127,6 +127,18 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
         _summary()
 
 
+def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
+    from hf_lowbit_kv import generation
+
+    model = tiny_models("llama")[0]
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(generation, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(generation, "was_built", lambda: False)
+    with pytest.raises(RuntimeError, match="cannot be compiled: Triton needs a C compiler; disable_compile=True"):
+        lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3)
+    generation._check_options(model, {"disable_compile": True})
+
+
 #: logits of a long prompt and of steps behind it, and what the cache says of itself
 SCRIPT = """
 import json, sys, torch
