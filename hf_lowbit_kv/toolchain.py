@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import sysconfig
@@ -16,6 +17,8 @@ def why_no_launcher() -> str | None:
     Triton compiles kernels by itself, but what launches them is a Python extension in C, which it has a C compiler build
     when it is first needed (`triton.runtime.build`).
     """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
     from triton import knobs
 
     if knobs.build.impl is not None:  # the user's own way to build

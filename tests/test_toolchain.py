@@ -61,6 +61,11 @@ def test_a_compiler(how, asked, monkeypatch, tmp_path):
     assert asked() is None
 
 
+def test_no_triton(asked, monkeypatch):
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    assert asked() == "Triton is not installed"
+
+
 def test_no_headers(asked, monkeypatch, tmp_path):
     _headers(monkeypatch, tmp_path / "none")
     monkeypatch.setenv("CC", "cc")
