@@ -173,13 +173,16 @@ class LowBitCache(Cache):
 
         nbytes, layers = self.nbytes, self.packed_layers
         ready = [layer for layer in layers if layer.store is not None]
+        uncompiled = "" if layers[0].is_compileable else ", steps not compiled: no C compiler"
         table = Table(title=f"{type(self).__name__} {self.preset or ''}".strip(), show_header=False)
         rows = {
             "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",
             "key transform": str(self.spec.transform),
             "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
             "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
-            "capacity": f"{layers[0].max_cache_len} tokens, preallocated" if layers[0].max_cache_len else "growing",
+            "capacity": f"{layers[0].max_cache_len} tokens, preallocated{uncompiled}"
+            if layers[0].max_cache_len
+            else "growing",
             "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
             "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
             + (f" x {ready[0].batch_size} rows" if ready else ""),

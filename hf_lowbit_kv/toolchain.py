@@ -9,6 +9,8 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import torch
+
 
 @functools.cache
 def why_no_launcher() -> str | None:
@@ -41,3 +43,10 @@ def was_built() -> bool:
         return driver.active.utils is not None
     except Exception:  # whatever keeps Triton's driver from being loaded
         return False
+
+
+def why_not_compiled() -> str | None:
+    """What keeps PyTorch from compiling decoding steps for this machine's GPU, or `None`: it launches them as Triton does."""
+    if not torch.cuda.is_available() or (reason := why_no_launcher()) is None or was_built():
+        return None
+    return reason

@@ -137,11 +137,42 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(generation, "why_no_launcher", lambda: "Triton needs a C compiler")
-    monkeypatch.setattr(generation, "was_built", lambda: False)
+    monkeypatch.setattr(generation, "why_not_compiled", lambda: "Triton needs a C compiler")
     with pytest.raises(RuntimeError, match="cannot be compiled: Triton needs a C compiler; disable_compile=True"):
         lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3)
     generation._check_options(model, {"disable_compile": True})
+
+
+def test_preallocated_steps_without_a_compiler(monkeypatch):
+    """The host is told not to compile them, and they give the text of a growing cache."""
+    from hf_lowbit_kv import layer
+
+    model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
+    texts, kept = [], []
+    for options in ({}, {"max_cache_len": 128}):
+        monkeypatch.setattr(layer, "why_not_compiled", lambda: "Triton needs a C compiler")
+        cache = lb.from_preset("kivi-2", model, **SMALL_PAGES, **options)
+        texts.append(model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False))
+        kept.append(cache)
+    assert torch.equal(*texts)
+    assert not any(cache.is_compileable for cache in kept)
+    assert ["steps not compiled: no C compiler" in cache.summary() for cache in kept] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason", "built", "expected"),
+    [
+        (True, None, False, None),
+        (False, "none", False, None),
+        (True, "none", True, None),
+        (True, "none", False, "none"),
+    ],
+)
+def test_why_not_compiled(gpu, reason, built, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(toolchain, "why_no_launcher", lambda: reason)
+    monkeypatch.setattr(toolchain, "was_built", lambda: built)
+    assert toolchain.why_not_compiled() == expected
 
 
 #: logits of a long prompt and of steps behind it, and what the cache says of itself
@@ -155,7 +186,9 @@ ids = torch.randint(3, 160, (2, 360), generator=torch.Generator().manual_seed(1)
 cache = lb.from_preset("kivi-2", model)
 with torch.no_grad():
     out = [model(x, past_key_values=cache).logits[:, -1] for x in (ids[:, :310], *ids[:, 310:].split(1, 1))]
-model.generate(ids, past_key_values=lb.from_preset("kivi-2", model), max_new_tokens=20, do_sample=False, pad_token_id=0)
+for options in ({}, {"max_cache_len": 512}):
+    other = lb.from_preset("kivi-2", model, **options)
+    model.generate(ids, past_key_values=other, max_new_tokens=20, do_sample=False, pad_token_id=0)
 print(json.dumps([cache.summary(), torch.stack(out).float().cpu().tolist()]))
 """
 
