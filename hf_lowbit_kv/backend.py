@@ -20,7 +20,7 @@ import torch
 from . import reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
-from .toolchain import was_built, why_no_launcher
+from .toolchain import why_no_launcher, why_not_launched
 from .transforms import NONE, Map
 
 BACKENDS = ("torch", "triton", "cuda")
@@ -169,7 +169,7 @@ def _check_triton(device: torch.device, formats: Sequence[Format], source: str) 
     """Raise where the Triton kernels cannot serve."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
-    if device.type != "cpu" and (reason := why_no_launcher()) is not None and not was_built():
+    if device.type != "cpu" and (reason := why_not_launched()) is not None:
         raise RuntimeError(
             f"{source}='triton' cannot run: {reason}. Install a C compiler, or 'hf-lowbit-kv[cuda]', whose kernels need none, "
             "or use backend='torch' (slow reference)"

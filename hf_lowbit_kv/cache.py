@@ -173,7 +173,7 @@ class LowBitCache(Cache):
 
         nbytes, layers = self.nbytes, self.packed_layers
         ready = [layer for layer in layers if layer.store is not None]
-        uncompiled = "" if layers[0].is_compileable else ", steps not compiled: no C compiler"
+        uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
         table = Table(title=f"{type(self).__name__} {self.preset or ''}".strip(), show_header=False)
         rows = {
             "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",

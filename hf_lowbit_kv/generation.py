@@ -27,7 +27,7 @@ from .arguments import check_count
 from .cache import LowBitCache
 from .layer import ATTENTION_NAME
 from .presets import from_preset, get_preset
-from .toolchain import why_not_compiled
+from .toolchain import why_not_launched
 
 #: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes
 KEPT_CACHES = 2
@@ -243,7 +243,7 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
     check_count("prefill_chunk_size", _setting(model, options, "prefill_chunk_size"), optional=True)
     plain = model.device.type != "cuda" or _setting(model, options, "disable_compile")
-    if not plain and (reason := why_not_compiled()) is not None:
+    if not plain and (reason := why_not_launched()) is not None:
         raise RuntimeError(f"the step cannot be compiled: {reason}; disable_compile=True runs it as it is, slower")
 
 

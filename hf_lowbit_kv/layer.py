@@ -14,7 +14,7 @@ from . import backend as ops
 from .padding import Padding
 from .pages import LayerSpec, PagedStore
 from .reference import unpack_into_tail
-from .toolchain import why_not_compiled
+from .toolchain import why_not_launched
 from .transforms import restored
 
 #: the name under which the attention function is registered
@@ -87,7 +87,8 @@ class LowBitLayer(CacheLayerMixin):
         super().__init__()
         self.spec, self.config, self.num_kv_heads = spec, config, num_kv_heads
         self.max_cache_len, self.requested_backend = max_cache_len, backend
-        self.is_compileable = max_cache_len is not None and why_not_compiled() is None
+        self.why_not_compiled = None if max_cache_len is None else why_not_launched()
+        self.is_compileable = max_cache_len is not None and self.why_not_compiled is None
         self.store: PagedStore | None = None
         # padded tokens seen: a tensor where addresses are fixed, so that a compiled step can advance it
         self.cumulative_length: int | torch.Tensor = 0 if max_cache_len is None else torch.tensor(0)

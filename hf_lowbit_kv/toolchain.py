@@ -35,18 +35,14 @@ def why_no_launcher() -> str | None:
     return None
 
 
-def was_built() -> bool:
-    """Whether Triton has the first of its libraries, from an earlier build: its cache may then hold the others too."""
+def why_not_launched() -> str | None:
+    """What keeps Triton, and PyTorch with compiled steps, from launching anything on this machine's GPU, or `None`: there is
+    one, no launcher can be built, and there is not even the first of an earlier build (its cache may hold the others too)."""
+    if not torch.cuda.is_available() or (reason := why_no_launcher()) is None:
+        return None
     try:
         from triton.runtime import driver
 
-        return driver.active.utils is not None
+        return None if driver.active.utils is not None else reason
     except Exception:  # whatever keeps Triton's driver from being loaded
-        return False
-
-
-def why_not_compiled() -> str | None:
-    """What keeps PyTorch from compiling decoding steps for this machine's GPU, or `None`: it launches them as Triton does."""
-    if not torch.cuda.is_available() or (reason := why_no_launcher()) is None or was_built():
-        return None
-    return reason
+        return reason

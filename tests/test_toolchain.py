@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,6 @@ from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference, toolchain
 
 pytest.importorskip("triton", reason="Triton is not installed")
-GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @pytest.fixture
@@ -102,8 +103,7 @@ def _summary(dtype=torch.float16) -> str:
 
 
 def test_summary_of_the_default(on_a_gpu):
-    assert "cuda" in _summary()
-    assert "slower" not in _summary()
+    assert re.search("backend +│ cuda +│", _summary())
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
@@ -121,11 +121,8 @@ def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
 
 
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(ops, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(ops, "why_not_launched", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: "needs NVRTC")
-    monkeypatch.setattr(ops, "was_built", lambda: True)
-    assert "triton (cuda needs NVRTC)" in _summary()  # an earlier build is in Triton's cache
-    monkeypatch.setattr(ops, "was_built", lambda: False)
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*hf-lowbit-kv\[cuda\].*torch"
     ):
@@ -137,7 +134,7 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(generation, "why_not_compiled", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(generation, "why_not_launched", lambda: "Triton needs a C compiler")
     with pytest.raises(RuntimeError, match="cannot be compiled: Triton needs a C compiler; disable_compile=True"):
         lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3)
     generation._check_options(model, {"disable_compile": True})
@@ -149,30 +146,30 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
 
     model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
     texts, kept = [], []
+    monkeypatch.setattr(layer, "why_not_launched", lambda: "there is no Python.h")
     for options in ({}, {"max_cache_len": 128}):
-        monkeypatch.setattr(layer, "why_not_compiled", lambda: "Triton needs a C compiler")
         cache = lb.from_preset("kivi-2", model, **SMALL_PAGES, **options)
         texts.append(model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False))
         kept.append(cache)
     assert torch.equal(*texts)
-    assert not any(cache.is_compileable for cache in kept)
-    assert ["steps not compiled: no C compiler" in cache.summary() for cache in kept] == [False, True]
+    assert not kept[1].is_compileable
+    assert ["steps not compiled: there is no Python.h" in cache.summary() for cache in kept] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("gpu", "reason", "built", "expected"),
+    ("gpu", "reason", "driver", "expected"),
     [
-        (True, None, False, None),
-        (False, "none", False, None),
-        (True, "none", True, None),
-        (True, "none", False, "none"),
+        (True, None, None, None),
+        (False, "no compiler", None, None),
+        (True, "no compiler", None, "no compiler"),
+        (True, "no compiler", SimpleNamespace(active=SimpleNamespace(utils="from Triton's cache")), None),
     ],
 )
-def test_why_not_compiled(gpu, reason, built, expected, monkeypatch):
+def test_why_not_launched(gpu, reason, driver, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(toolchain, "why_no_launcher", lambda: reason)
-    monkeypatch.setattr(toolchain, "was_built", lambda: built)
-    assert toolchain.why_not_compiled() == expected
+    monkeypatch.setattr("triton.runtime.driver", driver)  # None: what is asked of it raises
+    assert toolchain.why_not_launched() == expected
 
 
 #: logits of a long prompt and of steps behind it, and what the cache says of itself
@@ -194,7 +191,6 @@ print(json.dumps([cache.summary(), torch.stack(out).float().cpu().tolist()]))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_gpu_without_a_compiler(tmp_path):
     """Nothing on PATH and nothing in a cache: prompt, steps and `generate` by the CUDA kernels alone."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")

@@ -112,9 +112,9 @@ def choose(
     bits = [_bits(fmt) for fmt in spec.formats]
     plain = not any(map(_grouped, spec.formats))
     key = spec.formats[0]
+    by_channel = isinstance(key, Affine) and key.axis == "channel"
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
-    per_channel = isinstance(key, Boosted) or (isinstance(key, Affine) and key.axis == "channel")
-    long = (row_tiles == 1 or per_channel) and widest <= 128 and spec.page_size >= 64
+    long = (row_tiles == 1 or by_channel or isinstance(key, Boosted)) and widest <= 128 and spec.page_size >= 64
     piece = 64 if long and max(bits) <= 4 and plain else 32
     sides = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
@@ -122,7 +122,7 @@ def choose(
     )
     keys, values = (side.codes * piece // 32 + side.meta(piece) for side in sides)
     pieces = 2 * (keys + values)
-    if isinstance(key, Affine) and key.axis == "channel" and (key.group_size or spec.page_size) >= 2 * piece:
+    if by_channel and (key.group_size or spec.page_size) >= 2 * piece:
         pieces -= 4 * head_dim_k  # `SECOND` in affine_keys.cuh
     value = spec.formats[1]
     # what values' scales are made into: `SCRATCH` in affine_values.cuh
