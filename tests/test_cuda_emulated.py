@@ -16,7 +16,7 @@ import cuda_emulator
 import test_kernels as kernels
 from cases import SMALL_PAGES, tiny_models
 from kernel_cases import Case, check_steps
-from test_cuda import fragment
+from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
@@ -84,25 +84,9 @@ def test_attend(case):
     kernels.check_attend(fragment(case))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tokens=150, lengths=(300, 5), heads=1, groups=2),
-        Case(keys="int2-channel", values="int2-token", **PAGES, tokens=70, lengths=(700, 0), groups=4, padded=True),
-        Case(**KITTY, tokens=100, heads=1, groups=3, softcap=20.0, sinks=True, dtype=torch.bfloat16),
-        Case(**DENSE, tokens=300, heads=2, groups=1, residual=0, sink=0, lengths=(65, 3)),
-        Case(tokens=270, heads=1, groups=1, head_dim=256, lengths=(90,)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", LONG_CHUNKS, ids=str)
 def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
-    def refused(*args):
-        raise AssertionError("Triton's kernels were called")
-
-    monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
-    monkeypatch.setattr(launch.prompt, "attend", refused)
-    assert case.groups * case.tokens > launch.FUSED_ROWS["cuda"]
-    kernels.check_attend(fragment(case))
+    check_long_chunk(case, launch, monkeypatch)
 
 
 @pytest.mark.parametrize("preset", ["kivi-2", "kitty-hadamard"])
