@@ -169,12 +169,13 @@ class LowBitCache(Cache):
         """A table of what is stored, where, and in how many bytes."""
         from rich.console import Console
         from rich.filesize import decimal
+        from rich.markup import escape
         from rich.table import Table
 
         nbytes, layers = self.nbytes, self.packed_layers
         ready = [layer for layer in layers if layer.store is not None]
         uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
-        table = Table(title=f"{type(self).__name__} {self.preset or ''}".strip(), show_header=False)
+        table = Table(title=escape(f"{type(self).__name__} {self.preset or ''}".strip()), show_header=False)
         rows = {
             "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",
             "key transform": str(self.spec.transform),
@@ -191,7 +192,7 @@ class LowBitCache(Cache):
             "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.host)})",
         }
         for row in rows.items():
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         out = io.StringIO()
         Console(file=out, width=100, force_jupyter=False, color_system=None).print(table)
         return out.getvalue()

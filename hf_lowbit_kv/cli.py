@@ -243,7 +243,7 @@ def _print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | Non
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
         table.add_column(_HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
     Console().print(table)
 
 

@@ -25,6 +25,9 @@ from hf_lowbit_kv import reference, toolchain
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
+COMPILER = ops._why_no_compiler
+
+
 @pytest.fixture
 def asked():
     toolchain.why_no_launcher.cache_clear()
@@ -104,6 +107,12 @@ def _summary(dtype=torch.float16) -> str:
 
 def test_summary_of_the_default(on_a_gpu):
     assert re.search("backend +│ cuda +│", _summary())
+
+
+def test_summary_without_bindings(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(ops, "_why_no_compiler", COMPILER.__wrapped__)
+    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: False)
+    assert "triton (cuda needs cuda-bindings: pip install 'hf-lowbit-kv[cuda]')" in _summary()
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
