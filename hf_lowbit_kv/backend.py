@@ -1,10 +1,10 @@
 """Which code runs a step, and the operations a step consists of.
 
-Backends: `torch` (the reference, any device), `triton` (GPUs that Triton supports) and `cuda` (NVIDIA GPUs, sm80 and later,
-models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=` argument of a cache, else by the
-environment variable `HF_LOWBIT_KV_BACKEND`, else on a GPU `cuda` where it serves device, dtype and formats, and `triton` where
-not (`why_not_cuda` tells, and a cache's `summary()`); `torch` elsewhere. Nothing falls back silently: what was asked for and
-cannot run raises.
+Backends: `torch` (the reference, any device), `cpu` (CPUs, with PyTorch's own attention), `triton` (GPUs that Triton supports)
+and `cuda` (NVIDIA GPUs, sm80 and later, models in float16 or bfloat16; pages in a layout of its own). Chosen by the `backend=`
+argument of a cache, else by the environment variable `HF_LOWBIT_KV_BACKEND`, else on a GPU `cuda` where it serves device,
+dtype and formats, and `triton` where not (`why_not_cuda` tells, and a cache's `summary()`); on a CPU `cpu`; `torch`
+elsewhere. Nothing falls back silently: what was asked for and cannot run raises.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import torch
 
-from . import reference
+from . import cpu, reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
 from .toolchain import why_no_launcher, why_not_launched
 from .transforms import NONE, Map
 
-BACKENDS = ("torch", "triton", "cuda")
+BACKENDS = ("torch", "cpu", "triton", "cuda")
 #: preferred on a GPU where nothing is asked for: `cuda` (where it cannot serve, `triton`) or `triton`
 DEFAULT_ON_GPU = "cuda"
 #: layouts in which a backend's kernels read keys and values
@@ -125,6 +125,8 @@ def choose_backend(
     check_backend(backend)
     chosen = backend or _of_environment() or _default_backend(device, dtype, formats)
     source = VARIABLE if backend is None and _of_environment() else "backend"
+    if chosen == "cpu" and device.type != "cpu":
+        raise ValueError(f"{source}='cpu' needs the model on the CPU, and it is on {device.type!r}")
     if chosen == "triton":
         _check_triton(device, formats, source)
     elif chosen == "cuda":
@@ -154,7 +156,7 @@ def describe(
 
 def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]) -> str:
     if device.type != "cuda":
-        return "torch"
+        return "cpu" if device.type == "cpu" else "torch"
     if DEFAULT_ON_GPU == "cuda" and why_not_cuda(device, dtype, formats) is None:
         return "cuda"
     if importlib.util.find_spec("triton") is None:
@@ -168,7 +170,7 @@ def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: S
 def _check_triton(device: torch.device, formats: Sequence[Format], source: str) -> None:
     """Raise where the Triton kernels cannot serve."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'torch'")
+        raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'")
     if device.type != "cpu" and (reason := why_not_launched()) is not None:
         raise RuntimeError(
             f"{source}='triton' cannot run: {reason}. Install a C compiler, or 'hf-lowbit-kv[cuda]', whose kernels need none, "
@@ -186,6 +188,8 @@ def _module(backend: str):
     which does a step at once."""
     if backend == "torch":
         return reference
+    if backend == "cpu":
+        return cpu
     if backend == "cuda":
         return importlib.import_module("hf_lowbit_kv.triton_kernels.cuda.launch")
     from hf_lowbit_kv.triton_kernels import launch

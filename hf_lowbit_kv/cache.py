@@ -72,8 +72,8 @@ class LowBitCache(Cache):
         transform: map of keys before they are stored, or its name: `"hadamard"`, `"none"`. Attention is what it is without.
         max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
             the step; `None`: grow by blocks of pages.
-        backend: `"torch"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or what fits
-            the device.
+        backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or
+            what fits the device.
         dense_layers: indices of layers to keep in the model's dtype.
         preset: name to show.
 

@@ -99,7 +99,7 @@ def attend(
     for start in range(0, q.shape[2], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[2])
         softmax = _Softmax(q[:, :, start:stop], k.shape[1], scaling, softcap)
-        for keys, values, valid in _history(state, spec, k.shape[-1], v.shape[-1]):
+        for keys, values, valid in history(state, spec, k.shape[-1], v.shape[-1]):
             softmax.add(keys, values, valid)
         position = torch.arange(stop, device=q.device)
         valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
@@ -128,7 +128,7 @@ def attend_turned(
     return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks, seen), keys
 
 
-def _history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> Iterator[tuple]:
+def history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
     length, paged, dtype = state.length[:, :1], state.paged[:, :1], state.sink_k.dtype
     device = length.device
