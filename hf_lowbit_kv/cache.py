@@ -119,8 +119,9 @@ class LowBitCache(Cache):
         for layer_spec, head_dim in {(specs[index], sizes[index][1]) for index in packed}:
             if head_dim is not None:
                 layer_spec.validate(head_dim, head_dim)
+        tp_size = _tp_size(model_or_config)
         for index in packed:
-            layers[index] = LowBitLayer(specs[index], config, sizes[index][0], max_cache_len, backend)
+            layers[index] = LowBitLayer(specs[index], config, sizes[index][0], max_cache_len, backend, tp_size)
         super().__init__(layers=layers)
         self.spec, self.preset, self.config = spec, preset, config
         self._first_packed = packed[0]
@@ -374,6 +375,13 @@ def _head_sizes(config: Any) -> tuple[int | None, int | None]:
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def _tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:
+    """Ranks that tensor parallelism splits the model's heads over; 1 without, whatever else is distributed. The host notes it
+    in the configuration of a model that it has loaded so."""
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
 @torch.inference_mode(False)  # their counters must be writable outside it

@@ -71,6 +71,7 @@ class LowBitLayer(CacheLayerMixin):
         num_kv_heads: expected number of KV heads, or `None`.
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backend.choose_backend`.
+        tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
     """
 
     is_sliding = False
@@ -83,9 +84,10 @@ class LowBitLayer(CacheLayerMixin):
         num_kv_heads: int | None = None,
         max_cache_len: int | None = None,
         backend: str | None = None,
+        tp_size: int = 1,
     ):
         super().__init__()
-        self.spec, self.config, self.num_kv_heads = spec, config, num_kv_heads
+        self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.max_cache_len, self.requested_backend = max_cache_len, backend
         self.why_not_compiled = None if max_cache_len is None else why_not_launched()
         self.is_compileable = max_cache_len is not None and self.why_not_compiled is None
@@ -109,8 +111,7 @@ class LowBitLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
         heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.num_kv_heads is not None and heads != self.num_kv_heads and not distributed:
+        if self.num_kv_heads is not None and heads not in (self.num_kv_heads, self.num_kv_heads / self.tp_size):
             raise ValueError(
                 f"num_kv_heads={heads} came in, and the cache was made for a model with {self.num_kv_heads}: "
                 "make the cache from the model it is used with"

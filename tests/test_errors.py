@@ -143,6 +143,28 @@ def test_another_models_head_count(model):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("how", ["data", "tensor"])
+def test_head_count_of_distributed_models(model, how, tmp_path):
+    """Only heads that tensor parallelism splits may be fewer; another process group excuses nothing."""
+    from transformers.distributed import DistributedConfig
+
+    other, _ = tiny_models("llama", num_key_value_heads=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        if how == "tensor":  # what `from_pretrained(tp_plan="auto")` notes on two ranks
+            model.config.distributed_config = DistributedConfig(tp_size=2, tp_plan="auto")
+        cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
+        if how == "tensor":
+            next_logits(other, cache)
+            assert cache.layers[0].store.num_heads == 1
+            return
+        with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+            next_logits(other, cache)
+    finally:
+        model.config.__dict__.pop("distributed_config", None)
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("max_cache_len", [None, 200])
 def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
     cache = filled(model, max_cache_len=max_cache_len)
