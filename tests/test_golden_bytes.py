@@ -1,0 +1,64 @@
+"""Packed bytes of every preset, in both layouts, are what they were: `golden_bytes.json` holds their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.pages import PagedStore
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_bytes.json").read_text())
+HEADS, TOKENS = 2, 420
+
+
+def numbers(tokens: int, head_dim: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[1, HEADS, tokens, head_dim]` from integers alone, so that no library's generator is part of the hashes: channels of
+    different sizes, a few outliers, and a token of zeros."""
+    index = torch.arange(HEADS * tokens * head_dim, dtype=torch.int64) + seed * 1_000_003
+    mixed = (index * 2_654_435_761) % 2**32
+    mixed = ((mixed ^ (mixed >> 15)) * 2_246_822_519) % 2**32
+    x = (mixed.double() / 2**31 - 1).view(1, HEADS, tokens, head_dim)
+    x = x * (1 + torch.arange(head_dim) % 7) + (torch.arange(head_dim) % 5 - 2)
+    x[..., ::50, 3], x[..., 11, :] = 300.0, 0.0
+    return x.to(dtype)
+
+
+def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
+    """Of all pages of a layer that a prompt and single tokens were stored in."""
+    spec = ops.storage_spec(lb.get_preset(preset).spec(), layout)
+    store = PagedStore(spec, 1, HEADS, head_dim, head_dim, dtype, "cpu", capacity=TOKENS)
+    how = spec.transform.on(head_dim, "cpu")
+    k, v = (numbers(TOKENS, head_dim, seed, dtype) for seed in (1, 2))
+    start = 0
+    for stop in (37, 400, *range(401, TOKENS + 1)):
+        keys = k[:, :, start:stop]
+        if how is not None:
+            keys = reference.turn(None, keys, how)[1]
+        reference.append(keys, v[:, :, start:stop], None, store.state, spec)
+        start = stop
+    pages = store.state.pool[0][store.state.page_table[0].long()]
+    return hashlib.sha256(pages.numpy().tobytes()).hexdigest()[:16]
+
+
+def cases() -> list[tuple[str, str, int, str]]:
+    sizes = ((128, "float16"), (64, "bfloat16"), (96, "float16"))
+    return [(name, layout, *size) for name in lb.preset_names() for layout in ("torch", "cuda") for size in sizes]
+
+
+@pytest.mark.parametrize("name", lb.preset_names())
+def test_packed_bytes_are_what_they_were(name):
+    for preset, layout, head_dim, dtype in cases():
+        if preset == name:
+            key = f"{preset} {layout} {head_dim} {dtype}"
+            assert digest(preset, layout, head_dim, getattr(torch, dtype)) == GOLDEN[key], key
+
+
+def test_every_hash_is_compared():
+    assert {f"{a} {b} {c} {d}" for a, b, c, d in cases()} >= set(GOLDEN)
