@@ -32,7 +32,12 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hf_lowbit_kv"}
-    for folder, inside in (("hf_lowbit_kv", ""), ("triton_kernels", "triton_kernels/"), ("eval", "eval/")):
+    for folder, inside in (
+        ("hf_lowbit_kv", ""),
+        ("hf_lowbit_kv/cli", "cli/"),
+        ("triton_kernels", "triton_kernels/"),
+        ("eval", "eval/"),
+    ):
         for module in (ROOT / folder).glob("*.py"):
             assert f"hf_lowbit_kv/{inside}{module.name}" in names
     for source in (ROOT / "triton_kernels" / "cuda").glob("*.[pc]*"):

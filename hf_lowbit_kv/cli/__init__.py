@@ -1,0 +1,139 @@
+"""The command `hf-lowbit-kv`. Results go to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..eval.demo import Continuation, compare, default_prompt
+from ..presets import Preset, get_preset, preset_names
+from .common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PresetOption,
+    load,
+    print_json,
+    print_table,
+    progress,
+    resolve_presets,
+)
+from .evaluate import eval_app
+
+app = typer.Typer(
+    help="Packed low-bit KV caches for transformers: what the presets store, and what they do to a model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(eval_app, name="eval")
+
+_traceback_wanted = False
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command and exit: 0 if it worked, 1 for an error that its message explains, 2 for wrong options."""
+    try:
+        app(args=args, prog_name="hf-lowbit-kv")
+    except (ValueError, OSError, ImportError) as error:
+        # these say what the user can change; anything else is a defect, and its traceback is wanted
+        if _traceback_wanted:
+            raise
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(1)
+
+
+@app.callback()
+def _common(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+) -> None:
+    global _traceback_wanted
+    _traceback_wanted = traceback
+
+
+@app.command()
+def presets(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 32768,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """List the presets and the bits that each stores per number, metadata and full-precision window included."""
+    rows = [_preset_row(get_preset(name), tokens, head_dim) for name in preset_names()]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
+
+
+def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
+    spec = preset.spec()
+    spec.validate(head_dim, head_dim)
+    return {
+        "preset": preset.name,
+        "keys": str(preset.key_format),
+        "values": str(preset.value_format),
+        "transform": preset.transform,
+        "sink": preset.sink,
+        "residual": preset.residual,
+        "bits_per_value": round(spec.bits_per_value(tokens, head_dim), 4),
+    }
+
+
+@app.command()
+def demo(
+    preset: PresetOption = None,
+    model: ModelOption = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default="part of an essay")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 40,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a model write from the full-precision cache and from each preset, and compare."""
+    names = resolve_presets(preset)
+    if prompt is not None and not prompt.strip():
+        raise ValueError("--prompt is empty; give it a text to continue")
+    prompt = default_prompt() if prompt is None else prompt
+    loaded, tokenizer = load(model, device, dtype)
+    with progress(len(names) + 1) as report:
+        reference, rows = compare(names, loaded, tokenizer, prompt, max_new_tokens, report)
+    if as_json:
+        print_json(rows)
+    else:
+        _print_demo(prompt, reference, rows, tokenizer, str(loaded.dtype).removeprefix("torch."))
+
+
+def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]], tokenizer: Any, dtype: str) -> None:
+    console = Console()
+    console.print(Text(f"... {prompt[-200:].strip()}", style="dim"))
+    console.print()
+    _print_text(console, "full precision", reference.text, len(reference.text))
+    for row in rows:
+        agreeing = tokenizer.decode(reference.tokens[: row["agreeing_tokens"]], skip_special_tokens=True)
+        _print_text(console, row["preset"], row["text"], len(agreeing))
+    cells = [
+        {
+            "preset": row["preset"],
+            "bits": f"{row['bits_per_value']:.2f}",
+            "KV MB": f"{row['kv_bytes'] / 1e6:.1f}",
+            "full MB": f"{row['kv_bytes_full'] / 1e6:.1f}",
+            "smaller": f"{row['kv_bytes_full'] / row['kv_bytes']:.2f}x",
+            "agreeing": f"{row['agreeing_tokens']}/{len(reference.tokens)}",
+            "seconds": f"{row['seconds']:.1f}",
+        }
+        for row in rows
+    ]
+    print_table(f"Against the full-precision cache in {dtype}, the dtype of the window too", cells, numbers_from=1)
+
+
+def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:
+    """A continuation under the name of its cache; what differs from full precision in another colour."""
+    console.print(Text(name, style="bold"))
+    console.print(Text.assemble(text[:agreeing].lstrip("\n"), (text[agreeing:], "yellow")))
+    console.print()
