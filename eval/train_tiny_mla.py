@@ -12,7 +12,7 @@ import gzip
 import math
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -113,7 +113,8 @@ def train(
 ) -> DeepseekV3ForCausalLM:
     """A model trained for `seconds` on `tokens` `[n]`, float32, in evaluation mode. `changes`: of `config`."""
     torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config(**changes)).to(device, torch.float32)
+    model: Any = DeepseekV3ForCausalLM(config(**changes)).float()
+    model.to(device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -149,7 +150,7 @@ def main(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = [split_text(read_text(path)) for path in texts]
     model = train(as_tokens(b"".join(train for train, _ in parts)), seconds, device, batch_tokens)
-    model = model.to(torch.bfloat16)
+    model = model.bfloat16()
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     model = model.float()

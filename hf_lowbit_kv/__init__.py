@@ -10,10 +10,10 @@ Importing the package registers the attention implementation `lowbit_kv`.
 
 from .attention import register as _register
 from .cache import CacheBytes, LowBitCache
-from .formats import Affine, Boosted, Dense, Format, parse_format
+from .formats import Affine, Boosted, Dense, Format, Fp8, parse_format
 from .generation import generate, release
 from .layer import ATTENTION_NAME
-from .methods import IntCache, KittyCache, KIVICache
+from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache
 from .pages import LayerSpec
 from .presets import Preset, from_preset, get_preset, preset_names
 from .transforms import Hadamard, Transform, parse_transform
@@ -29,12 +29,14 @@ __all__ = [
     "CacheBytes",
     "Dense",
     "Format",
+    "Fp8",
     "Hadamard",
     "IntCache",
     "KIVICache",
     "KittyCache",
     "LayerSpec",
     "LowBitCache",
+    "MLAFP8Cache",
     "Preset",
     "Transform",
     "from_preset",

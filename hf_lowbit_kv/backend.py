@@ -33,6 +33,13 @@ CUDA_CAPABILITY = (8, 0)
 #: dtypes of models, and formats of keys and of values, that they cover
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CUDA_FORMATS = ((Affine, Boosted, Dense), (Affine, Dense))
+#: readings that a backend's kernels attend to; the reference attends to all
+READINGS_COVERED = {
+    "torch": ("separate", "latent"),
+    "cpu": ("separate", "latent"),
+    "triton": ("separate",),
+    "cuda": ("separate",),
+}
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -118,13 +125,22 @@ def _why_no_compiler(capability: tuple[int, int]) -> str | None:
 
 
 def choose_backend(
-    backend: str | None, device: torch.device, dtype: torch.dtype | None = None, formats: Sequence[Format] = ()
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    formats: Sequence[Format] = (),
+    reading: str = "separate",
 ) -> str:
     """The backend for tensors of `dtype` on `device` and for pages of these formats (keys, values). Raises where it cannot
     serve them."""
     check_backend(backend)
+    covering = [name for name in BACKENDS if reading in READINGS_COVERED[name]]
     chosen = backend or _of_environment() or _default_backend(device, dtype, formats)
     source = VARIABLE if backend is None and _of_environment() else "backend"
+    if chosen not in covering:
+        if backend or _of_environment():
+            raise ValueError(f"{source}={chosen!r} has no kernels for the reading {reading!r}; allowed: {covering}")
+        chosen = covering[0]
     if chosen == "cpu" and device.type != "cpu":
         raise ValueError(f"{source}='cpu' needs the model on the CPU, and it is on {device.type!r}")
     if chosen == "triton":
@@ -246,9 +262,8 @@ def _attend(
 
 @_attend.register_fake
 def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
-    batch, heads, tokens, _ = q.shape
     keys = k.new_empty(0 if LayerSpec.parse(spec).transform == NONE else k.shape)
-    return q.new_empty(batch, tokens, heads, v.shape[-1]), keys
+    return _fake_output(q, k, v, spec), keys
 
 
 @torch.library.custom_op(
@@ -290,9 +305,13 @@ def _step(
 
 
 @_step.register_fake
-def _(q, k, v, *args):
+def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
+    return _fake_output(q, k, v, spec)
+
+
+def _fake_output(q, k, v, spec: str) -> torch.Tensor:
     batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, v.shape[-1])
+    return q.new_empty(batch, tokens, heads, LayerSpec.parse(spec).reading.widths(k.shape[-1], v.shape[-1])[1])
 
 
 @torch.library.custom_op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import sys
@@ -28,6 +29,7 @@ from .formats import Dense, Format, parse_format
 from .layer import LowBitLayer
 from .ledger import Ledger
 from .pages import LayerSpec
+from .reading import DIRECT, Side, parse_reading, sides_of
 from .transforms import NONE, Transform, parse_transform
 
 #: layers of the host's that count their tokens, and those that keep a state in place of tokens
@@ -76,6 +78,7 @@ class LowBitCache(Cache):
             what fits the device.
         dense_layers: indices of layers to keep in the model's dtype.
         preset: name to show.
+        reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
         ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface, MLA) and for
@@ -97,6 +100,7 @@ class LowBitCache(Cache):
         backend: str | None = None,
         dense_layers: Sequence[int] = (),
         preset: str | None = None,
+        reading: str | None = None,
     ):
         config = _text_config(model_or_config)
         ops.check_backend(backend)
@@ -104,6 +108,7 @@ class LowBitCache(Cache):
         formats = parse_format(key_format), parse_format(value_format)
         spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
         dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
+        found = sides_of(model_or_config, config)
         layers = _host_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
@@ -114,16 +119,25 @@ class LowBitCache(Cache):
             raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
         if unknown := [index for index in dense_layers if index not in packed]:
             raise ValueError(f"dense_layers={unknown} are not full-attention layers of this model; allowed: {packed}")
-        specs = {index: dense if index in dense_layers else spec for index in packed}
-        sizes = {index: _head_sizes(config.per_layer_config[index]) for index in packed}  # layers may differ (Gemma 4)
-        for layer_spec, head_dim in {(specs[index], sizes[index][1]) for index in packed}:
-            if head_dim is not None:
-                layer_spec.validate(head_dim, head_dim)
+        sides = {index: found.get(index, DIRECT) for index in packed}
+        specs = {
+            index: dataclasses.replace(dense if index in dense_layers else spec, reading=side.reading)
+            for index, side in sides.items()
+        }
+        sizes = {
+            index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
+        }  # may differ (Gemma 4)
+        _check_reading(reading, config, sides)
+        for layer_spec, (_, first, second) in {(specs[index], sizes[index]) for index in packed}:
+            if first is not None and second is not None:
+                layer_spec.validate(first, second)
         tp_size = _tp_size(model_or_config)
         for index in packed:
-            layers[index] = LowBitLayer(specs[index], config, sizes[index][0], max_cache_len, backend, tp_size)
+            made = specs[index], config, sizes[index].heads, max_cache_len, backend, tp_size, sides[index]
+            layers[index] = LowBitLayer(*made)
         super().__init__(layers=layers)
-        self.spec, self.preset, self.config = spec, preset, config
+        self.spec = next((specs[index] for index in packed if index not in dense_layers), spec)
+        self.preset, self.config = preset, config
         self._first_packed = packed[0]
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
@@ -178,7 +192,7 @@ class LowBitCache(Cache):
         uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
         table = Table(title=escape(f"{type(self).__name__} {self.preset or ''}".strip()), show_header=False)
         rows = {
-            "keys / values": f"{self.spec.key_format} / {self.spec.value_format}",
+            " / ".join(self.spec.reading.streams): f"{self.spec.key_format} / {self.spec.value_format}",
             "key transform": str(self.spec.transform),
             "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
             "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
@@ -189,6 +203,9 @@ class LowBitCache(Cache):
             "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
             + (f" x {ready[0].batch_size} rows" if ready else ""),
             "bits per value": f"{self.bits_per_value:.2f}",
+            "a packed token": ", ".join(
+                f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store
+            ),
             **{f"bytes: {kind}": decimal(getattr(nbytes, kind)) for kind in BYTE_KINDS},
             "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.host)})",
         }
@@ -355,9 +372,22 @@ def _text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrai
         raise ValueError(
             f"model_type={config.model_type!r} has cross-attention layers, whose keys the model itself reads from its cache"
         )
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"model_type={config.model_type!r} caches a latent (MLA), which these formats do not pack")
     return config
+
+
+def _check_reading(asked: str | None, config: PreTrainedConfig, sides: dict[int, Side]) -> None:
+    """Raise where a layer is not read as `asked`."""
+    if asked is None or all(side.reading == parse_reading(asked) for side in sides.values()):
+        return
+    if asked == "latent":
+        raise ValueError(
+            f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
+            "one, e.g. from_preset('fp8', model), from_preset('kv8', model) or KIVICache(model)"
+        )
+    raise ValueError(
+        f"model_type={config.model_type!r} caches a latent (MLA), and this preset is for keys and values; use "
+        "from_preset('snapmla', model) or MLAFP8Cache(model)"
+    )
 
 
 def _uses_attention_interface(cls: type) -> bool:
@@ -366,15 +396,6 @@ def _uses_attention_interface(cls: type) -> bool:
     return getattr(cls, "_supports_attention_backend", False) or hasattr(
         sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
-
-
-def _head_sizes(config: Any) -> tuple[int | None, int | None]:
-    """Number of KV heads, and size of a head, where the configuration tells."""
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and hidden and heads:
-        head_dim = hidden // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def _tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:

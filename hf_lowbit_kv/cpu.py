@@ -100,7 +100,8 @@ def _gathered(k, v, mask, state: LayerState, spec: LayerSpec):
     for parts, chunk in ((keys, k), (values, v)):
         parts.append(chunk.float() if padding is None else _zero_where(padding, chunk.float()))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2), None if belonging.all() else belonging
+    streams = spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    return *streams, None if belonging.all() else belonging
 
 
 def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

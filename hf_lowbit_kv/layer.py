@@ -7,12 +7,12 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from . import backend as ops
 from .padding import Padding
 from .pages import LayerSpec, PagedStore
+from .reading import DIRECT, Side
 from .reference import unpack_into_tail
 from .toolchain import why_not_launched
 from .transforms import restored
@@ -72,6 +72,7 @@ class LowBitLayer(CacheLayerMixin):
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backend.choose_backend`.
         tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
+        side: the model's side of the layer's reading.
     """
 
     is_sliding = False
@@ -85,8 +86,10 @@ class LowBitLayer(CacheLayerMixin):
         max_cache_len: int | None = None,
         backend: str | None = None,
         tp_size: int = 1,
+        side: Side = DIRECT,
     ):
         super().__init__()
+        self.side = side
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.max_cache_len, self.requested_backend = max_cache_len, backend
         self.why_not_compiled = None if max_cache_len is None else why_not_launched()
@@ -118,7 +121,7 @@ class LowBitLayer(CacheLayerMixin):
             )
         self.spec.validate(*head_dims)
         asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec.formats)
-        self.backend = ops.choose_backend(asked, *served)
+        self.backend = ops.choose_backend(asked, *served, self.spec.reading.name)
         self.backend_shown = ops.describe(asked, self.backend, *served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
@@ -151,6 +154,7 @@ class LowBitLayer(CacheLayerMixin):
                 warnings.warn(UNATTACHED, stacklevel=2)
             self.lazy_initialization(key_states, value_states)
         if mode == "packed":
+            self.side.begin(stays=self.max_cache_len is not None)
             view = LayerView(self, key_states, value_states)
             return view, view
         return self._update_dense(key_states, value_states)
@@ -192,6 +196,7 @@ class LowBitLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
         self._forget()
+        self.side.end()
         if isinstance(self.cumulative_length, torch.Tensor):
             self.cumulative_length.zero_()
             if self.store is not None:
@@ -280,15 +285,15 @@ class LowBitLayer(CacheLayerMixin):
         if first and tokens > 1 and mask is None and softcap is None and sinks is None:
             # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
             _, stored = ops.turn(None, key, self.transform, self.backend)
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-            ).transpose(1, 2)
+            out = self.side.prompt(query, key, value, scaling)
             ops.append(stored, value, mask, state, self.spec, self.backend)
         else:
             # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
             seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
             options = scaling, softcap, sinks, self.backend, seen
+            query = self.side.queries(query)
             out = ops.step(query, key, value, mask, state, self.spec, self.transform, *options)
+            out = self.side.outputs(out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
             self.storing = False

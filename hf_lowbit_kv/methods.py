@@ -53,3 +53,19 @@ class IntCache(LowBitCache):
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
         super().__init__(model_or_config, keys, values, **options)
+
+
+class MLAFP8Cache(LowBitCache):
+    """SnapMLA (paper section 3.1) for models with multi-head latent attention: the latent in FP8 (e4m3) with a float32 scale a
+    token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/mla.md`.
+
+    Args:
+        model: the model, not its configuration: its attention layers are reached through it.
+        **options: as for `LowBitCache`. There is no 16-bit window, unless `residual` asks for one.
+
+    Raises:
+        ValueError: a model without MLA, with sparse MLA, or with a latent rank that is no multiple of 64.
+    """
+
+    def __init__(self, model, *, residual=0, **options):
+        super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)

@@ -20,6 +20,7 @@ import torch
 
 from .arguments import check_count
 from .formats import Format, parse_format
+from .reading import READINGS, Reading, parse_reading
 from .transforms import NONE, Transform, parse_transform
 
 PAGE_SIZES = (32, 64, 128, 256)
@@ -37,6 +38,8 @@ class LayerSpec:
         residual: newest tokens of a row that stay in the model's dtype, at least.
         page_size: tokens of a page.
         transform: map of keys; what the layer stores, sink and tail included, is transformed keys.
+        reading: what the two streams mean to attention; where it is not `separate`, "key" and "value" in the names of this
+            file stand for the first and the second stream.
     """
 
     key_format: Format
@@ -45,6 +48,7 @@ class LayerSpec:
     residual: int = 128
     page_size: int = 128
     transform: Transform = NONE
+    reading: Reading = READINGS["separate"]
 
     def __post_init__(self):
         for name in ("sink", "residual"):
@@ -55,6 +59,8 @@ class LayerSpec:
             ("transform", parse_transform),
         ):
             _check_registered(name, getattr(self, name), parse)
+        if self.transform != NONE and not self.reading.transforms:
+            raise ValueError(f"transform={self.transform.name!r} is not allowed where a layer caches a latent (MLA)")
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 
@@ -62,16 +68,15 @@ class LayerSpec:
     def key(self) -> str:
         """Text form, for operations that take only tensors, numbers and strings."""
         parts = (self.key_format, self.value_format, self.sink, self.residual, self.page_size)
-        return "|".join(map(str, parts if self.transform == NONE else (*parts, self.transform)))
+        return "|".join(map(str, (*parts, self.transform, self.reading)))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        keys, values, sink, residual, page_size, *transform = key.split("|")
+        keys, values, sink, residual, page_size, transform, reading = key.split("|")
         formats = parse_format(keys), parse_format(values)
-        return LayerSpec(
-            *formats, int(sink), int(residual), int(page_size), parse_transform(transform[0] if transform else None)
-        )
+        sizes = int(sink), int(residual), int(page_size)
+        return LayerSpec(*formats, *sizes, parse_transform(transform), parse_reading(reading))
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -98,10 +103,10 @@ class LayerSpec:
         return -(-self.paged_after(length - self.sink) // self.page_size)
 
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
-        """Raise `ValueError` where a format or the transform cannot take heads of these sizes."""
-        self.key_format.validate(head_dim_k, self.page_size)
-        self.transform.matrices(head_dim_k)
-        self.value_format.validate(head_dim_v, self.page_size)
+        """Raise `ValueError` where a format or the transform cannot take streams of these widths."""
+        self.reading.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)
+        if self.reading.transforms:
+            self.transform.matrices(head_dim_k)
 
     def part_bytes(self, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of the key part and of the value part of one page of one KV head."""
@@ -199,6 +204,11 @@ class PagedStore:
     @property
     def page_bytes(self) -> int:
         return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a packed token takes, all KV heads together."""
+        return self.num_heads * self.page_bytes / self.spec.page_size
 
     @property
     def pages_per_row(self) -> int:

@@ -12,6 +12,7 @@ from .cache import LowBitCache
 from .formats import Affine, Boosted, Format, parse_format
 from .formats.boosted import SCORES
 from .pages import LayerSpec
+from .reading import parse_reading
 from .transforms import parse_transform
 
 #: sink tokens of a `*-sink` preset
@@ -30,10 +31,13 @@ class Preset:
     sink: int = 0
     residual: int = 128
     transform: str = "none"
+    reading: str | None = None
+    """what the model's layers must be read as; `None`: either"""
 
     def spec(self) -> LayerSpec:
         formats = parse_format(self.key_format), parse_format(self.value_format)
-        return LayerSpec(*formats, self.sink, self.residual, transform=parse_transform(self.transform))
+        how = parse_transform(self.transform), parse_reading(self.reading or "separate")
+        return LayerSpec(*formats, self.sink, self.residual, transform=how[0], reading=how[1])
 
 
 _PLAIN = {
@@ -50,6 +54,9 @@ _PLAIN = {
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
+        Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", residual=0, reading="separate"),
+        Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
+        Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         Preset("kitty", "boosted2-r0.125", "int2-token", "Kitty", sink=SINK_TOKENS),
         Preset("kitty-pro", "boosted2-r0.25", "int2-token", "Kitty-Pro", sink=SINK_TOKENS),
     )
@@ -97,6 +104,7 @@ _NAMES = (
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
     *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),
+    *("fp8", "snapmla", "mla"),
 )
 #: what is listed; `get_preset` knows every name with suffixes besides
 PRESETS = {name: preset for name in _NAMES if (preset := _derive(name)) is not None}
@@ -139,7 +147,7 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     """
     preset = get_preset(name)
     options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
-    options |= {"preset": preset.name, **overrides}
+    options |= {"preset": preset.name, "reading": preset.reading, **overrides}
     names = ("group_size", "bits_k", "bits_v", "boost", "score")
     given = {name: value for name in names if (value := options.pop(name, None)) is not None}
     keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))

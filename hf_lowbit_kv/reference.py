@@ -86,7 +86,8 @@ def attend(
     """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
 
     Args:
-        q: `[B, Hq, S, head_dim]`. k, v: the chunk's own keys and values, `[B, H, S, head_dim]`.
+        q: `[B, Hq, S, head_dim]`. k, v: the chunk's own keys and values, `[B, H, S, head_dim]`; under another reading than
+            `separate` the two streams, and q is as wide as the reading says.
         mask: bool `[B, S]`, False for padding in the chunk; `None`: there is none.
         scaling: factor on q.k. softcap: `softcap * tanh(score / softcap)`, or `None`.
         sinks: `[Hq]`, one logit per query head that takes weight and gives no value (gpt-oss), or `None`.
@@ -99,13 +100,13 @@ def attend(
     for start in range(0, q.shape[2], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[2])
         softmax = _Softmax(q[:, :, start:stop], k.shape[1], scaling, softcap)
-        for keys, values, valid in history(state, spec, k.shape[-1], v.shape[-1]):
-            softmax.add(keys, values, valid)
+        for first, second, valid in history(state, spec, k.shape[-1], v.shape[-1]):
+            softmax.add(*spec.reading.join(first, second), valid)
         position = torch.arange(stop, device=q.device)
         valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
         if mask is not None:
             valid = valid & mask[:, None, :stop]
-        softmax.add(k[:, :, :stop], v[:, :, :stop], valid)
+        softmax.add(*spec.reading.join(k[:, :, :stop], v[:, :, :stop]), valid)
         blocks.append(softmax.result(sinks).to(q.dtype))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 

@@ -8,9 +8,10 @@ from .affine import Affine
 from .base import HEAD_DIMS, Field, Format
 from .boosted import Boosted
 from .dense import Dense
+from .fp8 import Fp8
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Fp8]
 
 
 @functools.cache
@@ -29,4 +30,4 @@ def parse_format(format: str | Format) -> Format:
     return format if isinstance(format, Format) else _parse(format)
 
 
-__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "parse_format"]
+__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "Fp8", "parse_format"]

@@ -44,6 +44,8 @@ class Format(ABC):
     code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
     #: how names of this format are written, for messages
     grammar: ClassVar[str] = ""
+    #: whether the streams of a latent (MLA), which are of other widths than heads are, may be stored in it
+    stores_latents: ClassVar[bool] = False
 
     @property
     @abstractmethod

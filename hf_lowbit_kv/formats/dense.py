@@ -16,6 +16,7 @@ class Dense(Format):
     """The model's own dtype, token after token."""
 
     grammar: ClassVar[str] = "'dense'"
+    stores_latents: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -1,0 +1,96 @@
+"""Tokens as FP8 (e4m3: 4 bits of exponent, 3 of mantissa, largest number 448), with a scale a token, a block, or none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from .base import Format
+
+Granularity = Literal["token", "block", "static"]
+
+#: largest number of e4m3
+E4M3_MAX = 448.0
+#: the smallest absolute maximum that a scale is made of: zeros get a scale that divides
+LEAST = 2.0**-117
+#: channels of a block with `granularity="block"`; a block spans a page's tokens in groups of as many
+BLOCK = 64
+
+
+def scale_of(absmax: torch.Tensor) -> torch.Tensor:
+    """float32: the largest magnitude (float32) becomes 448. A tensor as divisor: a GPU would multiply by a number's
+    reciprocal, which rounds differently."""
+    return absmax.clamp(min=LEAST) / torch.full_like(absmax, E4M3_MAX)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> `torch.float8_e4m3fn`, rounded to nearest even; beyond 448 it saturates."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, repr=False)
+class Fp8(Format):
+    """e4m3 codes and a float32 scale.
+
+    Args:
+        granularity: what shares a scale: a `token` (absmax / 448; SnapMLA, section 3.1), a `block` of 64 tokens x 64
+            channels, or everything, with the fixed scale 1 (`static`).
+    """
+
+    granularity: Granularity = "token"
+
+    grammar: ClassVar[str] = "'fp8', 'fp8-block', 'fp8-static'"
+    stores_latents: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "fp8" if self.granularity == "token" else f"fp8-{self.granularity}"
+
+    @classmethod
+    def parse(cls, name: str) -> Fp8 | None:
+        found = re.fullmatch("fp8(?:-(block|static))?", name)
+        return cls(found[1] or "token") if found else None  # type: ignore[arg-type]
+
+    @property
+    def tokenwise(self) -> bool:
+        return self.granularity != "block"
+
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        codes = ("codes", torch.float8_e4m3fn, (page_size, head_dim))
+        if self.granularity == "token":
+            return [codes, ("scale", torch.float32, (page_size, 1))]
+        if self.granularity == "block":
+            return [codes, ("scale", torch.float32, (-(-page_size // BLOCK), -(-head_dim // BLOCK)))]
+        return [codes]
+
+    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x.float()
+        if self.granularity == "static":
+            return {"codes": to_e4m3(x)}
+        if self.granularity == "token":
+            scale = scale_of(x.abs().amax(-1, keepdim=True))
+            return {"codes": to_e4m3(x / scale), "scale": scale}
+        scale = scale_of(_blocks(x).abs().amax((-3, -1)))
+        return {"codes": to_e4m3(x / _spread(scale, *x.shape[-2:])), "scale": scale}
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        x = arrays["codes"].float()
+        if self.granularity == "static":
+            return x
+        scale = arrays["scale"]
+        return x * (scale if self.granularity == "token" else _spread(scale, *x.shape[-2:]))
+
+
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    """`[..., tokens, channels]` -> `[..., blocks, BLOCK, blocks, BLOCK]`, zeros behind the end."""
+    tokens, channels = x.shape[-2:]
+    x = torch.nn.functional.pad(x, (0, -channels % BLOCK, 0, -tokens % BLOCK))
+    return x.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+
+
+def _spread(scale: torch.Tensor, tokens: int, channels: int) -> torch.Tensor:
+    """A scale a block -> a scale a number, `[..., tokens, channels]`."""
+    return scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :tokens, :channels]

@@ -1,0 +1,361 @@
+"""MLA models: attention to the latent itself gives the tokens that transformers gives from expanded keys and values."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mla_cases import attention_class, attentions, folders, tiny_config, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import mla
+from hf_lowbit_kv.layer import LowBitLayer
+
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.filterwarnings("ignore:.*falling back to its reference.*"),
+]
+
+#: architectures whose attention an indexer makes sparse: refused
+SPARSE = {"axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4"}
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+SMALL_PAGES = {"page_size": 32}
+#: no experts
+DENSE_MLP = {"first_k_dense_replace": 2}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_models("deepseek_v3", **DENSE_MLP)
+
+
+def prompt(batch=2, tokens=50, padded=0):
+    ids = torch.randint(3, 160, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, : padded * row], mask[row, : padded * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def replaced(model):
+    return [module for module in attentions(model) if "expand_kv" in vars(module)]
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_every_architecture_with_a_latent(folder):
+    """Fused, with transformers' own tokens, or refused by name with the reason."""
+    if folder in SPARSE:
+        module = attention_class(folder)(tiny_config(folder), layer_idx=1)
+        with pytest.raises(ValueError, match=f"{type(module).__name__} is sparse attention: an indexer"):
+            mla.check_module(module)
+        return
+    ours, theirs = tiny_models(folder)
+    inputs = prompt(padded=7)
+    expected = theirs.generate(**inputs, max_new_tokens=12, **GREEDY)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=12, past_key_values=cache, **GREEDY), expected)
+    assert expected[:, 50:].unique().numel() > 1
+    assert sum(isinstance(layer, LowBitLayer) for layer in cache.layers) == len(attentions(ours))
+    assert cache.nbytes.codes > 0
+    assert not replaced(ours)
+
+
+def test_all_that_have_no_indexer_are_known():
+    """A new folder of transformers must be looked at: is it served, or sparse?"""
+    known = SPARSE | {
+        *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
+        *("longcat_flash", "minicpm3", "mistral4", "youtu"),
+    }
+    assert set(folders()) <= known
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 100}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 16}],
+    ids=str,
+)
+def test_ways_of_generating(models, way, options):
+    ours, theirs = models
+    inputs = prompt(batch=1 if "prompt_lookup_num_tokens" in way else 2, padded=0 if "prefill_chunk_size" in way else 9)
+    expected = theirs.generate(**inputs, max_new_tokens=20, **GREEDY, **way)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES, **options)
+    found = ours.generate(**inputs, max_new_tokens=20, past_key_values=cache, **GREEDY, **way)
+    assert torch.equal(found, expected)
+
+
+def test_compiled_steps_are_one_graph(models):
+    ours, theirs = models
+    inputs = prompt()
+    expected = theirs.generate(**inputs, max_new_tokens=6, **GREEDY)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES, max_cache_len=64)
+    with torch.no_grad():
+        token = ours(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+        step = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+        found = [token]
+        for at in range(5):
+            position = torch.full((2, 1), 50 + at)
+            token = step(token, past_key_values=cache, position_ids=position).logits[:, -1:].argmax(-1)
+            found.append(token)
+    assert torch.equal(torch.cat(found, 1), expected[:, 50:])
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_another_attention_implementation_gets_dense_latents(models, other):
+    theirs = models[1]
+    inputs = prompt()
+    expected = theirs.generate(**inputs, max_new_tokens=10, **GREEDY)
+    model = copy.deepcopy(theirs)
+    model.set_attn_implementation(other)
+    cache = lb.from_preset("mla", model, **SMALL_PAGES)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=10, past_key_values=cache, **GREEDY), expected)
+
+
+# ---- the model's own code -------------------------------------------------------------------------------------------------
+
+
+def test_the_method_is_restored():
+    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
+    inputs = prompt()
+    expected = theirs.generate(**inputs, max_new_tokens=4, **GREEDY)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    ours.generate(**inputs, max_new_tokens=4, past_key_values=cache, **GREEDY)
+    assert not replaced(ours)
+    fixed = lb.from_preset("mla", ours, **SMALL_PAGES, max_cache_len=64)
+    ours.generate(**inputs, max_new_tokens=4, past_key_values=fixed, **GREEDY)
+    assert replaced(ours)  # compiled steps may follow
+    stock = ours.generate(**inputs, max_new_tokens=4, past_key_values=DynamicCache(config=ours.config), **GREEDY)
+    assert torch.equal(stock, expected)
+    twin = copy.deepcopy(ours)
+    twin.get_input_embeddings().weight.data.mul_(-1)
+    attentions(twin)[0].kv_b_proj.weight.data.zero_()
+    first = torch.ones(1, 1, 3, 64), torch.ones(1, 1, 3, 16)
+    assert not attentions(twin)[0].expand_kv(*first)[1].any(), "a copy's method expands with the copy's weights"
+    fixed.reset()
+    assert not replaced(ours)
+    ours.generate(**inputs, max_new_tokens=4, past_key_values=fixed, **GREEDY)
+    del fixed
+    gc.collect()
+    assert not replaced(ours)
+
+
+def test_an_error_in_the_model_leaves_the_method_restored(monkeypatch):
+    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
+    inputs = prompt()
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    attention = attentions(ours)[1]
+
+    def fail(*args):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(attention.o_proj), "forward", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ours(**inputs, past_key_values=cache)
+    assert not replaced(ours)
+    # between `update` and `expand_kv` there is the rotation of queries alone: the method then serves tensors as ever
+    cache.layers[0].side.begin(stays=False)
+    expected = theirs(**inputs).logits
+    torch.testing.assert_close(ours(**inputs).logits, expected)
+    assert not replaced(ours)
+
+
+def test_weights_are_never_stale():
+    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
+    inputs = prompt()
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    tokens = {"max_new_tokens": 8, **GREEDY}
+    ours.generate(**inputs, past_key_values=cache, **tokens)
+    change = torch.Generator().manual_seed(1)
+    state = {name: torch.randn(x.shape, generator=change) * x.std() if "kv_b" in name else x
+             for name, x in theirs.state_dict().items()}  # fmt: skip
+    theirs.load_state_dict(state)
+    ours.load_state_dict(state)
+    cache.reset()
+    expected = theirs.generate(**inputs, **tokens)
+    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
+    for model in (ours, theirs):  # what merging an adapter does
+        for attention in attentions(model):
+            attention.kv_b_proj.weight.data.add_(torch.eye(*attention.kv_b_proj.weight.shape))
+    cache.reset()
+    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), theirs.generate(**inputs, **tokens))
+    ours.to(torch.float64), theirs.to(torch.float64)
+    cache.reset()
+    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), theirs.generate(**inputs, **tokens))
+
+
+class Int8Linear(torch.nn.Module):
+    """As quantized layers are: integers and a scale, dequantized in every call."""
+
+    calls = 0
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        Int8Linear.calls += 1
+        return x @ (self.codes * self.scale).to(x.dtype).T
+
+
+class Adapted(torch.nn.Module):
+    """As adapters are: a layer inside a layer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base_layer, self.on = linear, True
+        self.low = torch.nn.Parameter(
+            torch.randn(linear.weight.shape[1], 4, generator=torch.Generator().manual_seed(2))
+        )
+        self.high = torch.nn.Parameter(
+            torch.randn(4, linear.weight.shape[0], generator=torch.Generator().manual_seed(3))
+        )
+
+    def forward(self, x):
+        return self.base_layer(x) + (x @ self.low @ self.high if self.on else 0)
+
+
+def test_quantized_layers_are_dequantized_once_and_adapters_at_every_step():
+    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
+    inputs, tokens = prompt(), {"max_new_tokens": 8, **GREEDY}
+    for model in (ours, theirs):
+        for attention in attentions(model):
+            attention.kv_b_proj = Int8Linear(attention.kv_b_proj)
+    expected = theirs.generate(**inputs, **tokens)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    Int8Linear.calls = 0
+    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
+    layers = len(attentions(ours))
+    assert Int8Linear.calls == 2 * layers, "the prompt, and one dequantization"
+    for model in (ours, theirs):
+        for attention in attentions(model):
+            attention.kv_b_proj.scale.mul_(-1.5)
+    cache.reset()
+    expected = theirs.generate(**inputs, **tokens)
+    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
+
+    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
+    for model in (ours, theirs):
+        for attention in attentions(model):
+            attention.kv_b_proj = Adapted(attention.kv_b_proj)
+    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
+    for on in (True, False):
+        for model in (ours, theirs):
+            for attention in attentions(model):
+                attention.kv_b_proj.on = on
+        cache.reset()
+        expected = theirs.generate(**inputs, **tokens)
+        assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
+
+
+def test_fp8_weights_with_a_scale_a_block():
+    """DeepSeek-V3's own checkpoints: what transformers' layer holds is multiplied out."""
+    layer = torch.nn.Linear(128, 256, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(torch.tensor([[1.0], [3.0]]))
+    layer.block_size = (128, 128)
+    module = torch.nn.Module()
+    module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank = layer, 32, 32, 128
+    keys, values = mla.UpProjection(module).matrices(torch.float32)
+    full = torch.cat([layer.weight[:128].float(), layer.weight[128:].float() * 3]).view(4, 64, 128)
+    assert torch.equal(keys, full[:, :32])
+    assert torch.equal(values, full[:, 32:])
+
+
+def test_weights_are_shared_not_copied(models):
+    attention = attentions(models[0])[0]
+    keys, values = mla.UpProjection(attention).matrices(torch.float32)
+    assert keys.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
+    assert values.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
+
+
+# ---- FP8 --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_takes_644_bytes():
+    """512 of e4m3, 4 of scale, 64 RoPE channels of 2 bytes (SnapMLA, section 3.1)."""
+    ours, _ = tiny_models("deepseek_v3", torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64)
+    cache = lb.MLAFP8Cache(ours)
+    with torch.no_grad():
+        ours(**prompt(tokens=130), past_key_values=cache)
+    assert cache.layers[0].store.token_bytes == 512 + 4 + 64 * 2 == 644
+    assert "644 bytes a layer" in cache.summary()
+    nbytes = cache.nbytes
+    assert nbytes.codes + nbytes.metadata == 2 * 2 * 256 * 644, "two layers, two rows, two pages"
+    assert nbytes.window == 0
+
+
+def test_snapmla_stays_close_to_the_model(models):
+    ours, theirs = models
+    inputs = prompt(tokens=100)
+    cache = lb.MLAFP8Cache(ours, **SMALL_PAGES)
+    with torch.no_grad():
+        for part in inputs["input_ids"].split(25, 1):  # later chunks attend to packed latents
+            found = ours(part, past_key_values=cache).logits
+        expected = theirs(inputs["input_ids"]).logits[:, -25:]
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.1
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_latents_is_told_which_caches_fit():
+    from cases import tiny_models as others
+
+    llama = others("llama")[0]
+    for make in (lb.MLAFP8Cache, lambda model: lb.from_preset("snapmla", model)):
+        with pytest.raises(
+            ValueError, match=r"'llama' has no multi-head latent attention.*from_preset\('fp8', model\)"
+        ):
+            make(llama)
+
+
+def test_bad_input(models):
+    ours = models[0]
+    with pytest.raises(ValueError, match=r"'deepseek_v3' caches a latent.*make the cache from the model itself"):
+        lb.MLAFP8Cache(ours.config)
+    with pytest.raises(ValueError, match=r"'deepseek_v3' caches a latent.*MLAFP8Cache"):
+        lb.from_preset("fp8", ours)
+    with pytest.raises(
+        ValueError, match=r"format='int2-channel' does not store the latent of MLA models; allowed: 'dense'"
+    ):
+        lb.from_preset("kivi-2", ours)
+    with pytest.raises(ValueError, match=r"transform='hadamard' is not allowed where a layer caches a latent"):
+        lb.from_preset("snapmla", ours, transform="hadamard")
+    odd = tiny_models("deepseek_v3", kv_lora_rank=96)[0]
+    with pytest.raises(ValueError, match=r"kv_lora_rank=96 .* must be a multiple of 64"):
+        lb.MLAFP8Cache(odd)
+
+
+def test_an_older_transformers_is_named(models, monkeypatch):
+    monkeypatch.delattr(type(attentions(models[0])[0]), "expand_kv")
+    with pytest.raises(ValueError, match=r"no method 'expand_kv': it needs a version of transformers \(5.17"):
+        lb.MLAFP8Cache(models[0])
+
+
+def test_a_cache_outlives_no_model():
+    ours, _ = tiny_models("deepseek_v3", **DENSE_MLP)
+    cache = lb.from_preset("mla", ours)
+    with pytest.raises(TypeError, match="belongs to the model in this process"):
+        pickle.dumps(cache.layers[0].side)
+    twin = copy.deepcopy(cache)
+    inputs = prompt()
+    assert torch.equal(
+        *(ours.generate(**inputs, max_new_tokens=4, past_key_values=each, **GREEDY) for each in (cache, twin))
+    )
+    del ours
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the model that this cache was made for is gone"):
+        _ = cache.layers[0].side.module
