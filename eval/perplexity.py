@@ -9,9 +9,9 @@ Larger chunks are faster and flatter the cache. (A window of 0 packs each token 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +23,83 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.pages import LayerSpec
 
+from .texts import Text, read_text
 
-@dataclass
-class Totals:
-    """Sums over the positions scored in one text."""
+#: makes an empty cache
+Factory = Callable[[], Any]
 
-    nll: float = 0.0
-    nll_full: float = 0.0
-    kl: float = 0.0
-    agreeing: int = 0
-    positions: int = 0
 
-    def add(self, logits: torch.Tensor, full: torch.Tensor, labels: torch.Tensor) -> None:
-        """Logits of both caches `[n, vocabulary]` and the true next tokens `[n]`."""
-        log_q, log_p = logits.float().log_softmax(-1), full.float().log_softmax(-1)
-        self.nll -= float(log_q.gather(-1, labels[:, None]).sum())
-        self.nll_full -= float(log_p.gather(-1, labels[:, None]).sum())
-        # log_p - log_q first: equal logits give exactly 0
-        self.kl += float((log_p.exp() * (log_p - log_q)).sum(-1).sum())
-        self.agreeing += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
-        self.positions += len(labels)
+class Expected:
+    """What the full-precision cache says of a chunk; shared by all that is compared with it.
+
+    Args:
+        logits: `[n, vocabulary]`. labels: the true next tokens, int64 `[n]`. first: position of the first one.
+    """
+
+    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, first: int = 0):
+        self.log_p, self.labels = logits.float().log_softmax(-1), labels
+        self.p, self.best = self.log_p.exp(), self.log_p.argmax(-1)
+        self.nll = -self.log_p.gather(-1, labels[:, None])[:, 0]
+        self.position = torch.arange(first, first + len(labels), device=labels.device)
+
+
+class Scores:
+    """What was found at each position that was scored, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[torch.Tensor]] = {
+            name: [] for name in ("nll", "nll_full", "kl", "agrees", "position")
+        }
+        self.bits_per_value = 0.0
+
+    def add(self, logits: torch.Tensor, expected: Expected) -> None:
+        """Logits `[n, vocabulary]` of the cache that is scored."""
+        log_q = logits.float().log_softmax(-1)
+        found = {
+            "nll": -log_q.gather(-1, expected.labels[:, None])[:, 0],
+            "nll_full": expected.nll,
+            # log_p - log_q first: equal logits give exactly 0
+            "kl": (expected.p * (expected.log_p - log_q)).sum(-1),
+            "agrees": log_q.argmax(-1) == expected.best,
+            "position": expected.position,
+        }
+        for name, x in found.items():
+            self._parts[name].append(x.cpu())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """`nll`, `nll_full`, `kl` (nats), `agrees` or `position`, float64 `[positions]`."""
+        return torch.cat(self._parts[name]).double()
 
     def means(self) -> dict[str, float]:
-        n = self.positions
-        ppl, ppl_full = (float(torch.tensor(nll / n, dtype=torch.float64).exp()) for nll in (self.nll, self.nll_full))
-        return {"ppl": ppl, "ppl_full": ppl_full, "kl": self.kl / n, "top1": self.agreeing / n}
+        """`ppl`, `ppl_full`, `kl`, `kl_p99` (99th percentile over positions) and `top1`."""
+        return {
+            "ppl": float(self["nll"].mean().exp()),
+            "ppl_full": float(self["nll_full"].mean().exp()),
+            "kl": float(self["kl"].mean()),
+            "kl_p99": float(self["kl"].quantile(0.99)),
+            "top1": float(self["agrees"].mean()),
+        }
+
+    def by_position(self, edges: Sequence[int]) -> list[dict[str, float]]:
+        """Means between each two edges that have a position in between: `from`, `to`, `kl`, `top1`."""
+        rows = []
+        for low, high in itertools.pairwise(edges):
+            here = (self["position"] >= low) & (self["position"] < high)
+            if here.any():
+                kl, top1 = float(self["kl"][here].mean()), float(self["agrees"][here].mean())
+                rows.append({"from": low, "to": high, "kl": kl, "top1": top1})
+        return rows
+
+
+def position_edges(start: int, context: int) -> list[int]:
+    """`start`, the powers of two from 256 on that lie between, and `context`."""
+    powers = [2**i for i in range(8, context.bit_length()) if start < 2**i < context]
+    return [start, *powers, context]
 
 
 def run(
     presets: Sequence[str],
-    texts: Sequence[str | Path],
+    texts: Sequence[str | Path | Text],
     model: Any,
     tokenizer: Any,
     context: int = 4096,
@@ -60,45 +107,96 @@ def run(
     chunk: int = 128,
     progress: bool = True,
     overrides: dict[str, Any] | None = None,
+    windows: int = 1,
 ) -> list[dict[str, Any]]:
     """Score presets on texts.
 
     Args:
-        texts: files; the first `context` tokens of each are used.
+        texts: files, or texts by name.
         model: a causal language model, with `attn_implementation="lowbit_kv"` so that packed history is attended to.
-        start: first position scored; the tokens before it are only read.
+        context: tokens of a window; each window begins with an empty cache.
+        start: first position of a window that is scored; the tokens before it are only read.
         chunk: tokens fed at a time, at most; see the module's description.
         overrides: further arguments of `from_preset`, for every preset.
+        windows: windows of each text, one behind the other, at most; 0: as many as it has.
 
     Returns:
         One dict a preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything counted),
-        `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `top1` (share of
-        positions where both caches prefer the same token).
+        `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_p99` (its 99th
+        percentile over positions), `top1` (share of positions where both caches prefer the same token), `by_position`
+        (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:
-        ValueError: an unknown preset, `start` not below `context`, or a text that is too short. Nothing has run then.
+        ValueError: an unknown preset, `start` not below `context`, a `context` beyond what the model was made for, or a text
+            that is too short. Nothing has run then.
     """
     overrides = overrides or {}
-    groups = _group_by_bounds(presets, model, overrides, context, start, chunk)
-    tokens = [_read_tokens(path, tokenizer, context) for path in texts]
-    if not tokens:
+    names = list(dict.fromkeys(presets))
+    factories = {name: functools.partial(lb.from_preset, name, model, **overrides) for name in names}
+    found = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress)
+    edges = position_edges(start, context)
+    return [{"preset": name} | mean_row(of, edges) for name, of in found.items()]
+
+
+def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
+    """Means over the scores of several texts, as `run` returns them."""
+    rows = [{"bits_per_value": scores.bits_per_value} | scores.means() for scores in of]
+    row: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    buckets = zip(*(scores.by_position(edges) for scores in of))
+    return row | {"by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]}
+
+
+def score(
+    factories: Mapping[str, Factory],
+    texts: Sequence[str | Path | Text],
+    model: Any,
+    tokenizer: Any,
+    context: int = 4096,
+    start: int = 512,
+    chunk: int = 128,
+    windows: int = 1,
+    progress: bool = True,
+) -> dict[str, list[Scores]]:
+    """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
+    are those of `run`."""
+    _check(model, context, start, chunk, windows)
+    groups: dict[tuple[int, ...], list[str]] = {}  # those with the same chunks share a full-precision pass
+    for name, factory in factories.items():
+        groups.setdefault(chunk_bounds(factory().spec, context, chunk), []).append(name)  # nothing is allocated yet
+    pieces = [(text.name, _windows(text, tokenizer, context, windows)) for text in map(read_text, texts)]
+    if not pieces:
         raise ValueError("texts=[] is not allowed; give one text or more")
-    scores: dict[str, list[dict[str, float]]] = {preset: [] for preset in presets}
-    steps = len(tokens) * sum(context * (1 + len(group)) for group in groups.values())
+    found: dict[str, list[Scores]] = {name: [] for name in factories}
+    steps = sum(len(ids) for _, ids in pieces) * sum(context * (1 + len(group)) for group in groups.values())
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output is the caller's
     with Progress(*columns, console=console, disable=not progress, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
-        for path, ids in zip(texts, tokens, strict=True):
-            bar.update(task, description=Path(path).name)
-            for bounds, group in groups.items():
-                found = _score_text(ids.to(model.device), group, model, bounds, start, overrides, bar, task)
-                for preset, score in found.items():
-                    scores[preset].append(score)
-    return [
-        {"preset": preset} | {key: sum(score[key] for score in of) / len(of) for key in of[0]}
-        for preset, of in scores.items()
-    ]
+        for text, ids in pieces:
+            bar.update(task, description=text)
+            for name in factories:
+                found[name].append(Scores())
+            for window in ids:
+                for bounds, group in groups.items():
+                    scores = {name: found[name][-1] for name in group}
+                    caches = {name: factories[name]() for name in group}
+                    _score_window(window.to(model.device), caches, scores, model, bounds, start, bar, task)
+    return found
+
+
+def _check(model: Any, context: int, start: int, chunk: int, windows: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
+    if windows < 0:
+        raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
+    if not 0 <= start < context - 1:
+        raise ValueError(f"start={start} is not allowed with context={context}; at least one position must be scored")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and context > longest:
+        raise ValueError(
+            f"context={context} is more than the model's max_position_embeddings={longest}; read a longer text in several "
+            f"windows: context={longest}, windows={-(-context // longest)}"
+        )
 
 
 def chunk_bounds(spec: LayerSpec, context: int, chunk: int) -> tuple[int, ...]:
@@ -107,49 +205,29 @@ def chunk_bounds(spec: LayerSpec, context: int, chunk: int) -> tuple[int, ...]:
     return (0, *range(first, context, chunk), context)
 
 
-def _group_by_bounds(
-    presets: Sequence[str], model: Any, overrides: dict[str, Any], context: int, start: int, chunk: int
-) -> dict[tuple[int, ...], list[str]]:
-    """Presets by their chunk bounds: those of a group share one full-precision pass."""
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
-    if not 0 <= start < context - 1:
-        raise ValueError(f"start={start} is not allowed with context={context}; at least one position must be scored")
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for preset in dict.fromkeys(presets):
-        spec = lb.from_preset(preset, model, **overrides).spec  # nothing is allocated yet
-        groups.setdefault(chunk_bounds(spec, context, chunk), []).append(preset)
-    return groups
-
-
-def _read_tokens(path: str | Path, tokenizer: Any, context: int) -> torch.Tensor:
-    """int64 `[1, context]`: the first tokens of a file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text {str(path)!r} is not UTF-8: {error}") from error
+def _windows(text: Text, tokenizer: Any, context: int, windows: int) -> list[torch.Tensor]:
+    """Tokens of the windows, int64 `[1, context]` each; what is left behind the last one is not used."""
     # a warning about the model's maximal length would be about text that is cut off here
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+    ids = tokenizer(text.content, return_tensors="pt", verbose=False).input_ids
     if ids.shape[1] < context:
-        raise ValueError(f"text {str(path)!r} has {ids.shape[1]} tokens, and context={context} are needed")
-    return ids[:, :context]
+        raise ValueError(f"text {text.name!r} has {ids.shape[1]} tokens, and context={context} are needed")
+    count = ids.shape[1] // context
+    return [ids[:, i * context : (i + 1) * context] for i in range(min(windows or count, count))]
 
 
 @torch.no_grad()
-def _score_text(
+def _score_window(
     ids: torch.Tensor,
-    presets: Iterable[str],
+    caches: Mapping[str, Any],
+    scores: Mapping[str, Scores],
     model: Any,
     bounds: Sequence[int],
     start: int,
-    overrides: dict[str, Any],
     bar: Progress,
     task: Any,
-) -> dict[str, dict[str, float]]:
-    """All caches go through the text side by side, so that nothing larger than a chunk's logits is kept."""
+) -> None:
+    """All caches go through the window side by side, so that nothing larger than a chunk's logits is kept."""
     full = DynamicCache(config=model.config)
-    caches = {preset: lb.from_preset(preset, model, **overrides) for preset in presets}
-    totals = {preset: Totals() for preset in caches}
 
     def logits(cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
         out = model(ids[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
@@ -158,12 +236,12 @@ def _score_text(
 
     for low, high in itertools.pairwise(bounds):
         scored = max(high - max(low, start), 0)
-        labels = ids[0, high - scored + 1 : high + 1]  # of the text's last position the next token is not known
-        expected = logits(full, low, high, scored)[: len(labels)]
-        for preset, cache in caches.items():
+        labels = ids[0, high - scored + 1 : high + 1]  # of the window's last position the next token is not known
+        exact = logits(full, low, high, scored)
+        expected = Expected(exact[: len(labels)], labels, high - scored) if scored else None
+        for name, cache in caches.items():
             got = logits(cache, low, high, scored)
-            if scored:
-                totals[preset].add(got[: len(labels)], expected, labels)
-    return {
-        preset: {"bits_per_value": caches[preset].bits_per_value} | total.means() for preset, total in totals.items()
-    }
+            if expected is not None:
+                scores[name].add(got[: len(labels)], expected)
+    for name, cache in caches.items():
+        scores[name].bits_per_value = float(cache.bits_per_value)

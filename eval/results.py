@@ -79,3 +79,23 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, oldest first; none where there is no such file.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names it.
+    """
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name}, line {number}, is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path.name}, line {number}, is no record: {line[:80]!r}")
+        records.append(record)
+    return records

@@ -89,6 +89,8 @@ def test_presets_as_table(run):
         (["eval", "perplexity", "--text", "no-such-file.txt"], 2, "no-such-file.txt"),
         (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
         (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
+        (["eval", "perplexity", "--set", "residual"], 1, "--set 'residual' is not allowed; it must be NAME=VALUE"),
+        (["eval", "perplexity", "--text", __file__, "--dataset", "x"], 1, "exclude each other"),
         (["no-such-command"], 2, "No such command"),
     ],
 )
@@ -136,11 +138,21 @@ def test_perplexity(run, tiny_model, tmp_path):
     rows = json.loads(out)
     assert code == 0
     assert [row["preset"] for row in rows] == ["dense", "kivi-2"]
-    assert set(rows[0]) == {"preset", "bits_per_value", "ppl", "ppl_full", "kl", "top1"}
+    assert set(rows[0]) == {"preset", "bits_per_value", "ppl", "ppl_full", "kl", "kl_p99", "top1", "by_position"}
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
-    code, out, _ = run("eval", "perplexity", "--preset", "dense", *options)
+    code, out, _ = run("eval", "perplexity", "--preset", "dense", "--by-position", *options)
     assert code == 0
     assert "numbers.txt" in out
+    assert "200 to 256  256 to 280" in out
+    wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options, "--json")[1]
+    assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
+
+
+def test_a_model_without_a_tokenizer(run, tmp_path):
+    tiny_models("llama")[0].save_pretrained(tmp_path)
+    code, _, err = run("demo", "--model", tmp_path, "--prompt", "1 2 3")
+    assert code == 1
+    assert "has no tokenizer that can be loaded" in " ".join(err.split())
 
 
 @pytest.mark.slow

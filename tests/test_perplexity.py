@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.accuracy import BANDS, table
-from hf_lowbit_kv.eval.perplexity import Totals, chunk_bounds, run
+from hf_lowbit_kv.eval.perplexity import Expected, Scores, chunk_bounds, position_edges, run
+from hf_lowbit_kv.eval.texts import Text, dataset_text
 
 CONTEXT, START = 400, 200
 VOCABULARY = 64
@@ -97,16 +100,72 @@ def test_chunks_end_where_pages_are_packed(preset, chunk, expected):
     assert chunk_bounds(lb.get_preset(preset).spec(), 400, chunk) == expected
 
 
-def test_totals_of_known_distributions():
+def test_scores_of_known_distributions():
     full = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
-    totals = Totals()
-    totals.add(other, full, torch.tensor([0, 0]))
-    means = totals.means()
-    assert means["kl"] == pytest.approx((0.5 * torch.tensor(4 / 3).log().item()) / 2, rel=1e-5)
+    scores = Scores()
+    scores.add(other, Expected(full, torch.tensor([0, 0]), first=10))
+    means, kl = scores.means(), 0.5 * torch.tensor(4 / 3).log().item()
+    assert means["kl"] == pytest.approx(kl / 2, rel=1e-5)
+    assert means["kl_p99"] == pytest.approx(0.99 * kl, rel=1e-5)  # between 0 and kl
     assert means["ppl"] == pytest.approx((1 / (0.25 * 0.9)) ** 0.5, rel=1e-5)
     assert means["ppl_full"] == pytest.approx((1 / (0.5 * 0.9)) ** 0.5, rel=1e-5)
     assert means["top1"] in (0.5, 1)  # the first row is a tie
+    first, second = scores.by_position([0, 11, 12, 20])
+    assert (first["from"], first["to"], second["from"], second["to"]) == (0, 11, 11, 12)
+    assert first["kl"] == pytest.approx(kl, rel=1e-5)
+    assert second["kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_position_edges():
+    assert position_edges(512, 4096) == [512, 1024, 2048, 4096]
+    assert position_edges(100, 300) == [100, 256, 300]
+    assert position_edges(0, 100) == [0, 100]
+
+
+def test_positions_partition_the_mean(model, texts):
+    (row,) = score(["kivi-2"], texts, model, start=100)
+    buckets = row["by_position"]
+    assert [(bucket["from"], bucket["to"]) for bucket in buckets] == [(100, 256), (256, 400)]
+    counts = [256 - 100, 400 - 256 - 1]  # of the last position the next token is not known
+    mean = sum(count * bucket["kl"] for count, bucket in zip(counts, buckets)) / sum(counts)
+    assert mean == pytest.approx(row["kl"], rel=1e-6)
+    assert row["kl_p99"] > row["kl"]
+
+
+def test_windows_begin_with_an_empty_cache(model, texts):
+    content = "".join(path.read_text(encoding="utf-8")[:CONTEXT] for path in texts)
+    whole = score(["kivi-2"], [Text("both", content)], model, windows=2)[0]
+    apart = score(["kivi-2"], texts, model)[0]
+    first = score(["kivi-2"], [Text("both", content)], model)[0]
+    assert whole["kl"] == pytest.approx(apart["kl"], rel=1e-6)
+    assert score(["kivi-2"], [Text("both", content + "x")], model, windows=0)[0] == whole
+    assert first["kl"] == score(["kivi-2"], texts[:1], model)[0]["kl"]
+
+
+def test_documents_of_a_dataset(tmp_path):
+    pytest.importorskip("datasets")
+    path = tmp_path / "documents.jsonl"
+    path.write_text(
+        "".join(json.dumps({"id": i, "text": f"document {i}"}) + "\n" for i in range(100)), encoding="utf-8"
+    )
+    assert dataset_text(str(path), tokens=1) == Text("documents.jsonl", "document 0\n\ndocument 1")
+    assert dataset_text(str(path)).content.endswith("document 99")
+    with pytest.raises(ValueError, match=r"column 'title' of dataset .* holds no text; columns with text: \['text'\]"):
+        dataset_text(str(path), column="title")
+    with pytest.raises(ValueError, match="is no file that can be read; allowed: json, jsonl, csv"):
+        dataset_text(__file__)
+
+
+def test_a_dataset_that_is_not_reached(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'wikitext' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(OSError, match=r"the hub is not reached: .*Without the hub, use --text FILE"):
+        dataset_text("wikitext", "wikitext-2-raw-v1")
 
 
 def test_bad_input(model, texts):
@@ -118,6 +177,10 @@ def test_bad_input(model, texts):
         score(["kivi-3"], texts, model)
     with pytest.raises(ValueError, match="chunk=0 is not allowed"):
         score(["kivi-2"], texts, model, chunk=0)
+    with pytest.raises(ValueError, match="windows=-1 is not allowed"):
+        score(["kivi-2"], texts, model, windows=-1)
+    with pytest.raises(ValueError, match=r"max_position_embeddings=2048; .*context=2048, windows=3"):
+        score(["kivi-2"], texts, model, context=5000)
     with pytest.raises(ValueError, match=r"texts=\[\]"):
         score(["kivi-2"], [], model)
     latin = texts[0].parent / "latin.txt"

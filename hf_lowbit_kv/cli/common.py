@@ -35,6 +35,12 @@ DeviceOption = Annotated[str | None, typer.Option(help="E.g. cpu, cuda:1.", show
 DtypeOption = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="float32 on the CPU, else bfloat16")
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Argument of from_preset for every preset, e.g. residual=64; repeatable."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
 
 
@@ -44,6 +50,20 @@ def resolve_presets(options: list[str] | None) -> list[str]:
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
     return [get_preset(name).name for name in dict.fromkeys(names)] if names else preset_names()
+
+
+def parse_overrides(options: list[str] | None) -> dict[str, Any]:
+    """`--set` options as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text."""
+    overrides: dict[str, Any] = {}
+    for option in options or []:
+        name, equals, value = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
+        try:
+            overrides[name] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[name] = value
+    return overrides
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:

