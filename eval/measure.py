@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.results import append_record, provenance, read_records, results_path, run_command
@@ -42,9 +43,9 @@ TOGETHER = 4
 PROBE_TOKENS = 700
 
 
-def candidates() -> list[str]:
+def candidates(model: Any) -> list[str]:
     """Every preset that the records must hold."""
-    return list(dict.fromkeys([*lb.preset_names(), *ABLATIONS]))
+    return list(dict.fromkeys([*fitting_presets(model)[0], *ABLATIONS]))
 
 
 def definition(preset: str, model: Any) -> str:
@@ -104,7 +105,7 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
     console = Console(stderr=True)
     model, tokenizer = load_model(None, torch.float32, "cpu")
-    definitions = {name: definition(name, model) for name in preset or candidates()}
+    definitions = {name: definition(name, model) for name in preset or candidates(model)}
     todo = missing(read_records(out), definitions, text or TEXTS)[:limit]
     console.print(f"{len(todo)} records to add")
     if dry_run:

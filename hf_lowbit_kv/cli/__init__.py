@@ -17,6 +17,7 @@ from .common import (
     JsonOption,
     ModelOption,
     PresetOption,
+    all_presets,
     load,
     print_json,
     print_table,
@@ -101,6 +102,7 @@ def demo(
         raise ValueError("--prompt is empty; give it a text to continue")
     prompt = default_prompt() if prompt is None else prompt
     loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded)
     with progress(len(names) + 1) as report:
         reference, rows = compare(names, loaded, tokenizer, prompt, max_new_tokens, report)
     if as_json:

@@ -15,8 +15,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..eval.fitting import fitting_presets
 from ..eval.models import load_model
-from ..presets import get_preset, preset_names
+from ..presets import get_preset
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: columns of the tables whose name in JSON is longer than what 80 columns hold
@@ -25,7 +26,10 @@ HEADINGS = {"bits_per_value": "bits", "residual": "tail"}
 PresetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--preset", "-p", help="Preset; repeat it or separate several by commas.", show_default="every preset"
+        "--preset",
+        "-p",
+        help="Preset; repeat it or separate several by commas.",
+        show_default="all that serve the model",
     ),
 ]
 ModelOption = Annotated[
@@ -45,11 +49,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list inst
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:
-    """Names from repeated and comma-separated options, checked; every preset where there are none."""
+    """Names from repeated and comma-separated options, checked; none where there are none."""
     names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
-    return [get_preset(name).name for name in dict.fromkeys(names)] if names else preset_names()
+    return [get_preset(name).name for name in dict.fromkeys(names)]
+
+
+def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
+    """The listed presets that serve the model. Which do not, and why, is told on standard error."""
+    names, reasons = fitting_presets(model, overrides)
+    for name, reason in reasons.items():
+        Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    if not names:
+        raise ValueError(f"no preset serves this model: {next(iter(reasons.values()))}")
+    return names
 
 
 def parse_overrides(options: list[str] | None) -> dict[str, Any]:

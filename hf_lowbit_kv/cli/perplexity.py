@@ -17,6 +17,7 @@ from .common import (
     ModelOption,
     PresetOption,
     SetOption,
+    all_presets,
     load,
     parse_overrides,
     print_json,
@@ -68,6 +69,7 @@ def perplexity(
     if dataset:
         texts = [dataset_text(dataset, config, split, column, context * (windows or 10_000))]
     loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded, changes)
     rows = run(names, texts, loaded, tokenizer, context=context, start=start, windows=windows, overrides=changes)
     if as_json:
         print_json(rows)
