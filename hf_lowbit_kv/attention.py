@@ -7,10 +7,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from .layer import ATTENTION_NAME, LayerView
+from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
+from .layer import LayerView
 from .reference import plain_attention
-
-NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
 
 
 def lowbit_attention(
@@ -44,21 +43,7 @@ def lowbit_attention(
     if (reason := _why_not(module, key, attention_mask)) is not None:
         raise ValueError(reason)
     out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
-    if torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling():
-        out = _WithoutGradient.apply(out, query)
-    return out, None
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """The output as it is. Going back through it raises: what was detached would silently be left out of gradients."""
-
-    @staticmethod
-    def forward(ctx, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError(NO_GRADIENTS)
+    return refuse_backward(out, query), None
 
 
 def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from . import backend as ops
 from .arguments import check_count
 from .formats import Dense, Format, parse_format
+from .implementation import describe, warn_if_dense
 from .layer import LowBitLayer
 from .ledger import Ledger
 from .pages import LayerSpec
@@ -200,6 +201,7 @@ class LowBitCache(Cache):
             if layers[0].max_cache_len
             else "growing",
             "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
+            "attention": describe(self.config),
             "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
             + (f" x {ready[0].batch_size} rows" if ready else ""),
             "bits per value": f"{self.bits_per_value:.2f}",
@@ -237,6 +239,8 @@ class LowBitCache(Cache):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_attending:
             self._check_whole()
+        if layer is self._first and not layer.is_initialized:
+            warn_if_dense(layer.config)
         if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
             self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         _make_anew_for_other_rows(layer, rows)

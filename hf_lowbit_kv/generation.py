@@ -25,7 +25,7 @@ from transformers.generation import utils as host
 
 from .arguments import check_count
 from .cache import LowBitCache
-from .layer import ATTENTION_NAME
+from .implementation import ATTENTION_NAME
 from .presets import from_preset, get_preset
 from .toolchain import why_not_launched
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import backend as ops
+from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .padding import Padding
 from .pages import LayerSpec, PagedStore
 from .reading import DIRECT, Side
 from .reference import unpack_into_tail
 from .toolchain import why_not_launched
 from .transforms import restored
-
-#: the name under which the attention function is registered
-ATTENTION_NAME = "lowbit_kv"
-
-
-UNATTACHED = (
-    "the low-bit cache was made from a configuration that no model uses (its attention implementation is unset), so it "
-    "returns dense tensors, which is slow; make it from the model or from model.config"
-)
-
-
-COMPUTED = (
-    f"keys and values of a low-bit cache {{}}: this architecture computes with them between the cache and the attention "
-    f"function, which attn_implementation={ATTENTION_NAME!r} cannot serve. Use another implementation "
-    "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
-)
 
 
 class LayerView(NamedTuple):
@@ -43,20 +27,20 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        raise AttributeError(COMPUTED.format(f"have no attribute {name!r}"))
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}"))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(COMPUTED.format(f"cannot be passed to {getattr(function, '__name__', function)}"))
+        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
 
     def __getitem__(self, index):  # a tuple's own would do something
-        raise TypeError(COMPUTED.format("cannot be indexed"))
+        raise TypeError(why_not_usable("cannot be indexed"))
 
     def __add__(self, other):
-        raise TypeError(COMPUTED.format("cannot be added"))
+        raise TypeError(why_not_usable("cannot be added"))
 
     def __mul__(self, other):
-        raise TypeError(COMPUTED.format("cannot be multiplied"))
+        raise TypeError(why_not_usable("cannot be multiplied"))
 
     def __rmul__(self, other):
         return self * other
@@ -150,8 +134,6 @@ class LowBitLayer(CacheLayerMixin):
             self.is_initialized = False  # nothing stored: allocate anew
         self.check(key_states.shape[2], found)
         if not self.is_initialized:
-            if self.config._attn_implementation is None:
-                warnings.warn(UNATTACHED, stacklevel=2)
             self.lazy_initialization(key_states, value_states)
         if mode == "packed":
             self.side.begin(stays=self.max_cache_len is not None)
@@ -336,7 +318,10 @@ class LowBitLayer(CacheLayerMixin):
             keys, values = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
             if self.transform is not None:
                 keys = restored(keys, self.transform)
-            out = (torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2))
+            out = (
+                refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
+                refuse_backward(torch.cat([values, value_states], dim=2), value_states),
+            )
         _, keys = ops.turn(None, key_states.detach(), self.transform, self.backend)
         ops.append(keys, value_states.detach(), None, store.state, self.spec, self.backend)
         self._note_tail(key_states.shape[2], None)

@@ -170,6 +170,7 @@ def test_a_mask_of_too_few_columns(model):
     assert int(cache.get_seq_length()) == 50
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
 def test_a_copy_follows_the_models_attention():
     model, _ = tiny_models("llama")
     cache = lb.from_preset("kivi-2", model)

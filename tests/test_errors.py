@@ -105,6 +105,48 @@ def test_going_back_through_the_cache_raises(model):
             out.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
+@pytest.mark.parametrize("max_cache_len", [None, 100])
+def test_going_back_through_dense_tensors_raises(max_cache_len):
+    """The first chunk's gradients are exact. Later ones would lack the part of the tokens that are stored."""
+    _, model = tiny_models("llama")
+    first, second = torch.arange(3, 63)[None, :40], torch.arange(3, 63)[None, 40:]
+    cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len, **SMALL_PAGES)
+    parameter = model.model.layers[0].self_attn.k_proj.weight
+    with torch.enable_grad():
+        got = torch.autograd.grad(model(first, past_key_values=cache).logits.sum(), parameter)[0]
+        want = torch.autograd.grad(model(first, use_cache=False).logits.sum(), parameter)[0]
+        torch.testing.assert_close(got, want)
+        out = model(second, past_key_values=cache).logits
+        with pytest.raises(RuntimeError, match="a low-bit cache has no gradients"):
+            out.sum().backward()
+
+
+def test_one_warning_where_the_model_does_not_read_packed_pages():
+    _, model = tiny_models("llama")
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
+    expected = r"attn_implementation='sdpa'.*set_attn_implementation\('lowbit_kv'\)"
+    with pytest.warns(UserWarning, match=expected):
+        next_logits(model, cache)
+    next_logits(model, cache)  # once: warnings are errors
+    assert "sdpa (slow: reads dense tensors" in cache.summary()
+    model.set_attn_implementation(lb.ATTENTION_NAME)
+    cache.reset()
+    next_logits(model, cache)  # warnings are errors
+    assert "lowbit_kv (reads packed pages)" in cache.summary()
+
+
+def test_a_cache_of_another_copy_of_the_model():
+    ours, theirs = tiny_models("llama")
+    for model in (theirs, tiny_models("gemma2")[1]):
+        cache = lb.from_preset("kivi-2", ours, **SMALL_PAGES)
+        expected = f"another copy of this model.*'lowbit_kv', and the model that runs has '{model.config._attn_implementation}'"
+        with pytest.raises((AttributeError, TypeError), match=expected):
+            next_logits(model, cache)
+        assert cache.get_seq_length() == 0
+        next_logits(ours, cache)
+
+
 def test_bits_of_a_format_without_bits(model):
     with pytest.raises(
         ValueError, match=r"bits_k=4 is not allowed: key_format 'dense' of .* has no such parameter; allowed: none"
@@ -220,7 +262,8 @@ def test_attention_implementation_changed_mid_way():
     with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa'.*reset"):
         next_logits(model, cache)
     cache.reset()
-    next_logits(model, cache)
+    with pytest.warns(UserWarning, match="attn_implementation='sdpa', which does not read packed pages"):
+        next_logits(model, cache)
 
 
 def test_layers_that_share_keys_and_values():
@@ -233,7 +276,8 @@ def test_layers_that_share_keys_and_values():
         cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
     assert cache.get_seq_length() == 0
     config._attn_implementation = "sdpa"
-    keys, _ = cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
+    with pytest.warns(UserWarning, match="does not read packed pages"):
+        keys, _ = cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
     assert torch.equal(keys, state)
 
 
@@ -370,4 +414,4 @@ def test_keys_touched_before_the_attention_function(model):
 def test_a_configuration_no_model_uses():
     cache = lb.from_preset("kivi-2", tiny_config("llama"))
     with pytest.warns(UserWarning, match="made from a configuration that no model uses"):
-        cache.layers[0].update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))
+        cache.update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64), 0)

@@ -112,6 +112,7 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
         assert torch.equal(together[row, start:], alone[0])
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):

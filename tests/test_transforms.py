@@ -139,6 +139,7 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
     assert torch.equal(stored[:, :, 4:36], want)
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
 def test_other_attention_implementations_get_keys_back(llama):
     ours, theirs = (copy.deepcopy(model) for model in llama)
     ids, _ = left_padded(1, 100)

@@ -1,0 +1,94 @@
+"""The attention implementation of the model that runs: what to say where it is not ours, and why gradients stop here."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+import torch
+
+#: the name under which the attention function is registered
+ATTENTION_NAME = "lowbit_kv"
+
+NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+
+UNATTACHED = (
+    "the low-bit cache was made from a configuration that no model uses (its attention implementation is unset), so it "
+    "returns dense tensors, which is slow; make it from the model or from model.config"
+)
+
+SLOW = (
+    "the low-bit cache was made from a model with attn_implementation={!r}, which does not read packed pages: every step "
+    f"dequantizes all stored tokens, and is slow. Call model.set_attn_implementation({ATTENTION_NAME!r}) first"
+)
+
+OTHER_MODEL = (
+    "the low-bit cache was made from another copy of this model: that copy has "
+    f"attn_implementation={ATTENTION_NAME!r}, and the model that runs has {{!r}}. Make the cache from the model that runs, or "
+    f"call set_attn_implementation({ATTENTION_NAME!r}) on it"
+)
+
+COMPUTED = (
+    "keys and values of a low-bit cache {}: this architecture computes with them between the cache and the attention "
+    f"function, which attn_implementation={ATTENTION_NAME!r} cannot serve. Use another implementation "
+    "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
+)
+
+
+def warn_if_dense(config: Any) -> None:
+    """Warn where the model with this configuration makes its low-bit cache return dense tensors."""
+    selected = config._attn_implementation
+    if selected is None:
+        warnings.warn(UNATTACHED, stacklevel=3)
+    elif selected != ATTENTION_NAME:
+        warnings.warn(SLOW.format(selected), stacklevel=3)
+
+
+def describe(config: Any) -> str:
+    """The attention implementation in words, for `summary()`."""
+    selected = config._attn_implementation
+    if selected == ATTENTION_NAME:
+        return f"{selected} (reads packed pages)"
+    return (
+        f"{selected} (slow: reads dense tensors; model.set_attn_implementation({ATTENTION_NAME!r}) reads packed pages)"
+    )
+
+
+def why_not_usable(what: str) -> str:
+    """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
+    them. what: what that code did, e.g. "cannot be indexed"."""
+    running = _running_implementation(sys._getframe(1))
+    if running not in (None, ATTENTION_NAME):
+        return OTHER_MODEL.format(running)
+    return COMPUTED.format(what)
+
+
+def _running_implementation(frame: FrameType | None) -> str | None:
+    """The attention implementation of the innermost module whose method is being called, or `None`. Only the module that
+    attends can tell: a cache is not told which model calls it."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and hasattr(getattr(module, "config", None), "_attn_implementation"):
+            return module.config._attn_implementation  # type: ignore[union-attr]
+        frame = frame.f_back
+    return None
+
+
+def refuse_backward(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`out`, but going back through it raises: what the cache holds was detached, and its part of the gradients would
+    silently be missing. source: the tensor whose gradients are wanted. Without gradients, `out` itself."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and source.requires_grad):
+        return out
+    return _WithoutGradient.apply(out, source)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(NO_GRADIENTS)
