@@ -12,8 +12,8 @@ from .attention import register as _register
 from .cache import CacheBytes, LowBitCache
 from .formats import Affine, Boosted, Dense, Format, Fp8, parse_format
 from .generation import generate, release
-from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache
 from .implementation import ATTENTION_NAME
+from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache
 from .pages import LayerSpec
 from .presets import Preset, from_preset, get_preset, preset_names
 from .transforms import Hadamard, Transform, parse_transform
