@@ -70,8 +70,9 @@ def _running_implementation(frame: FrameType | None) -> str | None:
     attends can tell: a cache is not told which model calls it."""
     while frame is not None:
         module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module) and hasattr(getattr(module, "config", None), "_attn_implementation"):
-            return module.config._attn_implementation  # type: ignore[union-attr]
+        config = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
+        if hasattr(config, "_attn_implementation"):
+            return config._attn_implementation
         frame = frame.f_back
     return None
 

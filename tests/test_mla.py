@@ -109,6 +109,7 @@ def test_compiled_steps_are_one_graph(models):
     assert torch.equal(torch.cat(found, 1), expected[:, 50:])
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
 @pytest.mark.parametrize("other", ["sdpa", "eager"])
 def test_another_attention_implementation_gets_dense_latents(models, other):
     theirs = models[1]
