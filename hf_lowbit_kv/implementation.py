@@ -70,7 +70,7 @@ def _running_implementation(frame: FrameType | None) -> str | None:
     attends can tell: a cache is not told which model calls it."""
     while frame is not None:
         module = frame.f_locals.get("self")
-        config = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
+        config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
         if hasattr(config, "_attn_implementation"):
             return config._attn_implementation
         frame = frame.f_back
