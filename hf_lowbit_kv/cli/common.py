@@ -129,6 +129,6 @@ def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None
     Console().print(table)
 
 
-def print_json(rows: list[dict[str, Any]]) -> None:
-    """Rows as a JSON list, on standard output."""
+def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
+    """Rows as a JSON list, or an object, on standard output."""
     print(json.dumps(rows, indent=2, ensure_ascii=False))
