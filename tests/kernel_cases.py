@@ -41,6 +41,9 @@ class Case:
     """what the first channel of values is everywhere; errors are then those of the others"""
     key_size: float = 1.0
     """a factor of keys; queries are divided by it"""
+    spread: str | None = None
+    """"keys" or "values": their scales are drawn over twelve orders of magnitude, of each token where the format has such, else
+    of each channel; queries weigh them so that all count"""
     transform: str | None = None
 
     def __str__(self) -> str:
@@ -79,9 +82,51 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
         if not out:
             x *= case.key_size
         out.append(x.to(case.dtype).transpose(1, 2))
+    if case.spread is not None:
+        put_spread(case, *out, gen)
     if case.value_offset is not None:
         out[1][..., 0] = case.value_offset
     return out[0], out[1]
+
+
+#: what fp16 has of scales: from its smallest number to a third of its largest
+SMALLEST, LARGEST = 2.0**-24, 2.0**14
+#: queries of cases with `spread` ask for so much of a channel, at most
+MOST_ASKED = 2.0**8
+
+
+def spread_scales(case: Case) -> torch.Tensor:
+    """`[D]`: each key channel's scale where keys are spread by channel; the same for every chunk."""
+    gen = torch.Generator().manual_seed(case.head_dim)
+    return SMALLEST * (LARGEST / SMALLEST) ** torch.rand(case.head_dim, generator=gen)
+
+
+def put_spread(case: Case, k: torch.Tensor, v: torch.Tensor, gen: torch.Generator) -> None:
+    """Overwrite `spread` keys or values `[B, H, S, D]`; of two tokens' values one has a mean of 1."""
+    size = SMALLEST * (LARGEST / SMALLEST) ** torch.rand(*v.shape[:3], 1, generator=gen)
+    side = v if case.spread == "values" else k
+    noise = 2 * torch.rand(side.shape, generator=gen) - 1
+    key_format, value_format = case.spec.formats
+    if case.spread == "keys":
+        k.copy_(noise * (size if key_format.tokenwise else spread_scales(case)))
+        return
+    if not value_format.tokenwise:
+        size = spread_scales(dataclasses.replace(case, head_dim=v.shape[-1])).expand_as(v)
+    mean = torch.rand(*v.shape[:3], 1, generator=gen).round()
+    v.copy_(mean + noise * size)
+    if value_format.tokenwise:
+        k.mul_(2.0**-4)
+        k[..., 0] = size[..., 0].log() / 8
+
+
+def spread_queries(case: Case, q: torch.Tensor) -> None:
+    """What of queries `[B, S, Hq, D]` goes with `put_spread`."""
+    key_format, value_format = case.spec.formats
+    if case.spread == "keys":
+        q.mul_(LARGEST**-1 if key_format.tokenwise else (1 / spread_scales(case)).clamp(max=MOST_ASKED))
+    elif value_format.tokenwise:  # weights are scales to the power of 0, -1/4, -1/2, ...
+        powers = torch.arange(q.shape[2]) % case.groups / 4
+        q[..., 0] = -8 * case.head_dim**0.5 * powers
 
 
 def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.Tensor:
@@ -154,6 +199,8 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
     q = torch.randn(len(case.lengths), case.tokens, case.heads * case.groups, case.head_dim, generator=gen)
     if case.outliers:
         q[:, :, 1::2, :2] *= 2.0**-10  # a head that outliers decide alone, and one that hardly asks for them
+    if case.spread is not None:
+        spread_queries(case, q)
     q = (q / case.key_size).to(case.dtype).transpose(1, 2)
     mask = None
     if case.padded:
@@ -202,25 +249,29 @@ def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
 
 
 def rounding_bound(step: Step, state: LayerState, case: Case) -> torch.Tensor:
-    """What outputs `[B, S, Hq]` may be off by, as norms over channels, if 16-bit operands are rounded; for plain scores.
+    """What outputs `[B, S, Hq, D]` may be off by, each number, if 16-bit operands are rounded; for plain scores.
 
-    A channel's terms q x scale x code and q x zero may each be as large as q times its largest key while they all but cancel
-    in a score, which so is off by delta = 2^-10 sum |q| max |k|: a weight p by at most p (e^(2 delta) - 1), and by 1. Values
-    cancel likewise, to 2^-10 of a channel's largest. Weights and values of 16 bits are rounded to 8 of them (bfloat16).
+    Terms q x scale x code and q x zero may each be as large as q times the largest key of their group (a token, or a
+    channel of a row) while they all but cancel in a score. It is then off by delta = 2^-10 sum |q| max |k|, and a weight p
+    by at most p (e^(delta + that of the sum of weights) - 1), and by 1. Values cancel likewise, to 2^-10 of the largest of
+    their group, which counts as much as the weights of its tokens do. Weights and values of bfloat16 are rounded to 8 bits.
     """
     assert case.softcap is None
     assert step.sinks is None
     k, v, valid = dense_view(step, state, case)
     real = valid.any(2)[..., None]
     k, v = (x.double().masked_fill(~real, 0.0).repeat_interleave(case.groups, 1) for x in (k, v))
-    largest_k, largest_v = (x.abs().amax(2, keepdim=True) for x in (k, v))
     q = step.q.double() * step.scaling
     p = (q @ k.transpose(-1, -2)).masked_fill(~valid, float("-inf")).softmax(-1).nan_to_num(0.0)
-    delta = 2.0**-10 * (q.abs() * largest_k).sum(-1, keepdim=True)
-    moved = torch.minimum(p * torch.expm1(2 * delta), valid.double())
-    far = torch.cdist(p @ v, v, compute_mode="donot_use_mm_for_euclid_dist")
-    slack = (moved * far).sum(-1) + 2.0**-7 * (p * v.norm(dim=-1)[:, :, None]).sum(-1)
-    return (slack + 2.0**-10 * largest_v.norm(dim=-1)).transpose(1, 2)
+    key_format, value_format = case.spec.formats
+    axis = -1 if key_format.tokenwise else -2
+    delta = 2.0**-10 * (q.abs() @ k.abs().amax(axis, keepdim=True).expand_as(k).transpose(-1, -2)).clamp(max=2.0**14)
+    moved = torch.expm1((delta + (p * delta.exp()).sum(-1, keepdim=True).log()).clamp(max=50.0))
+    moved = torch.minimum(p * moved, valid.double())
+    slack = moved @ v.abs() + moved.sum(-1, keepdim=True) * (p @ v).abs()
+    slack = slack + 2.0 ** (-7 if case.dtype == torch.bfloat16 else -10) * (p @ v.abs())
+    cancelled = v.abs().amax(-1 if value_format.tokenwise else -2, keepdim=True).expand_as(v)
+    return (slack + 2.0**-10 * (p @ cancelled)).transpose(1, 2)
 
 
 def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:
@@ -316,6 +367,44 @@ def format_names() -> list[str]:
     affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
     return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
+
+
+_WHOLE = {"head_dim": 128, "page_size": 128, "residual": 0, "sink": 0, "heads": 1, "lengths": (768,)}
+#: formats in which a constant row of values has a scale of 0; all tokens are in pages
+CONSTANT_ROWS = [
+    Case(keys=keys, values=values, **_WHOLE)
+    for keys, values in (
+        ("int4-token", "int4-token"),
+        ("int2-channel", "int2-token"),
+        ("int8-token", "int4-token"),
+        ("int4-channel", "int2-token-g32"),
+    )
+]
+HEAVY_TOKEN = Case(keys="int8-token", values="int2-token", **_WHOLE | {"lengths": (64 * 128,)})
+
+
+def spread_cases(**options) -> list[Case]:
+    """Scales over twelve orders of magnitude within a page, and keys that are tiny altogether."""
+    keys = (
+        "int2-channel",
+        "int4-channel",
+        "int8-channel-g32",
+        "int2-channel-g32",
+        "int8-token",
+        "int4-token-g32",
+        "boosted2-r0.125",
+    )
+    values = ("int2-token", "int4-token", "int8-token", "int2-token-g32", "int4-token-g64", "int4-channel")
+    half, bf16 = torch.float16, torch.bfloat16
+    return [
+        *(Case(keys="int8-token", values=name, spread="values", **options) for name in values),
+        *(Case(keys=name, values="int8-token", spread="keys", **options) for name in keys),
+        *(Case(keys=name, values="int8-token", key_size=2.0**-power, dtype=dtype, **options)
+          for name in keys[:4] + keys[6:] for power, dtype in ((12, half), (14, bf16), (16, bf16))),
+    ]  # fmt: skip
+
+
+GPU_SPREAD = spread_cases(head_dim=128, page_size=128, residual=128, sink=32, lengths=(1000, 1, 417))
 
 
 def matrix() -> list[Case]:

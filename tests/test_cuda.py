@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels as kernels
 from cases import tiny_models
-from kernel_cases import Case, filled, generator, matrix, random_step, stores
+from kernel_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, Case, filled, generator, matrix, random_step, stores
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
@@ -57,6 +57,26 @@ def _half(cases):
 @pytest.mark.parametrize("case", _half([*kernels.SMALL, *matrix()]), ids=str)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", GPU_SPREAD, ids=str)
+def test_scales_of_all_sizes(case, launch):
+    kernels.check_attend(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
+def test_constant_rows(case, launch):
+    kernels.check_constant_rows(fragment(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
+    kernels.check_heavy_token(fragment(dataclasses.replace(HEAVY_TOKEN, lengths=(1 << 16,))))
 
 
 @pytest.mark.gpu

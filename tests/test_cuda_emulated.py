@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 import test_kernels as kernels
 from cases import SMALL_PAGES, tiny_models
-from kernel_cases import Case, check_steps
+from kernel_cases import CONSTANT_ROWS, HEAVY_TOKEN, Case, check_steps, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
@@ -82,6 +82,32 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
 )  # fmt: skip
 def test_attend(case):
     kernels.check_attend(fragment(case))
+
+
+SPREAD = spread_cases(**PAGES, heads=1, lengths=(800,))
+FEW_SPREAD = [
+    case
+    for case in SPREAD
+    if (case.spread == "values" and case.values in ("int2-token", "int2-token-g32", "int4-channel"))
+    or (case.spread == "keys" and case.keys in ("int2-channel", "int4-channel", "boosted2-r0.125"))
+    or (case.key_size == 2.0**-16 and case.keys in ("int2-channel", "boosted2-r0.125"))
+]
+MORE_SPREAD = [pytest.param(case, marks=pytest.mark.slow) for case in SPREAD if case not in FEW_SPREAD]
+
+
+@pytest.mark.parametrize("case", [*FEW_SPREAD, *MORE_SPREAD], ids=str)
+def test_scales_of_all_sizes(case):
+    kernels.check_attend(fragment(case))
+
+
+@pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
+def test_constant_rows(case):
+    kernels.check_constant_rows(fragment(case))
+
+
+def test_a_heavy_token_in_a_page_leaves_the_others_their_part():
+    """Weights of 2^-19 beside one of 0.8 are not lost."""
+    kernels.check_heavy_token(fragment(HEAVY_TOKEN))
 
 
 @pytest.mark.parametrize("case", LONG_CHUNKS, ids=str)

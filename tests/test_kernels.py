@@ -7,6 +7,7 @@ the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest te
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_cases import (
+    CONSTANT_ROWS,
+    GPU_SPREAD,
     Case,
     assert_same_state,
     copy_state,
@@ -32,6 +35,7 @@ from kernel_cases import (
     real_queries,
     relative_error,
     rounding_bound,
+    spread_cases,
     store_for,
     stores,
 )
@@ -91,8 +95,8 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     assert out.isfinite().all()
     for old, new in zip(before, (*dev.state.pool, *dev.state[1:]), strict=True):
         assert torch.equal(old.nan_to_num(), new.nan_to_num()), "attend changed the state"
-    if case.outliers:  # scores are beyond what the plain computation can represent
-        off = (out.cpu().double() - exact.double()).norm(dim=-1)
+    if case.outliers or case.spread is not None:  # scores are beyond what the plain computation can represent
+        off = (out.cpu().double() - exact.double()).abs()
         off, bound = real_queries(off, step), real_queries(rounding_bound(step, ref.state, case), step)
         assert (off <= bound).all(), f"{(off / bound).max()} of what rounding explains"
         return
@@ -101,6 +105,46 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     error, error_plain = relative_error(out, exact), relative_error(near, exact)
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
     assert error <= 2 * error_plain + 1e-6
+
+
+def attend_once(case: Case, k: torch.Tensor, v: torch.Tensor, query: torch.Tensor):
+    """What one query `[D]` gets of stored keys and values `[n, D]`, and what the reference gives: `[Dv]`, float32.
+
+    The step's own token, all zeros, counts too.
+    """
+    store, dev = store_for(case, "cpu"), store_for(case, DEVICE)
+    k, v = (x.to(case.dtype)[None, None] for x in (k, v))
+    reference.append(k, v, None, store.state, case.spec)
+    copy_state(store.state, dev.state)
+    new, q = torch.zeros(1, 1, 1, case.head_dim), query.to(case.dtype).float().expand(1, case.groups, 1, case.head_dim)
+    exact = reference.attend(q, new, new, None, store.state, case.spec, 1.0)
+    q, new = (x.to(DEVICE, case.dtype) for x in (q, new))
+    out = attend_poisoned(q, new, new, None, dev.state, case.spec, 1.0)
+    return out[0, 0, 0].float().cpu(), exact[0, 0, 0]
+
+
+def check_constant_rows(case: Case, seed: int = SEED) -> None:
+    """All tokens weigh the same. Every other one's value is 1 in all channels, the others' mean is 0: the output's is 0.5."""
+    tokens = case.lengths[0]
+    v = torch.linspace(-0.15, 0.15, case.head_dim)[torch.randperm(case.head_dim, generator=generator(case, seed))]
+    v = torch.where(torch.arange(tokens)[:, None] % 2 == 0, 1.0, v)
+    out, _ = attend_once(case, torch.zeros_like(v), v, torch.zeros(case.head_dim))
+    assert abs(out.mean() * (tokens + 1) / tokens - 0.5) < 2e-3
+
+
+def check_heavy_token(case: Case) -> None:
+    """One of n tokens weighs as much as 5 n others. Every other channel is -1 there and 1 elsewhere; the rest are 0."""
+    tokens = case.lengths[0]
+    k = torch.zeros(tokens, case.head_dim)
+    k[tokens - 256, 0] = 1.0
+    v = torch.arange(case.head_dim).remainder(2).float().expand(tokens, -1).clone()
+    v[tokens - 256] *= -1.0
+    query = torch.zeros(case.head_dim)
+    query[0] = math.log(5 * tokens)
+    out, exact = attend_once(case, k, v, query)
+    assert out[::2].abs().max() < 1e-3
+    assert (out[1::2] - (1 - 5) / 6).abs().max() < 5e-3
+    assert (out - exact).abs().max() < 1e-3
 
 
 def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
@@ -355,6 +399,41 @@ def test_compiles(case, monkeypatch):
         launch.read(store.state, ops.storage_spec(case.spec, backend), *case.dims, 50)
     launch.turn(step.q, step.k, Map(None, None, True))
     launch.turn(None, step.k[..., :48], Map(torch.ones(48), torch.ones(48), True))
+
+
+#: few enough for the interpreter
+SMALL_SPREAD = [
+    case
+    for case in spread_cases(heads=1, groups=2, head_dim=64, lengths=(150,), page_size=64, residual=64)
+    if (case.spread == "values" and case.values in ("int2-token", "int4-token-g64"))
+    or (case.spread == "keys" and case.keys in ("int2-channel", "int4-channel"))
+    or (case.key_size == 2.0**-12 and case.keys in ("int2-channel", "boosted2-r0.125"))
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL_SPREAD, ids=str)
+def test_small_scales_of_all_sizes(case):
+    check_attend(case)
+
+
+@needs_interpreter
+def test_small_constant_rows():
+    check_constant_rows(dataclasses.replace(CONSTANT_ROWS[0], page_size=64, lengths=(256,)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", GPU_SPREAD, ids=str)
+def test_scales_of_all_sizes(case):
+    check_attend(case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
+def test_constant_rows(case):
+    check_constant_rows(case)
 
 
 @pytest.mark.gpu

@@ -84,18 +84,18 @@ def _walk_pages(
         new_m = tl.maximum(m, tl.max(s, T))
         decay = tl.exp2(m - new_m)
         weights = tl.exp2(s - tl.expand_dims(new_m, T))
-        rounded = weights
         if VP.offset and DOT != tl.float32:
-            # offsets are weighted as codes are: the two all but cancel where one channel of a token lies far below the others
-            rounded = weights.to(tl.float16).to(tl.float32)
+            # offsets are weighted as codes are, by the eleven bits that float16 keeps: the two all but cancel where one channel
+            # of a token lies far below the others. Where float16 keeps fewer (tokens of nearly equal channels) offsets lose none.
+            weights = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         if DEFER:
             sum_l = sum_l * tl.expand_dims(decay, T) + weights * inverse
             if VP.offset:
-                sum_z = sum_z * tl.expand_dims(decay, T) + rounded * offset
+                sum_z = sum_z * tl.expand_dims(decay, T) + weights * offset
         else:
             sum_l = sum_l * decay + tl.sum(weights * inverse, T)
             if VP.offset:
-                sum_z = sum_z * decay + tl.sum(rounded * offset, T)
+                sum_z = sum_z * decay + tl.sum(weights * offset, T)
         acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, VP)
         m, page, valid, keys, values = new_m, next_page, next_valid, next_keys, next_values
     # nothing was carried in: pages come first

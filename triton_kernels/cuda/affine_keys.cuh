@@ -6,7 +6,8 @@
 // the scores, in groups of channels.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
   using C = Codes<BITS, D>;
-  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most
+  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most, times 2^LIFT
+  static constexpr int LIFT = CHANNEL && BITS == 2 ? 14 : 0;                      // and then a second time without, see `from_rows`
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
@@ -17,7 +18,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
   float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
   float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
-  static constexpr bool RAISED = CHANNEL && BITS != 2;  // 2-bit scales are large enough, and instructions dear
+  float lifted[NT][2];    // the same, for the queries in use
+  static_assert(!LIFT || GROUP >= PT, "one group of tokens a piece");
+  static constexpr bool RAISED = CHANNEL && BITS != 2;  // instructions are dear at 2 bits, which have LIFT instead
   float raised[RAISED ? BIASES : 1];  // what is to be taken back of `raise`
   float sum[NT][2 * GROUPS];  // per token: c times the sum of q over each group of channels
 
@@ -54,6 +57,21 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     const int k = min(max(29 - (int)(max(most & 0xffff, most >> 16) >> 10), 0), 15);
     raised[which] = __uint_as_float((127 - k) << 23);
     return (15 + k) * 0x04000400u;
+  }
+
+  // Scales are so small where keys are that their products with q leave fp16's normal numbers. So queries are 2^LIFT times as large where
+  // no scale of the group is 2 or more, which the exponent's first bit tells. Returns where they are.
+  __device__ __forceinline__ u32 from_rows(u32 rows, u32 meta, int lane) {
+    constexpr int V = D > 128 ? 4 : 2;
+    u32 s[V]; lds<V>(s, meta + min(4 * V * lane, 2 * D - 4 * V));
+    u32 all = s[0] | s[1];
+    if constexpr (V == 4) all |= s[2] | s[3];
+    const bool large = __any_sync(~0u, (all & 0x40004000u) != 0);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) lifted[n][e] = large ? c[n][e] * (1 << LIFT) : c[n][e];
+    return large ? rows + 8 * NT * (D * 2 + 16) : rows;
   }
 
   // Queries times scales and positions. `meta`: scales, in the order of channels; up: a factor of theirs, a power of two.
@@ -97,12 +115,14 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     }
   }
 
-  // New scales and zero points, at `meta`.
-  __device__ __forceinline__ void load_group(u32 rows, u32 meta, int which, int lane) {
-    u32 up = 0;
+  // New scales and zero points, at `meta`. Returns where the queries are that scales go with.
+  __device__ __forceinline__ u32 load_group(u32 rows, u32 meta, int which, int lane) {
+    u32 up = 0, from = rows;
     if constexpr (RAISED) up = raise(meta, which, lane);
-    load_q<true>(rows, meta, lane, up);
-    load_bias(rows, meta + META, which, lane);
+    if constexpr (LIFT) from = from_rows(rows, meta, lane);
+    load_q<true>(from, meta, lane, up);
+    load_bias(from, meta + META, which, lane);
+    return from;
   }
 
   // The zero points of a group as one more row of keys.
@@ -128,7 +148,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * (c[n][e] * (1 / TWO24));
+      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * ((LIFT ? lifted : c)[n][e] * (1 / TWO24));
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
@@ -137,10 +157,11 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     if (!CHANNEL || fresh || token % GROUP == 0) copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
-  // Whether `scores` finds new scales in this piece.
-  __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
+  // Whether `scores` finds new scales in this piece; returns where the queries are that these go with.
+  __device__ __forceinline__ u32 refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
     if constexpr (CHANNEL && GROUP >= PT)
-      if (fresh || token % GROUP == 0) load_group(rows, slot + CODES, 0, lane);
+      if (fresh || token % GROUP == 0) return load_group(rows, slot + CODES, 0, lane);
+    return rows;
   }
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
@@ -204,7 +225,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
   __device__ __forceinline__ float factor(int n, int tile, int e) const {
     if constexpr (RAISED) return c[n][e] * (raised[BIASES > 1 ? tile * 16 / GROUP : 0] * (1 / operand_position<BITS>(tile & 1)));
-    return CHANNEL ? c[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f;
+    return CHANNEL ? lifted[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f;
   }
   // What is to be added then.
   __device__ __forceinline__ float offset(int n, int tile, int e) const { return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f; }

@@ -4,8 +4,9 @@
 
 // Per token (in groups of channels): the scale goes into the weights' exponent, so that the fp16 weights are normalised by what a
 // token contributes and no range of scales can overflow or vanish; zero points become one sum a row. Zero points are weighted as codes
-// are, by rounded weights: the two all but cancel where one channel, or token, of a group lies far below the others. Per channel: scale and zero
-// point of a group of tokens onto the product.
+// are, by weights of eleven bits: the two all but cancel where one channel, or token, of a group lies far below the others. Only where fp16 has
+// fewer bits (a row that contributes little beyond its zero point: of nearly equal channels, say) do codes get less than zero points, which
+// are added in float32. Per channel: scale and zero point of a group of tokens onto the product.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineValues {
   using C = Codes<BITS, D>;
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
@@ -32,7 +33,6 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
-  static __device__ __forceinline__ float half_of(u32 pair, int which) { return half_to_float(which ? pair >> 16 : pair); }
   static __device__ __forceinline__ float position(int j) { return half_position<BITS>(j & 1) * operand_position<BITS>(j >> 1); }
 
   // Scales and zero points of one group of channels for the lane's four tokens of a block, positions divided out.
@@ -127,13 +127,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
           const int j = 2 * h + (i >> 1);
-          w[i] = ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]);
+          // what is cut off is missing from all sums alike where there is one weight a token
+          w[i] = eleven_bits<(GROUPS > 1)>(ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]));
           if (group == 0) l[n][i & 1] += w[i] * inverse[j];
+          z[group][n][i & 1] += w[i] * zero[j];
         }
-        const u32 rounded[2] = {pack_half(w[0], w[1]), pack_half(w[2], w[3])};
-#pragma unroll
-        for (int i = 0; i < 4; i += EVERY) z[group][n][i & 1] += half_of(rounded[i >> 1], i & 1) * zero[2 * h + (i >> 1)];
-        p[h][n][0] = transposed(rounded[0]); p[h][n][1] = transposed(rounded[1]);
+        p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
       }
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
 #pragma unroll
@@ -161,18 +160,15 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         float w[4] = {};
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
-          w[i] = ex2(x[h][n][i]);
-          l[n][i & 1] += w[i] * position(2 * h + (i >> 1));
+          w[i] = eleven_bits<false>(ex2(x[h][n][i]));
+          total[n][i & 1] += w[i] * position(2 * h + (i >> 1));
         }
-        const u32 rounded[2] = {pack_half(w[0], w[1]), pack_half(w[2], w[3])};
-#pragma unroll
-        for (int i = 0; i < 4; i += EVERY) total[n][i & 1] += half_of(rounded[i >> 1], i & 1) * position(2 * h + (i >> 1));
-        p[h][n][0] = transposed(rounded[0]); p[h][n][1] = transposed(rounded[1]);
+        p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
       }
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) total[n][e] = sum_rows(total[n][e]);
+      for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += total[n][e]; total[n][e] = sum_rows(total[n][e]); }
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
     const u32 meta = slot + CODES + (PT > GROUP ? blk * 32 / GROUP * D * 2 : 0);
 #pragma unroll

@@ -99,14 +99,18 @@ struct Queries {
       if constexpr (Keys::NORMALISED) {
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
-        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u), 252u);  // the next power of two
+        // the next power of two, less the keys' LIFT
+        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};
 #pragma unroll
         for (int k = 0; k < WORDS; k++) {
           const int pair = k * 32 + lane;
           const float low = to_float(x[j][k] & 0xffff) * inverse, high = to_float(x[j][k] >> 16) * inverse;
-          if (pair < DK / 2) target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
+          if (pair < DK / 2) {
+            target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
+            if constexpr (Keys::LIFT) target[2 * ROWS * Q_STRIDE / 4 + pair] = pack_half(low * (1.f / (1 << Keys::LIFT)), high * (1.f / (1 << Keys::LIFT)));
+          }
 #pragma unroll
           for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (DK / Keys::GROUPS) == c ? low + high : 0.f;
         }

@@ -16,7 +16,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   using Low = AffineKeys<2, true, PAGE, D, SCALE_AT, ZERO_AT>;
   using C = Codes<2, COLUMNS>;
   static constexpr bool NORMALISED = Low::NORMALISED;
-  static constexpr int GROUPS = Low::GROUPS;
+  static constexpr int GROUPS = Low::GROUPS, LIFT = Low::LIFT;
   static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS, SECOND = SLOT;  // of a slot, in bytes
 
   Low low;
@@ -32,7 +32,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
 
   // A lane's columns of 16: four neighbours (`channel_of`), whose channels are one word of the map.
   __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
-    low.refresh(slot, rows, token, fresh, lane);
+    const u32 from = low.refresh(slot, rows, token, fresh, lane);
     if (!fresh && token % PAGE) return;
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
@@ -49,7 +49,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
       for (int n = 0; n < NT; n++) {
         u32 x[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = lds_u16(rows + (8 * n + g) * STRIDE + at[i]);
+        for (int i = 0; i < 4; i++) x[i] = lds_u16(from + (8 * n + g) * STRIDE + at[i]);
         q[n][2 * k] = mul2(x[0] | x[1] << 16, scale[0] | scale[1] << 16);
         q[n][2 * k + 1] = mul2(x[2] | x[3] << 16, scale[2] | scale[3] << 16);
       }

@@ -125,6 +125,9 @@ __device__ __forceinline__ float max_rows(float x) {
   return x;
 }
 
+// A number's first eleven bits, which are what fp16 keeps of it while it is not subnormal there; nearest: rounded, else cut off.
+template <bool NEAREST> __device__ __forceinline__ float eleven_bits(float x) { return __uint_as_float((__float_as_uint(x) + (NEAREST ? 0x1000u : 0u)) & 0xffffe000u); }
+
 // Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
 template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int j, int x) {
   return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1) : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);

@@ -89,7 +89,7 @@ template <int D> struct Dense {
 
 template <int D> struct DenseKeys {
   static constexpr bool NORMALISED = false;
-  static constexpr int GROUPS = 1, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT;
+  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT;
   float c;
 
   __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }

@@ -129,7 +129,8 @@ def choose(
     handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
     window = 64 * (head_dim_k + head_dim_v)  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4
-    queries = 2 * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
+    lifted = (by_channel and key.bits == 2) or isinstance(key, Boosted)  # `LIFT` in affine_keys.cuh
+    queries = (3 if lifted else 2) * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     spread = rows <= 4
     most = 12 if row_tiles == 1 and widest <= 128 and plain and max(bits) < 16 else 8

@@ -11,7 +11,7 @@ using Values = VALUE_FORMAT;
 
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
-constexpr int Q_BYTES = (Keys::NORMALISED ? 2 : 1) * ROWS * Q_STRIDE;
+constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT ? 3 : 2) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 // Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
@@ -25,7 +25,9 @@ constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
 constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
 constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;         // of 32 tokens of the window
-constexpr float GROWTH = 8.f;                          // the maximum is renewed when a score exceeds it by so many powers of two
+// Weights are at most 2^(HEADROOM + GROWTH), which fp16 holds. The maximum is renewed when a score exceeds the last one by GROWTH powers
+// of two, and is then put HEADROOM below it: so much more is left of small weights.
+constexpr float GROWTH = 8.f, HEADROOM = 7.f;
 
 // A row's work, in units of its pages and blocks of its window, and where its tokens stand.
 struct Row {
@@ -69,14 +71,14 @@ struct Warp {
 #pragma unroll
         for (int k = 1; k < T; k++) x = fmaxf(x, fmaxf(s[k][n][e], s[k][n][e + 2]));
         most[n][e] = x;
-        grew |= x > m[n][e] + GROWTH;
+        grew |= x > m[n][e] + (GROWTH + HEADROOM);
       }
     if (__any_sync(~0u, grew)) {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) {
-          const float x = fmaxf(m[n][e], max_rows(most[n][e])), a = ex2(m[n][e] - x);
+          const float x = fmaxf(m[n][e], max_rows(most[n][e]) - HEADROOM), a = ex2(m[n][e] - x);
           m[n][e] = x; l[n][e] *= a;
           values.decay(n, e, a);
 #pragma unroll
