@@ -86,7 +86,7 @@ def _walk_pages(
         weights = tl.exp2(s - tl.expand_dims(new_m, T))
         if VP.offset and DOT != tl.float32:
             # offsets are weighted as codes are, by the eleven bits that float16 keeps: the two all but cancel where one channel
-            # of a token lies far below the others. Where float16 keeps fewer (tokens of nearly equal channels) offsets lose none.
+            # of a token lies far below the others. Where float16 keeps fewer, offsets keep all.
             weights = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         if DEFER:
             sum_l = sum_l * tl.expand_dims(decay, T) + weights * inverse

@@ -1,26 +1,23 @@
-"""From CUDA C++ source to a kernel: NVRTC, a cache on disk, and launches through the driver.
+"""From CUDA C++ source to a kernel: NVRTC, kernels kept on disk (`disk.py`), and launches through the driver.
 
 Nothing of a CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import disk
+
 logger = logging.getLogger("hf_lowbit_kv")
-#: directory of compiled kernels, in place of the user's cache directory
-VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
 SOURCES = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
 #: lines of a compiler's log that an error shows
@@ -65,76 +62,45 @@ def source(name: str) -> str:
     return expand(name)
 
 
-def cache_directory() -> Path:
-    if (chosen := os.environ.get(VARIABLE)) is None:
-        from platformdirs import user_cache_dir
-
-        chosen = user_cache_dir("hf-lowbit-kv")
-    return Path(chosen) / "cuda"
-
-
-def binary(name: str, defines: tuple[tuple[str, str], ...], arch: str) -> bytes:
-    """The compiled file `name` with these macros, from the cache where it is there."""
+def binary(name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False) -> bytes:
+    """The compiled file `name` with these macros. anew: compile it even where it is kept on disk."""
     _, nvrtc = _bindings()
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((text, arch, OPTIONS, version)).encode()).hexdigest()[:32]
-    path = cache_directory() / f"{Path(name).stem}-{arch}-{key}.cubin"
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
+    file = f"{Path(name).stem}-{arch}-{key}.cubin"
+    if not anew and (found := disk.load(file)) is not None:
+        return found
     _announce(arch)
     out = _compile(text, name, arch)
-    _keep(path, out)
+    disk.keep(file, out)
     return out
 
 
 @functools.cache
 def _announce(arch: str) -> None:
-    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, cache_directory())
-
-
-@functools.cache
-def _warn_unwritable(directory: Path, error: str) -> None:
-    logger.warning(
-        "%s cannot be written (%s): CUDA kernels are compiled anew in every process; set %s to another directory",
-        *(directory, error, VARIABLE),
-    )
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: other processes may be reading."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            made = Path(file.name)
-            try:
-                file.write(data)
-                file.close()
-                made.chmod(0o644)  # the directory may be one that several users share
-                made.replace(path)
-            except OSError:
-                made.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        _warn_unwritable(path.parent, error.strerror or str(error))
+    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, disk.cache_directory())
 
 
 def _compile(text: str, name: str, arch: str) -> bytes:
     _, nvrtc = _bindings()
     program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
-    options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
-    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(status) != 0:
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        shown = "\n".join(log.decode(errors="replace").strip("\0\n").splitlines()[:LOG_LINES])
-        raise CompileError(
-            f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. Its log begins:\n{shown}"
-        )
-    out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, out))
-    nvrtc.nvrtcDestroyProgram(program)
-    return bytes(out)
+    try:
+        options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(status) != 0:
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            shown = "\n".join(log.decode(errors="replace").strip("\0\n").splitlines()[:LOG_LINES])
+            raise CompileError(
+                f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. "
+                f"Its log begins:\n{shown}"
+            )
+        out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, out))
+        return bytes(out)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 def _enter_context(device: int) -> None:
@@ -151,10 +117,14 @@ class Module:
         self._driver, _ = _bindings()
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
-        data = binary(name, defines, f"sm_{major}{minor}")
+        arch = f"sm_{major}{minor}"
+        data = binary(name, defines, arch)
         with torch.cuda.device(device):
             _enter_context(device.index)
-            self._module = _checked(self._driver.cuModuleLoadData(data))
+            status, module = self._driver.cuModuleLoadData(data)
+            if int(status) != 0:  # what was kept on disk may be unfit for this driver
+                module = _checked(self._driver.cuModuleLoadData(binary(name, defines, arch, anew=True)))
+            self._module = module
         self._functions: dict[str, Any] = {}
 
     def integer(self, name: str) -> int:

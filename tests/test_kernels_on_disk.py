@@ -1,0 +1,159 @@
+"""Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are stood in for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from hf_lowbit_kv.triton_kernels.cuda import compile, disk
+
+KERNEL = b"a kernel"
+
+
+class Compiler:
+    """NVRTC, of which programs are counted."""
+
+    def __init__(self):
+        self.compiled = self.created = self.destroyed = 0
+        self.status = 0
+
+    def nvrtcVersion(self):
+        return 0, 13, 0
+
+    def nvrtcCreateProgram(self, *args):
+        self.created += 1
+        return 0, "program"
+
+    def nvrtcCompileProgram(self, *args):
+        self.compiled += 1
+        return (self.status,)
+
+    def nvrtcGetProgramLogSize(self, program):
+        return 0, 8
+
+    def nvrtcGetProgramLog(self, program, log):
+        log[:] = b"mistakes"
+        return (0,)
+
+    def nvrtcGetCUBINSize(self, program):
+        return 0, len(KERNEL)
+
+    def nvrtcGetCUBIN(self, program, out):
+        out[:] = KERNEL
+        return (0,)
+
+    def nvrtcDestroyProgram(self, program):
+        self.destroyed += 1
+        return (0,)
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    found = Compiler()
+    monkeypatch.setattr(compile, "_bindings", lambda: (None, found))
+    monkeypatch.setattr(compile, "source", lambda name: "source of " + name)
+    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
+    disk._warn.cache_clear()
+    return found
+
+
+def kernel() -> bytes:
+    return compile.binary("attend.cu", (("NT", "1"),), "sm_90")
+
+
+def test_kept_for_the_user_alone(compiler, tmp_path):
+    old = os.umask(0)
+    try:
+        assert [kernel(), kernel()] == [KERNEL, KERNEL]
+    finally:
+        os.umask(old)
+    assert compiler.compiled == 1
+    folder = tmp_path / "kernels"
+    (file,) = folder.iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder, file)] == [0o700, 0o600]
+
+
+def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(disk.VARIABLE, "")
+    kernel()
+    assert disk.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
+    assert {path.name for path in tmp_path.iterdir()} == {"cache"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "other", "reason"),
+    [(0o755, False, "its mode is 0755, and 0700 is asked for"), (0o700, True, "it belongs to user")],
+)
+def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkeypatch, tmp_path, caplog):
+    kernel()
+    folder = tmp_path / "kernels"
+    folder.chmod(mode)
+    (file,) = folder.iterdir()
+    file.write_bytes(disk._digest(b"hostile") + b"hostile")
+    if other:
+        user = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: user)
+    assert [kernel(), kernel()] == [KERNEL, KERNEL]
+    assert compiler.compiled == 3
+    assert file.read_bytes().endswith(b"hostile")
+    assert caplog.text.count(reason) == 1
+    assert disk.VARIABLE in caplog.text
+
+
+def test_no_directory(compiler, tmp_path, caplog):
+    (tmp_path / "kernels").touch()
+    assert kernel() == KERNEL
+    assert "it is no directory" in caplog.text
+
+
+def test_an_unwritable_place(compiler, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(disk.VARIABLE, str(tmp_path / "file"))
+    assert kernel() == KERNEL
+    assert "it cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: b"", lambda data: data[:-1] + b"!"])
+def test_a_damaged_file_is_compiled_again(change, compiler, tmp_path, caplog):
+    kernel()
+    (file,) = (tmp_path / "kernels").iterdir()
+    file.write_bytes(change(file.read_bytes()))
+    assert kernel() == KERNEL
+    assert compiler.compiled == 2
+    assert "is not the kernel that was kept there" in caplog.text
+    assert kernel() == KERNEL
+    assert compiler.compiled == 2
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_cannot_be_loaded_is_compiled_once_more(failures, compiler, monkeypatch):
+    results = [1] * failures + [0]
+    driver = SimpleNamespace(cuModuleLoadData=lambda data: (results.pop(0), data))
+    monkeypatch.setattr(compile, "_bindings", lambda: (driver, compiler))
+    monkeypatch.setattr(compile, "_enter_context", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    kernel()
+    device = torch.device("cuda", 0)
+    if failures == 2:
+        with pytest.raises(RuntimeError, match="CUDA call failed"):
+            compile.Module("attend.cu", (("NT", "1"),), device)
+    else:
+        assert compile.Module("attend.cu", (("NT", "1"),), device)._module == KERNEL
+    assert compiler.compiled == 2
+
+
+def test_a_program_is_destroyed_whatever_happens(compiler):
+    kernel()
+    compiler.status = 6
+    with pytest.raises(compile.CompileError, match="mistakes"):
+        compile.binary("append.cu", (), "sm_90")
+    assert (compiler.created, compiler.destroyed) == (2, 2)

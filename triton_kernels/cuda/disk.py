@@ -1,0 +1,105 @@
+"""Compiled kernels kept on disk, in a directory that is the user's alone: what is loaded from there runs on the GPU.
+
+A file is the SHA-256 digest of a kernel, in 64 hexadecimal digits, and the kernel. One that was cut short or altered counts as
+not there. A digest does not tell who wrote a file, so the directory must be the user's and closed to all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger("hf_lowbit_kv")
+#: environment variable: the directory of compiled kernels, in place of the user's cache directory; empty is unset
+VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
+DIGITS = 64
+
+
+def cache_directory() -> Path:
+    """Where kernels are kept; it need not exist."""
+    if not (chosen := os.environ.get(VARIABLE)):
+        from platformdirs import user_cache_dir
+
+        chosen = user_cache_dir("hf-lowbit-kv")
+    return Path(chosen) / "kernels"
+
+
+def why_refused(directory: Path) -> str | None:
+    """Why nothing is read from a directory that exists and nothing is written there, or `None`."""
+    found = directory.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no directory"
+    if not hasattr(os, "getuid"):  # Windows: directories of a user are closed to others
+        return None
+    if found.st_uid != os.getuid():
+        return f"it belongs to user {found.st_uid}, not to {os.getuid()}"
+    if found.st_mode & 0o077:
+        return f"others may use it: its mode is {stat.S_IMODE(found.st_mode):04o}, and 0700 is asked for"
+    return None
+
+
+def _usable(directory: Path) -> bool:
+    """Whether files can be kept there; the reason is logged once where not."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        reason = why_refused(directory)
+    except OSError as error:
+        reason = f"it cannot be written: {error.strerror or error}"
+    if reason is not None:
+        _warn(directory, reason)
+    return reason is None
+
+
+@functools.cache
+def _warn(directory: Path, reason: str) -> None:
+    logger.warning(
+        "%s keeps no CUDA kernels, because %s. They are compiled anew in every process; set %s to another directory",
+        *(directory, reason, VARIABLE),
+    )
+
+
+def load(name: str) -> bytes | None:
+    """The kernel kept under a file name, or `None` where there is none that is whole."""
+    directory = cache_directory()
+    if not directory.exists() or not _usable(directory):
+        return None
+    try:
+        data = (directory / name).read_bytes()
+    except OSError:
+        return None
+    kernel = data[DIGITS:]
+    if data[:DIGITS] == _digest(kernel):
+        return kernel
+    logger.warning("%s is not the kernel that was kept there: it is compiled again", directory / name)
+    return None
+
+
+def keep(name: str, kernel: bytes) -> None:
+    """Write a file whole or not at all: other processes may be reading."""
+    directory = cache_directory()
+    if not _usable(directory):
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # for its owner alone
+            made = Path(file.name)
+            try:
+                file.write(_digest(kernel) + kernel)
+                file.close()
+                made.replace(directory / name)
+            except OSError:
+                made.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        _warn(directory, f"it cannot be written: {error.strerror or error}")
+
+
+def _digest(kernel: bytes) -> bytes:
+    return hashlib.sha256(kernel).hexdigest().encode()
