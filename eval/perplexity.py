@@ -159,11 +159,15 @@ def score(
 ) -> dict[str, list[Scores]]:
     """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
     are those of `run`."""
-    _check(model, context, start, chunk, windows)
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
+    if windows < 0:
+        raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
+    check_window(model, context, start)
     groups: dict[tuple[int, ...], list[str]] = {}  # those with the same chunks share a full-precision pass
     for name, factory in factories.items():
         groups.setdefault(chunk_bounds(factory().spec, context, chunk), []).append(name)  # nothing is allocated yet
-    pieces = [(text.name, _windows(text, tokenizer, context, windows)) for text in map(read_text, texts)]
+    pieces = [(text.name, window_tokens(text, tokenizer, context, windows)) for text in map(read_text, texts)]
     if not pieces:
         raise ValueError("texts=[] is not allowed; give one text or more")
     found: dict[str, list[Scores]] = {name: [] for name in factories}
@@ -184,11 +188,8 @@ def score(
     return found
 
 
-def _check(model: Any, context: int, start: int, chunk: int, windows: int) -> None:
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
-    if windows < 0:
-        raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
+def check_window(model: Any, context: int, start: int) -> None:
+    """Raise `ValueError` where no position would be scored, or the model was not made for windows of this length."""
     if not 0 <= start < context - 1:
         raise ValueError(f"start={start} is not allowed with context={context}; at least one position must be scored")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -205,7 +206,7 @@ def chunk_bounds(spec: LayerSpec, context: int, chunk: int) -> tuple[int, ...]:
     return (0, *range(first, context, chunk), context)
 
 
-def _windows(text: Text, tokenizer: Any, context: int, windows: int) -> list[torch.Tensor]:
+def window_tokens(text: Text, tokenizer: Any, context: int, windows: int) -> list[torch.Tensor]:
     """Tokens of the windows, int64 `[1, context]` each; what is left behind the last one is not used."""
     # a warning about the model's maximal length would be about text that is cut off here
     ids = tokenizer(text.content, return_tensors="pt", verbose=False).input_ids

@@ -27,6 +27,20 @@ RECOMMEND_FIELDS = {
     "ppl_full",
 }
 RECOMMEND_FIELDS |= {"code"}
+SWEEP_FIELDS = {
+    "name",
+    "keys",
+    "values",
+    "transform",
+    "sink",
+    "residual",
+    "bits_per_value",
+    "kl",
+    "kl_p99",
+    "top1",
+    "ppl",
+}
+SWEEP_FIELDS |= {"ppl_full", "pareto"}
 PROMPT = " ".join(str(i * i % 101) for i in range(300))
 
 
@@ -109,6 +123,10 @@ def test_presets_as_table(run):
         (["recommend", "--cache-memory", "plenty"], 1, "size 'plenty' is not understood"),
         (["recommend", "--bits", 0], 1, "must be above 0"),
         (["recommend", "--bits", 2, "--preset", "kivi2"], 1, "did you mean 'kivi-2'"),
+        (["eval", "layers", "--preset", "kv5"], 1, "did you mean"),
+        (["eval", "sweep", "--formats", "int4-channel"], 1, "give KEYS/VALUES"),
+        (["eval", "sweep", "--sink", "few"], 1, "--sink 'few' is not allowed; it must be numbers"),
+        (["eval", "sweep", "--out", "picture.doc"], 1, "it must be a .png or .svg"),
         (["no-such-command"], 2, "No such command"),
     ],
 )
@@ -183,6 +201,25 @@ def test_recommend(run, tiny_model, tmp_path):
     code, _, err = run("recommend", "--bits", 1, *options)
     assert code == 1
     assert "the nearest is 'kivi-2'" in " ".join(err.split())
+
+
+def test_layers_and_sweep(run, tiny_model, tmp_path):
+    text, picture = tmp_path / "numbers.txt", tmp_path / "sweep.svg"
+    text.write_text(PROMPT, encoding="utf-8")
+    options = ["--model", tiny_model, "--text", text, "--context", 280, "--from", 200]
+    code, out, err = run("eval", "layers", "--preset", "dense,kivi-2", *options, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert "2/2 layer 1" in err
+    assert set(rows[0]) == {"layer", "key_peak", "value_peak", "first_key", "errors"}
+    assert rows[0]["errors"]["dense"] < 1e-6 < rows[0]["errors"]["kivi-2"]
+    assert "kivi-2" in run("eval", "layers", "--preset", "kivi-2", *options)[1]
+    grid = ["--formats", "int2-channel/int2-token,dense/dense", "--transform", "none", "--sink", 0, "--out", picture]
+    code, out, _ = run("eval", "sweep", *grid, *options, "--json")
+    assert code == 0
+    assert set(json.loads(out)[0]) == SWEEP_FIELDS
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert "int2-channel/int2-token r128" in run("eval", "sweep", *grid, *options)[1]
 
 
 def test_a_model_without_a_tokenizer(run, tmp_path):

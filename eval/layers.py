@@ -1,0 +1,123 @@
+"""Where a preset's error arises: attention outputs of each layer alone, and the channels that make keys hard to store.
+
+The model reads a text once with full precision. Each layer's queries, keys and values then go through a preset's layer in the
+order of decoding, and its outputs are compared with exact ones. Errors of one layer do not reach the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.attention import lowbit_attention, register
+from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
+
+from .perplexity import check_window, chunk_bounds, window_tokens
+from .texts import Text, read_text
+
+#: called with a layer's module, its queries, keys and values, the options of its attention, and the exact output
+Observer = Callable[..., None]
+
+
+def run(
+    presets: Sequence[str],
+    text: str | Path | Text,
+    model: Any,
+    tokenizer: Any,
+    context: int = 2048,
+    start: int = 512,
+    overrides: dict[str, Any] | None = None,
+    report: Callable[[int], None] = lambda layer: None,
+) -> list[dict[str, Any]]:
+    """Errors and channel statistics of each packed layer.
+
+    Args:
+        text: its first `context` tokens are read; outputs from `start` on are compared.
+        overrides: further arguments of `from_preset`, for every preset.
+        report: called with the index of each layer when it is done.
+
+    Returns:
+        One dict a layer: `layer`, `key_peak` and `value_peak` (mean magnitude of the largest channel over that of the median
+        channel, for the KV head where it is largest), `first_key` (norm of the first token's key over the median norm), and
+        `errors`: by preset, the norm of the difference of outputs over the norm of the exact outputs.
+
+    Raises:
+        ValueError: an unknown preset, a text that is too short, or a model with latent attention.
+    """
+    check_window(model, context, start)
+    caches = {name: lb.from_preset(name, model, **overrides or {}) for name in presets}
+    for cache in caches.values():
+        if cache.spec.reading.name != "separate":
+            raise ValueError(f"model_type={model.config.model_type!r} stores a latent: there are no keys to look at")
+    (ids,) = window_tokens(read_text(text), tokenizer, context, 1)
+    rows: list[dict[str, Any]] = []
+
+    def observe(module, query, key, value, scaling, softcap, sinks, exact) -> None:
+        layers = {name: cache.layers[module.layer_idx] for name, cache in caches.items()}
+        packed = {name: layer for name, layer in layers.items() if isinstance(layer, LowBitLayer)}
+        if not packed:
+            return
+        errors = {}
+        for name, layer in packed.items():
+            bounds = chunk_bounds(layer.spec, context, 128)
+            out = _through(layer, query, key, value, bounds, scaling, softcap, sinks)
+            off = (out - exact)[:, start:].float().norm() / exact[:, start:].float().norm()
+            errors[name] = float(off)
+        norms = key[0].float().norm(dim=-1)
+        rows.append(
+            {
+                "layer": module.layer_idx,
+                "key_peak": _peak(key),
+                "value_peak": _peak(value),
+                "first_key": float((norms[:, 0] / norms.median(dim=-1).values).mean()),
+                "errors": errors,
+            }
+        )
+        report(module.layer_idx)
+
+    with torch.no_grad(), _observed(observe):
+        model(ids.to(model.device), use_cache=False, logits_to_keep=1)
+    return rows
+
+
+def _peak(x: torch.Tensor) -> float:
+    """Mean magnitude of the largest channel of `[1, H, n, D]` over that of the median one, in the head where it is largest."""
+    size = x[0].float().abs().mean(-2)
+    return float((size.amax(-1) / size.median(dim=-1).values).max())
+
+
+def _through(layer: LowBitLayer, query, key, value, bounds: Sequence[int], scaling, softcap, sinks) -> torch.Tensor:
+    """Outputs `[1, n, Hq, D]` of a layer that is fed chunk by chunk; it is empty again afterwards."""
+    parts = []
+    for low, high in itertools.pairwise(bounds):
+        chunk = query[:, :, low:high], key[:, :, low:high], value[:, :, low:high]
+        layer.update(*chunk[1:])
+        parts.append(layer.step(*chunk, None, scaling, softcap, sinks))
+    layer.reset()
+    return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def _observed(observer: Observer) -> Iterator[None]:
+    """While it is open, attention over plain tensors is shown to `observer`."""
+
+    def attention(
+        module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
+    ):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = lowbit_attention(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
+        observer(module, query, key, value, scaling, softcap, s_aux, out[0])
+        return out
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    try:
+        yield
+    finally:
+        register()
