@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.fitting import fitting_presets
@@ -23,6 +24,7 @@ from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.results import append_record, provenance, read_records, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, transcript
+from hf_lowbit_kv.layer import ATTENTION_NAME
 
 OUT = results_path("accuracy", "smollm2")
 #: the texts, in the order in which they are measured
@@ -37,8 +39,16 @@ ABLATIONS = (
     *("kitty-variance", "kitty-random", "kitty-pro-variance", "kitty-pro-random", "kitty-pro-hadamard"),
 )
 CONTEXT, START, CHUNK = 4096, 512, 128
-#: presets that share a full-precision pass; a record is written when all of them are done
-TOGETHER = 4
+#: presets that go through a text side by side; a record is written when all of them are done
+TOGETHER = 6
+#: what the bundled model's layers look like
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
 #: tokens whose stored bytes stand for a preset's definition
 PROBE_TOKENS = 700
 
@@ -48,19 +58,21 @@ def candidates(model: Any) -> list[str]:
     return list(dict.fromkeys([*fitting_presets(model)[0], *ABLATIONS]))
 
 
-def definition(preset: str, model: Any) -> str:
-    """A hash of what the preset stores of fixed random tokens in the model's first packed layer: it changes with the definition
-    of a format, a transform or a window."""
-    layer = lb.from_preset(preset, model, backend="cpu").packed_layers[0]
-    config = model.config.get_text_config()
+def definition(preset: str) -> str:
+    """A hash of what the preset stores of fixed random tokens in a layer of the bundled model's shape: it changes with the
+    definition of a format, a transform or a window."""
+    config = LlamaConfig(**SHAPE)
+    config._attn_implementation = ATTENTION_NAME
+    layer = lb.from_preset(preset, config, backend="cpu").packed_layers[0]
     generator = torch.Generator().manual_seed(0)
-    shape = 1, config.num_key_value_heads, PROBE_TOKENS, config.head_dim
+    shape = 1, SHAPE["num_key_value_heads"], PROBE_TOKENS, SHAPE["head_dim"]
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     layer.update(k, v)
-    layer.step(k.repeat_interleave(config.num_attention_heads // shape[1], 1), k, v, None, 1.0, None, None)
+    layer.step(k.repeat_interleave(SHAPE["num_attention_heads"] // shape[1], 1), k, v, None, 1.0, None, None)
     assert layer.store is not None
-    state, digest = layer.store.state, hashlib.sha256(layer.spec.key.encode())
+    state, digest = layer.store.state, hashlib.sha256()
     for tensor in (*state.pool, state.sink_k, state.sink_v, state.tail_k, state.tail_v):
+        digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -105,7 +117,7 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
     console = Console(stderr=True)
     model, tokenizer = load_model(None, torch.float32, "cpu")
-    definitions = {name: definition(name, model) for name in preset or candidates(model)}
+    definitions = {name: definition(name) for name in preset or candidates(model)}
     todo = missing(read_records(out), definitions, text or TEXTS)[:limit]
     console.print(f"{len(todo)} records to add")
     if dry_run:
@@ -113,13 +125,19 @@ def main(
         return
     source = provenance(commit)
     for name in TEXTS:
-        presets = [preset for of, preset in todo if of == name]
-        for first in range(0, len(presets), TOGETHER):
-            group = presets[first : first + TOGETHER]
-            for record in _measure(name, group, model, tokenizer):
-                record |= {"definition": definitions[record["preset"]], **setting(), "device": "cpu", **source}
-                append_record(out, record)
-                console.print(f"{name}: {record['preset']}, KL {record['kl']:.5f}")
+        same: dict[str, list[str]] = {}  # presets that store the same are measured once
+        for each in (each for of, each in todo if of == name):
+            same.setdefault(definitions[each], []).append(each)
+        # those with the same sink go through the text in the same chunks, and share a full-precision pass
+        order = sorted(same, key=lambda stored: lb.get_preset(same[stored][0]).sink)
+        for first in range(0, len(order), TOGETHER):
+            group = order[first : first + TOGETHER]
+            found = _measure(name, [same[stored][0] for stored in group], model, tokenizer)
+            for stored, record in zip(group, found, strict=True):
+                for each in same[stored]:
+                    record |= {"preset": each, "definition": stored, **setting(), "device": "cpu", **source}
+                    append_record(out, record)
+                console.print(f"{name}: {', '.join(same[stored])}, KL {record['kl']:.5f}")
 
 
 def _measure(text: str, presets: list[str], model: Any, tokenizer: Any) -> list[dict[str, Any]]:
