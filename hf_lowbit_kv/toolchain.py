@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -10,6 +11,35 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+INSTALL_TRITON = "pip install 'triton>=3.6'"
+
+
+def _cuda_major() -> str | None:
+    """The major version of torch's CUDA, e.g. "13"; `None` in builds for the CPU or ROCm."""
+    return torch.version.cuda.partition(".")[0] if torch.version.cuda else None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package of the package index, or `None`."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def install_bindings() -> str:
+    """The command that installs the bindings of the CUDA that torch was built with."""
+    major = _cuda_major()
+    return f"pip install 'cuda-bindings{f'=={major}.*' if major else '>=12.9'}'"
+
+
+def install_nvrtc() -> str:
+    """The command that mends bindings that do not find NVRTC."""
+    installed, major = version("cuda-bindings"), _cuda_major()
+    if installed and major and installed.partition(".")[0] != major:
+        return f"cuda-bindings {installed} is not of torch's CUDA {torch.version.cuda}; {install_bindings()}"
+    return f"pip install {'nvidia-cuda-nvrtc-cu12' if major == '12' else 'nvidia-cuda-nvrtc'}"
 
 
 @functools.cache

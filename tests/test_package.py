@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 SCAN = ["*.py", "*.md", "*.toml", "*.yaml", "*.yml", "*.ipynb", "*.json", "*.jsonl", "*.sh", "Makefile", ".ci/*"]
@@ -74,6 +76,34 @@ assert "triton_kernels" not in sys.modules and "eval" not in sys.modules
 def _paths_without_checkout() -> list[str]:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [path for path in inherited if path and Path(path).resolve() != ROOT]
+
+
+def test_every_extra_that_is_named_exists():
+    """Of the project's extras, those in messages, documentation and notebooks."""
+    declared = set(importlib.metadata.metadata("hf-lowbit-kv").get_all("Provides-Extra"))
+    named = {
+        extra
+        for glob in ("*.py", "*.md", "*.ipynb", "Makefile")
+        for path in ROOT.rglob(glob)
+        if not {".venv", "tests"} & set(path.relative_to(ROOT).parts)
+        for extras in re.findall(r"(?:hf-lowbit-kv|\./?|\")\[([a-z][a-z,_]+)\]", path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    assert {"eval", "dev"} <= declared
+    assert named - declared == set()
+
+
+def test_linux_gets_what_the_kernels_need():
+    requirements = [Requirement(text) for text in importlib.metadata.requires("hf-lowbit-kv")]
+    linux, mac = (
+        {"platform_system": system, "platform_machine": machine, "extra": ""}
+        for system, machine in (("Linux", "x86_64"), ("Darwin", "arm64"))
+    )
+    wanted = [
+        {each.name for each in requirements if each.marker is None or each.marker.evaluate(where)}
+        for where in (linux, mac)
+    ]
+    assert wanted[0] - wanted[1] == {"cuda-bindings", "triton"}
 
 
 def test_no_machine_paths_in_the_checkout():

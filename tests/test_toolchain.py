@@ -80,6 +80,21 @@ def test_no_headers(asked, monkeypatch, tmp_path):
     assert asked() is None
 
 
+@pytest.mark.parametrize(
+    ("bindings", "cuda", "expected"),
+    [
+        ("13.0.3", "12.8", "cuda-bindings 13.0.3 is not of torch's CUDA 12.8; pip install 'cuda-bindings==12.*'"),
+        ("12.9.4", "12.8", "pip install nvidia-cuda-nvrtc-cu12"),
+        ("13.0.3", "13.0", "pip install nvidia-cuda-nvrtc"),
+        ("13.5.0", None, "pip install nvidia-cuda-nvrtc"),
+    ],
+)
+def test_the_command_that_brings_nvrtc(bindings, cuda, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(toolchain, "version", lambda package: bindings)
+    assert toolchain.install_nvrtc() == expected
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Choices are made as on an NVIDIA GPU; what is chosen is computed by the reference."""
@@ -112,7 +127,8 @@ def test_summary_of_the_default(on_a_gpu):
 def test_summary_without_bindings(on_a_gpu, monkeypatch):
     monkeypatch.setattr(ops, "_why_no_compiler", COMPILER.__wrapped__)
     monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: False)
-    assert "triton (cuda needs cuda-bindings: pip install 'hf-lowbit-kv[cuda]')" in _summary()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "triton (cuda needs cuda-bindings: pip install 'cuda-bindings==13.*')" in _summary()
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
@@ -133,7 +149,7 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
     monkeypatch.setattr(ops, "why_not_launched", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: "needs NVRTC")
     with pytest.raises(
-        RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*hf-lowbit-kv\[cuda\].*torch"
+        RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):
         _summary()
 
