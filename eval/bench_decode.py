@@ -129,7 +129,7 @@ def measure(
         "behind_ms": behind_ms,
         "behind_ratio": min(behind.values()) / behind_ms if behind else None,
         "step_behind_ms": step_behind_ms,
-        "transform": str(spec.transform),
+        "transform": str(spec.key_transform),
         "transform_ms": None if bare_ms is None else ms - bare_ms,
         "transform_share": None if bare_ms is None else ms / bare_ms - 1,
         "bytes": nbytes,

@@ -108,8 +108,6 @@ def measure_prompt(
     store = PagedStore(spec, 1, KV_HEADS, head_dim, head_dim, dtype, device, capacity=tokens)
     x = Inputs.random(1, HEADS, KV_HEADS, tokens, head_dim, tokens, dtype, device)
 
-    how = spec.transform.on(head_dim, device)
-
     def ours() -> torch.Tensor:
         state, outs = store.state, []
         state.length.zero_()
@@ -118,10 +116,9 @@ def measure_prompt(
             q, k, v = (each[:, :, start : start + queries] for each in (x.q, x.k, x.v))
             if start == 0:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-                _, k = ops.turn(None, k, how, backend)
                 ops.append(k, v, None, state, spec, backend)
             else:
-                out = ops.step(q, k, v, None, state, spec, how, head_dim**-0.5, None, None, backend, start)
+                out = ops.step(q, k, v, None, state, spec, head_dim**-0.5, None, None, backend, start)
             outs.append(out)
         return torch.cat(outs, dim=1)
 

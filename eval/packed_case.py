@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
-from hf_lowbit_kv.transforms import NONE, Map
+from hf_lowbit_kv.transforms import NONE
 
 #: numbers encoded at a time when pages are filled
 SLAB = 2**26
@@ -86,22 +85,17 @@ class Case:
         parts = self.store.nbytes()
         return parts["codes"] + parts["metadata"] + parts["window"]
 
-    @functools.cached_property
-    def map(self) -> Map | None:
-        """The transform of keys and queries; what is stored counts as transformed."""
-        return self.spec.transform.on(self.q.shape[-1], self.q.device)
-
     def attend(self, backend: str) -> torch.Tensor:
-        """A step's attention, the transform of its queries and keys included."""
+        """A step's attention, the transform of its queries and keys included; what is stored counts as transformed."""
         options = self.scaling, None, None, backend
-        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, self.map, *options)[0]
+        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, *options)
 
     def without_transform(self) -> Case:
         """The same step with queries and keys as they are attended to."""
-        q, k = ops.turn(self.q, self.k, self.map, "torch")
+        q, k, v = reference.transformed(self.q, self.k, self.v, self.state, self.spec)
         store = copy.copy(self.store)
-        store.spec = dataclasses.replace(self.spec, transform=NONE)
-        return dataclasses.replace(self, store=store, q=q, k=k)
+        store.spec = dataclasses.replace(self.spec, key_transform=NONE, value_transform=NONE)
+        return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
     def append(self, token: int, backend: str) -> None:
         ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
@@ -113,14 +107,14 @@ class Case:
 
     def step(self, token: int, backend: str) -> torch.Tensor:
         """A decode step of one query token: attention, and the token is stored."""
-        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, self.state, self.spec, self.map
+        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, self.state, self.spec
         return ops.step(*inputs, self.scaling, None, None, backend)
 
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
         """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
         state = self.state._replace(length=counters[0], paged=counters[1])
-        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, state, self.spec, self.map
-        return ops.attend(*inputs, self.scaling, None, None, backend)[0]
+        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, state, self.spec
+        return ops.attend(*inputs, self.scaling, None, None, backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
@@ -190,8 +184,8 @@ def attend_error(case: Case, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
     """
-    q, k = ops.turn(case.q.float(), case.k.float(), case.map, "torch")
-    expected = reference.attend(q, k, case.v.float(), None, case.state, case.spec, case.scaling)
+    q, k, v = (x.float() for x in (case.q, case.k, case.v))
+    expected = reference.attend(q, k, v, None, case.state, case.spec, case.scaling)
     out = _poisoned(lambda: case.attend(backend)).float()
     plain = _plain_attention(case, row=0).float()
     bound = max(2 * _relative(plain, expected[:1]), torch.finfo(case.q.dtype).eps)
@@ -220,17 +214,17 @@ def _poisoned(work):
 def _plain_attention(case: Case, row: int) -> torch.Tensor:
     """`[1, S, Hq, D]` in the model's dtype: one row, unpacked, through PyTorch's attention."""
     rows = slice(row, row + 1)
-    state = LayerState(case.state.pool, *(tensor[rows] for tensor in case.state[1:]))
+    state = case.state.rows(rows)
     length = int(state.length[0, 0])
-    stored = reference.read(state, case.spec, case.store.head_dim_k, case.store.head_dim_v, length)
-    q, new_k = ops.turn(case.q, case.k, case.map, "torch")
-    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, (new_k, case.v), strict=True))
+    stored = reference.read(state, case.spec, length)
+    q, *chunk = reference.transformed(case.q, case.k, case.v, case.state, case.spec)
+    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, chunk, strict=True))
     queries = case.q.shape[2]
     causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)
     out = F.scaled_dot_product_attention(
         q[rows], k, v, attn_mask=None if queries == 1 else causal, enable_gqa=case.q.shape[1] != k.shape[1]
     )
-    return out.transpose(1, 2)
+    return reference.restored(out.transpose(1, 2), state, case.spec)
 
 
 def step_fault(case: Case, backend: str) -> str | None:

@@ -13,15 +13,15 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import get_origin, get_type_hints
 
 import torch
 
 from . import cpu, reference
 from .formats import Affine, Boosted, Dense, Format, fragment
-from .pages import LayerSpec, LayerState
+from .pages import READ_ONLY, LayerSpec, LayerState
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
-from .transforms import NONE, Map
 
 BACKENDS = ("torch", "cpu", "triton", "cuda")
 #: preferred on a GPU where nothing is asked for: `cuda` (where it cannot serve, `triton`) or `triton`
@@ -200,8 +200,7 @@ def _check_triton(device: torch.device, formats: Sequence[Format], source: str) 
 
 @functools.cache
 def _module(backend: str):
-    """Module with `turn`, `attend`, `attend_turned`, `append` and `read` as in `reference`, and perhaps `attend_and_append`,
-    which does a step at once."""
+    """Module with `attend`, `append` and `read` as in `reference`, and perhaps `step`, which does the first two at once."""
     if backend == "torch":
         return reference
     if backend == "cpu":
@@ -213,193 +212,105 @@ def _module(backend: str):
     return launch
 
 
-# The operations take the state tensor by tensor: inductor updates a mutated tensor in place, but clones a mutated list.
-# Preallocated caches have one block of pages; only growing ones, which are not compiled, have `more` of them.
+# ---- operations -----------------------------------------------------------------------------------------------------
+#
+# They take the state tensor by tensor: inductor updates a mutated tensor in place, but clones a mutated list. Preallocated
+# caches have one block of pages; only growing ones, which are not compiled, have `more` of them. Lists that are only read cost
+# nothing. Signatures follow `LayerState`: a new field needs no change here.
 
 
-def _map(layer: LayerSpec, key_scale: torch.Tensor | None, query_scale: torch.Tensor | None) -> Map | None:
-    return None if layer.transform == NONE else Map(key_scale, query_scale, layer.transform.rotated)
-
-
-def _attended(module, q, k, v, mask, state: LayerState, layer: LayerSpec, how: Map | None, options: tuple):
-    """The output, and the chunk's keys as they are to be stored."""
-    if how is None:
-        return module.attend(q, k, v, mask, state, layer, *options), k
-    return module.attend_turned(q, k, v, mask, state, layer, how, *options)
-
-
-@torch.library.custom_op("hf_lowbit_kv::attend", mutates_args=())
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    query_scale: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    spec: str,
-    scaling: float,
-    softcap: float | None,
-    seen: int | None,
-    backend: str,
-    block: torch.Tensor,
-    more: Sequence[torch.Tensor],
-    page_table: torch.Tensor,
-    page_address: torch.Tensor,
-    sink_k: torch.Tensor,
-    sink_v: torch.Tensor,
-    tail_k: torch.Tensor,
-    tail_v: torch.Tensor,
-    length: torch.Tensor,
-    paged: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    layer, options = LayerSpec.parse(spec), (scaling, softcap, sinks, seen)
-    how = _map(layer, key_scale, query_scale)
-    out, keys = _attended(_module(backend), q, k, v, mask, state, layer, how, options)
-    return out.contiguous(), k.new_empty(0) if how is None else keys.contiguous()
-
-
-@_attend.register_fake
-def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
-    keys = k.new_empty(0 if LayerSpec.parse(spec).transform == NONE else k.shape)
-    return _fake_output(q, k, v, spec), keys
-
-
-@torch.library.custom_op(
-    "hf_lowbit_kv::step",
-    mutates_args=("block", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"),
-)
-def _step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    query_scale: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    spec: str,
-    scaling: float,
-    softcap: float | None,
-    seen: int | None,
-    backend: str,
-    block: torch.Tensor,
-    more: Sequence[torch.Tensor],
-    page_table: torch.Tensor,
-    page_address: torch.Tensor,
-    sink_k: torch.Tensor,
-    sink_v: torch.Tensor,
-    tail_k: torch.Tensor,
-    tail_v: torch.Tensor,
-    length: torch.Tensor,
-    paged: torch.Tensor,
-) -> torch.Tensor:
-    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    layer, module, options = LayerSpec.parse(spec), _module(backend), (scaling, softcap, sinks, seen)
-    how = _map(layer, key_scale, query_scale)
-    if (fused := getattr(module, "attend_and_append", None)) is not None:
-        return fused(q, k, v, mask, state, layer, how, *options).contiguous()
-    out, keys = _attended(module, q, k, v, mask, state, layer, how, options)
-    module.append(keys, v, mask, state, layer)
-    return out.contiguous()
-
-
-@_step.register_fake
-def _(q, k, v, mask, sinks, query_scale, key_scale, spec, *args):
-    return _fake_output(q, k, v, spec)
-
-
-def _fake_output(q, k, v, spec: str) -> torch.Tensor:
-    batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, LayerSpec.parse(spec).reading.widths(k.shape[-1], v.shape[-1])[1])
-
-
-@torch.library.custom_op(
-    "hf_lowbit_kv::append",
-    mutates_args=("block", "sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"),
-)
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    spec: str,
-    backend: str,
-    block: torch.Tensor,
-    more: Sequence[torch.Tensor],
-    page_table: torch.Tensor,
-    page_address: torch.Tensor,
-    sink_k: torch.Tensor,
-    sink_v: torch.Tensor,
-    tail_k: torch.Tensor,
-    tail_v: torch.Tensor,
-    length: torch.Tensor,
-    paged: torch.Tensor,
-) -> None:
-    state = LayerState([block, *more], page_table, page_address, sink_k, sink_v, tail_k, tail_v, length, paged)
-    _module(backend).append(k, v, mask, state, LayerSpec.parse(spec))
-
-
-@_append.register_fake
-def _(*args):
-    return None
-
-
-@torch.library.custom_op("hf_lowbit_kv::turn", mutates_args=())
-def _turn(
-    q: torch.Tensor | None,
-    k: torch.Tensor,
-    query_scale: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    rotated: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    queries, keys = _module(backend).turn(q, k, Map(key_scale, query_scale, rotated))
-    return (k.new_empty(0) if queries is None else queries.contiguous()), keys.contiguous()
-
-
-@_turn.register_fake
-def _(q, k, *args):
-    return k.new_empty(0 if q is None else q.shape), k.new_empty(k.shape)
+def _state_schema(mutated: bool) -> str:
+    """The part of a signature that `_flat` fills."""
+    found = []
+    for name, kind in get_type_hints(LayerState).items():
+        tensor = f"Tensor(a_{name}!)" if mutated and name not in READ_ONLY else "Tensor"
+        if name == "pool":
+            found += [f"{tensor} pool", "Tensor[] more"]
+        else:
+            found.append(f"Tensor[] {name}" if get_origin(kind) is list else f"{tensor} {name}")
+    return ", ".join(found)
 
 
 def _flat(state: LayerState) -> list:
     return [state.pool[0], state.pool[1:], *state[1:]]
 
 
-def turn(q, k, how: Map | None, backend: str):
-    """`reference.turn` on the chosen backend, as one operation that compilation can take up; without a transform, q and k as
-    they are."""
-    if how is None:
-        return q, k
-    return _turn(q, k, how.query_scale, how.key_scale, how.rotated, backend)
+def _state(tensors) -> LayerState:
+    """The inverse of `_flat`."""
+    block, more, *rest = tensors
+    return LayerState([block, *more], *rest)
 
 
-def attend(
-    q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str, seen=None
-):
-    """`reference.attend_turned` on the chosen backend, as one operation that compilation can take up: the output, and the
-    chunk's keys as they are to be stored. how: the map of `spec.transform`; without one, it is `reference.attend`, and the keys
-    are what they were."""
-    scales = (None, None) if how is None else (how.query_scale, how.key_scale)
-    out, keys = _attend(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, seen, backend, *_flat(state))
-    return out, k if how is None else keys
+def _operation(name: str, inputs: str, result: str, mutates: bool, work: Callable, fake: Callable) -> Callable:
+    """A `torch.library` operation `(inputs, spec, backend, state) -> result`.
+
+    Args:
+        work: called with the backend's module, the inputs, the state and the `LayerSpec`.
+        fake: called with the `LayerSpec` and the inputs.
+    """
+    count = inputs.count(",") + 1
+    schema = f"({inputs}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
+    written = [field for field in LayerState._fields if field not in READ_ONLY] if mutates else []
+
+    def run(*args):
+        spec, backend = args[count : count + 2]
+        return work(_module(backend), args[:count], _state(args[count + 2 :]), LayerSpec.parse(spec))
+
+    operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
+    operation.register_fake(lambda *args: fake(LayerSpec.parse(args[count]), *args[:count]))
+
+    def call(*args, state: LayerState, spec: LayerSpec, backend: str):
+        return operation(*args, spec.key, backend, *_flat(state))
+
+    return call
 
 
-def step(
-    q, k, v, mask, state: LayerState, spec: LayerSpec, how: Map | None, scaling, softcap, sinks, backend: str, seen=None
-):
+_CHUNK = "Tensor q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen"
+
+
+def _attend_work(module, inputs, state: LayerState, spec: LayerSpec) -> torch.Tensor:
+    return module.attend(*inputs[:4], state, spec, *inputs[4:]).contiguous()
+
+
+def _step_work(module, inputs, state: LayerState, spec: LayerSpec) -> torch.Tensor:
+    if (at_once := getattr(module, "step", None)) is not None:
+        return at_once(*inputs[:4], state, spec, *inputs[4:]).contiguous()
+    out = _attend_work(module, inputs, state, spec)
+    module.append(*inputs[1:4], state, spec)
+    return out
+
+
+def _append_work(module, inputs, state: LayerState, spec: LayerSpec) -> None:
+    module.append(*inputs, state, spec)
+
+
+def _output(spec: LayerSpec, q, k, v, *args) -> torch.Tensor:
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, spec.reading.widths(k.shape[-1], v.shape[-1])[1])
+
+
+_attend = _operation("attend", _CHUNK, "Tensor", False, _attend_work, _output)
+_step = _operation("step", _CHUNK, "Tensor", True, _step_work, _output)
+_append = _operation("append", "Tensor k, Tensor v, Tensor? mask", "()", True, _append_work, lambda *args: None)
+
+
+def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen=None):
+    """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
+    return _attend(q, k, v, mask, scaling, softcap, sinks, seen, state=state, spec=spec, backend=backend)
+
+
+def step(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen=None):
     """`attend`, then `append` of the chunk, as one operation: compilation can neither move nor separate the two, and a backend
     may do both at once. The output."""
-    scales = (None, None) if how is None else (how.query_scale, how.key_scale)
-    return _step(q, k, v, mask, sinks, *scales, spec.key, scaling, softcap, seen, backend, *_flat(state))
+    return _step(q, k, v, mask, scaling, softcap, sinks, seen, state=state, spec=spec, backend=backend)
 
 
 def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
     """`reference.append` on the chosen backend, as one operation that compilation can take up. Behind an `attend` of the same
     state, use `step`: inductor moves a lone append before the attend, where it must copy the whole pool."""
-    _append(k, v, mask, spec.key, backend, *_flat(state))
+    _append(k, v, mask, state=state, spec=spec, backend=backend)
 
 
-def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int, backend: str):
+def read(state: LayerState, spec: LayerSpec, max_length: int, backend: str):
     """`reference.read` on the chosen backend."""
-    return _module(backend).read(state, spec, head_dim_k, head_dim_v, max_length)
+    return _module(backend).read(state, spec, max_length)

@@ -31,13 +31,13 @@ from .layer import LowBitLayer
 from .ledger import Ledger
 from .pages import LayerSpec
 from .reading import DIRECT, Side, parse_reading, sides_of
-from .transforms import NONE, Transform, parse_transform
+from .transforms import Transform, parse_transform
 
 #: layers of the host's that count their tokens, and those that keep a state in place of tokens
 SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 RECURRENT = LinearAttentionCacheLayerMixin
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
-BYTE_KINDS = ("codes", "metadata", "window", "unused", "host")
+BYTE_KINDS = ("codes", "metadata", "window", "parameters", "unused", "transformers")
 
 
 class CacheBytes(int):
@@ -45,22 +45,26 @@ class CacheBytes(int):
 
     Attributes:
         codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
-        model's dtype. unused: capacity without tokens, page tables, counters. host: layers that stay the host's.
+        model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
+        tables, counters. transformers: layers that stay transformers' own.
     """
 
     codes: int
     metadata: int
     window: int
+    parameters: int
     unused: int
-    host: int
+    transformers: int
 
-    def __new__(cls, codes: int = 0, metadata: int = 0, window: int = 0, unused: int = 0, host: int = 0):
-        self = super().__new__(cls, codes + metadata + window + unused + host)
-        self.codes, self.metadata, self.window, self.unused, self.host = codes, metadata, window, unused, host
+    def __new__(cls, *parts: int, **named: int):
+        """The kinds' bytes, in the order of `BYTE_KINDS` or by name; a kind that is left out has none."""
+        found = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
+        self = super().__new__(cls, sum(found.values()))
+        self.__dict__.update(found)
         return self
 
     def __getnewargs__(self):
-        return self.codes, self.metadata, self.window, self.unused, self.host
+        return tuple(getattr(self, kind) for kind in BYTE_KINDS)
 
 
 class LowBitCache(Cache):
@@ -72,7 +76,8 @@ class LowBitCache(Cache):
         sink: first tokens of a row kept in the model's dtype.
         residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
         page_size: tokens packed together.
-        transform: map of keys before they are stored, or its name: `"hadamard"`, `"none"`. Attention is what it is without.
+        transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`, `"hadamard"`,
+            `"smooth"`, `"matrix"`, several joined by `+`. Attention is what it is without.
         max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
             the step; `None`: grow by blocks of pages.
         backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or
@@ -97,6 +102,7 @@ class LowBitCache(Cache):
         residual: int = 128,
         page_size: int = 128,
         transform: str | Transform | None = None,
+        value_transform: str | Transform | None = None,
         max_cache_len: int | None = None,
         backend: str | None = None,
         dense_layers: Sequence[int] = (),
@@ -107,7 +113,8 @@ class LowBitCache(Cache):
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
         formats = parse_format(key_format), parse_format(value_format)
-        spec = LayerSpec(*formats, sink, residual, page_size, parse_transform(transform))
+        transforms = parse_transform(transform), parse_transform(value_transform)
+        spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
         dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
         found = sides_of(model_or_config, config)
         layers = _host_layers(config, max_cache_len)
@@ -160,7 +167,7 @@ class LowBitCache(Cache):
         parts = dict.fromkeys(BYTE_KINDS, 0)
         for layer in self.layers:
             if not isinstance(layer, LowBitLayer):
-                parts["host"] += sum(tensor.nbytes for tensor in _tensors(layer))
+                parts["transformers"] += sum(tensor.nbytes for tensor in _tensors(layer))
             elif layer.store is not None:
                 for kind, count in layer.store.nbytes().items():
                     parts[kind] += count
@@ -174,12 +181,13 @@ class LowBitCache(Cache):
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per stored number in the packed layers: codes, metadata and window, without unused capacity."""
+        """Bits per stored number in the packed layers: codes, metadata, window and parameters."""
         nbytes, values = self.nbytes, 0
         for layer in self.packed_layers:
             if (store := layer.store) is not None:
                 values += int(store.state.length.sum()) * (store.head_dim_k + store.head_dim_v)
-        return 8 * (nbytes.codes + nbytes.metadata + nbytes.window) / values if values else 0.0
+        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
+        return 8 * stored / values if values else 0.0
 
     def summary(self) -> str:
         """A table of what is stored, where, and in how many bytes."""
@@ -194,7 +202,8 @@ class LowBitCache(Cache):
         table = Table(title=escape(f"{type(self).__name__} {self.preset or ''}".strip()), show_header=False)
         rows = {
             " / ".join(self.spec.reading.streams): f"{self.spec.key_format} / {self.spec.value_format}",
-            "key transform": str(self.spec.transform),
+            "key transform": str(self.spec.key_transform),
+            "value transform": str(self.spec.value_transform),
             "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
             "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
             "capacity": f"{layers[0].max_cache_len} tokens, preallocated{uncompiled}"
@@ -209,7 +218,7 @@ class LowBitCache(Cache):
                 f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store
             ),
             **{f"bytes: {kind}": decimal(getattr(nbytes, kind)) for kind in BYTE_KINDS},
-            "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.host)})",
+            "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.transformers)})",
         }
         for row in rows.items():
             table.add_row(*map(escape, row))
@@ -219,7 +228,9 @@ class LowBitCache(Cache):
 
     def __repr__(self) -> str:
         name = f"preset={self.preset!r}, " if self.preset else ""
-        transform = "" if self.spec.transform == NONE else f"transform={self.spec.transform}, "
+        transform = "" if self.spec.key_transform.identity else f"transform={self.spec.key_transform}, "
+        if not self.spec.value_transform.identity:
+            transform += f"value_transform={self.spec.value_transform}, "
         index = self.layers.index(self.packed_layers[0])
         return (
             f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, "

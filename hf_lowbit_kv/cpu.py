@@ -2,7 +2,7 @@
 
 `reference.py` defines the results. It passes over every score several times in float32, which a GPU forgives and a CPU does
 not. Here `scaled_dot_product_attention` does that work. Memory: one layer's history is unpacked to float32 at a time, row by
-row where the batch is large. Storing tokens, reading them back and key transforms are the reference's.
+row where the batch is large. Storing tokens, reading them back and transforms are the reference's.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from .pages import LayerSpec, LayerState
-from .reference import QUERY_BLOCK, append, history, plain_attention, read, turn
-from .transforms import Map
+from .reference import QUERY_BLOCK, append, history, plain_attention, read, transformed, with_transforms
 
-__all__ = ["append", "attend", "attend_turned", "read", "turn"]
+__all__ = ["append", "attend", "read"]
 
 #: numbers of unpacked history held at a time (float32), unless a single row has more
 BUFFER_NUMBERS = 2**26
@@ -22,6 +21,7 @@ BUFFER_NUMBERS = 2**26
 SCORES = 2**24
 
 
+@with_transforms(transformed)
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -43,29 +43,10 @@ def attend(
     parts = []
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
-        some = LayerState(state.pool, *(tensor[part] for tensor in state[1:]))
+        some = state.rows(part)
         padding = None if mask is None else mask[part]
         parts.append(_attend(q[part], k[part], v[part], padding, some, spec, scaling, softcap, sinks))
     return torch.cat(parts)
-
-
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    how: Map,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attend_turned`: the output, and the chunk's transformed keys, which are to be stored."""
-    queries, keys = turn(q, k, how)
-    assert queries is not None
-    return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks, seen), keys
 
 
 def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling: float, softcap, sinks) -> torch.Tensor:
@@ -89,7 +70,7 @@ def _gathered(k, v, mask, state: LayerState, spec: LayerSpec):
     """What is stored, in any order, and behind it the chunk: keys and values float32 `[B, H, n, D]`, and which of the stored
     tokens belong to each row, bool `[B, n - S]`; `None`: all do."""
     keys, values, valid = [], [], []
-    for some_keys, some_values, some_valid in history(state, spec, k.shape[-1], v.shape[-1]):
+    for some_keys, some_values, some_valid in history(state, spec):
         used = some_valid.any(0)
         if not used.all():
             some_keys, some_values, some_valid = some_keys[:, :, used], some_values[:, :, used], some_valid[:, used]

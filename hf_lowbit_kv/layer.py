@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from .pages import LayerSpec, PagedStore
 from .reading import DIRECT, Side
 from .reference import unpack_into_tail
 from .toolchain import why_not_launched
-from .transforms import restored
 
 
 class LayerView(NamedTuple):
@@ -57,6 +57,7 @@ class LowBitLayer(CacheLayerMixin):
         backend: see `backend.choose_backend`.
         tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
         side: the model's side of the layer's reading.
+        parameters: tensors by full name, see `LayerSpec.parameters`.
     """
 
     is_sliding = False
@@ -71,9 +72,13 @@ class LowBitLayer(CacheLayerMixin):
         backend: str | None = None,
         tp_size: int = 1,
         side: Side = DIRECT,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ):
         super().__init__()
         self.side = side
+        self.parameters = dict(parameters or {})
+        # what they were made into, and for which heads, head sizes and device
+        self._prepared: tuple[Any, list[torch.Tensor]] | None = None
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.max_cache_len, self.requested_backend = max_cache_len, backend
         self.why_not_compiled = None if max_cache_len is None else why_not_launched()
@@ -109,17 +114,31 @@ class LowBitLayer(CacheLayerMixin):
         self.backend_shown = ops.describe(asked, self.backend, *served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
-        self.transform = self.spec.transform.on(head_dims[0], key_states.device)
         self.store = PagedStore(
-            self.spec, self.batch_size, heads, *head_dims, self.dtype, self.device, self.max_cache_len
+            self.spec,
+            self.batch_size,
+            heads,
+            *head_dims,
+            self.dtype,
+            self.device,
+            self.max_cache_len,
+            self._records(heads, head_dims),
         )
         if isinstance(self.cumulative_length, torch.Tensor):
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.cumulative_length)
-            for tensor in self.transform or ():
-                if isinstance(tensor, torch.Tensor):
-                    torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
+
+    def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
+        """The layer's parameters on its device, those of this process's KV heads (`heads` of them). A growing layer that was
+        reset finds what it made before."""
+        made_for = heads, head_dims, self.device
+        if self._prepared is None or self._prepared[0] != made_for:
+            total = self.num_kv_heads or heads
+            first = torch.distributed.get_rank() % (total // heads) * heads if heads < total else 0
+            local = slice(first, first + heads)
+            self._prepared = made_for, self.spec.records(self.parameters, head_dims, total, local, self.device)
+        return self._prepared[1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
@@ -200,7 +219,7 @@ class LowBitLayer(CacheLayerMixin):
             state.paged.copy_((state.length - spec.sink).clamp(min=0))
             self.store.own_pages()
         elif count > self._in_tail:
-            unpack_into_tail(state, spec, self.store.head_dim_k, self.store.head_dim_v)
+            unpack_into_tail(state, spec)
             self.store.own_pages()
         self._in_tail = max(self._in_tail - count, 0)
         self._count(-count)
@@ -266,15 +285,14 @@ class LowBitLayer(CacheLayerMixin):
         state = self.store.state
         if first and tokens > 1 and mask is None and softcap is None and sinks is None:
             # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
-            _, stored = ops.turn(None, key, self.transform, self.backend)
             out = self.side.prompt(query, key, value, scaling)
-            ops.append(stored, value, mask, state, self.spec, self.backend)
+            ops.append(key, value, mask, state, self.spec, self.backend)
         else:
             # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
             seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
             options = scaling, softcap, sinks, self.backend, seen
             query = self.side.queries(query)
-            out = ops.step(query, key, value, mask, state, self.spec, self.transform, *options)
+            out = ops.step(query, key, value, mask, state, self.spec, *options)
             out = self.side.outputs(out)
         if not torch.compiler.is_compiling():
             self._note_tail(tokens, mask)
@@ -315,18 +333,23 @@ class LowBitLayer(CacheLayerMixin):
         store = self.store
         out = (key_states, value_states)
         if past:
-            keys, values = ops.read(store.state, self.spec, store.head_dim_k, store.head_dim_v, past, self.backend)
-            if self.transform is not None:
-                keys = restored(keys, self.transform)
+            keys, values = self._untransformed(*ops.read(store.state, self.spec, past, self.backend))
             out = (
                 refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
                 refuse_backward(torch.cat([values, value_states], dim=2), value_states),
             )
-        _, keys = ops.turn(None, key_states.detach(), self.transform, self.backend)
-        ops.append(keys, value_states.detach(), None, store.state, self.spec, self.backend)
+        ops.append(key_states.detach(), value_states.detach(), None, store.state, self.spec, self.backend)
         self._note_tail(key_states.shape[2], None)
         self.storing = False
         return out
+
+    def _untransformed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was read back `[B, H, n, D]`, as the model made it."""
+        tensors, spec, heads = self.spec.tensors(self.store.state), self.spec, keys.shape[1]
+        return (
+            spec.key_transform.inverse(keys, tensors["key_transform"], heads),
+            spec.value_transform.inverse(values, tensors["value_transform"], heads),
+        )
 
     # ---- bad input ------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ pages depend on its tokens alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +22,13 @@ import torch
 from .arguments import check_count
 from .formats import Format, parse_format
 from .reading import READINGS, Reading, parse_reading
+from .records import Parameter, Parametrized
 from .transforms import NONE, Transform, parse_transform
 
+#: what of a layer may have parameters, in the order of their records
+ROLES = ("key_transform", "value_transform", "key_format", "value_format")
+#: fields of `LayerState` that no operation writes to
+READ_ONLY = ("page_table", "page_address", "parameters")
 PAGE_SIZES = (32, 64, 128, 256)
 #: growing caches add pages by this many per row
 PAGES_PER_BLOCK = 8
@@ -37,7 +43,7 @@ class LayerSpec:
         sink: first tokens of a row that stay in the model's dtype.
         residual: newest tokens of a row that stay in the model's dtype, at least.
         page_size: tokens of a page.
-        transform: map of keys; what the layer stores, sink and tail included, is transformed keys.
+        key_transform, value_transform: maps of keys and values; what the layer stores, sink and tail included, is mapped.
         reading: what the two streams mean to attention; where it is not `separate`, "key" and "value" in the names of this
             file stand for the first and the second stream.
     """
@@ -47,7 +53,8 @@ class LayerSpec:
     sink: int = 0
     residual: int = 128
     page_size: int = 128
-    transform: Transform = NONE
+    key_transform: Transform = NONE
+    value_transform: Transform = NONE
     reading: Reading = READINGS["separate"]
 
     def __post_init__(self):
@@ -56,31 +63,39 @@ class LayerSpec:
         for name, parse in (
             ("key_format", parse_format),
             ("value_format", parse_format),
-            ("transform", parse_transform),
+            ("key_transform", parse_transform),
+            ("value_transform", parse_transform),
         ):
             _check_registered(name, getattr(self, name), parse)
-        if self.transform != NONE and not self.reading.transforms:
-            raise ValueError(f"transform={self.transform.name!r} is not allowed where a layer caches a latent (MLA)")
+        for role in ("key_transform", "value_transform"):
+            if not (getattr(self, role).identity or self.reading.transforms):
+                raise ValueError(
+                    f"{role}={getattr(self, role).name!r} is not allowed where a layer caches a latent (MLA)"
+                )
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 
     @functools.cached_property
     def key(self) -> str:
         """Text form, for operations that take only tensors, numbers and strings."""
-        parts = (self.key_format, self.value_format, self.sink, self.residual, self.page_size)
-        return "|".join(map(str, (*parts, self.transform, self.reading)))
+        return "|".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
 
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        keys, values, sink, residual, page_size, transform, reading = key.split("|")
+        keys, values, sink, residual, page_size, *transforms, reading = key.split("|")
         formats = parse_format(keys), parse_format(values)
         sizes = int(sink), int(residual), int(page_size)
-        return LayerSpec(*formats, *sizes, parse_transform(transform), parse_reading(reading))
+        of_keys, of_values = map(parse_transform, transforms)
+        return LayerSpec(*formats, *sizes, of_keys, of_values, parse_reading(reading))
 
     @property
     def formats(self) -> tuple[Format, Format]:
         return self.key_format, self.value_format
+
+    @property
+    def untransformed(self) -> bool:
+        return self.key_transform.identity and self.value_transform.identity
 
     @property
     def direct(self) -> bool:
@@ -103,10 +118,72 @@ class LayerSpec:
         return -(-self.paged_after(length - self.sink) // self.page_size)
 
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
-        """Raise `ValueError` where a format or the transform cannot take streams of these widths."""
+        """Raise `ValueError` where a format or a transform cannot take streams of these widths."""
         self.reading.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)
-        if self.reading.transforms:
-            self.transform.matrices(head_dim_k)
+        self.key_transform.validate(head_dim_k)
+        self.value_transform.validate(head_dim_v)
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    def roles(self, head_dim_k: int, head_dim_v: int) -> tuple[tuple[str, Parametrized, int], ...]:
+        """What may have parameters: its role, itself, and the size of its heads. Records stand in this order."""
+        return (
+            ("key_transform", self.key_transform, head_dim_k),
+            ("value_transform", self.value_transform, head_dim_v),
+            ("key_format", self.key_format, head_dim_k),
+            ("value_format", self.value_format, head_dim_v),
+        )
+
+    def parameters(self, head_dim_k: int, head_dim_v: int, num_kv_heads: int) -> tuple[Parameter, ...]:
+        """What calibration supplies for a layer, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
+        return tuple(
+            parameter._replace(name=f"{role}.{parameter.name}")
+            for role, part, head_dim in self.roles(head_dim_k, head_dim_v)
+            for parameter in part.parameters(head_dim, num_kv_heads)
+        )
+
+    def records(
+        self,
+        given: Mapping[str, torch.Tensor],
+        head_dims: tuple[int, int],
+        num_kv_heads: int,
+        local: slice,
+        device: torch.device,
+    ) -> list[torch.Tensor]:
+        """The records of a layer (`LayerState.parameters`) from tensors by full name. Arguments: see `Parametrized.record`.
+
+        Raises:
+            ValueError: a tensor is missing, is not asked for, or has another shape or dtype.
+        """
+        known = [parameter.name for parameter in self.parameters(*head_dims, num_kv_heads)]
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(
+                f"parameters have {unknown[0]!r}, which the layer does not take; allowed: {known or 'none'}"
+            )
+        found = []
+        for role, part, head_dim in self.roles(*head_dims):
+            own = {name.split(".", 1)[1]: tensor for name, tensor in given.items() if name.startswith(f"{role}.")}
+            part.check(own, head_dim, num_kv_heads, f"parameters: {role}.")
+            if (record := part.record(own, head_dim, num_kv_heads, local, device)) is not None:
+                found.append(record)
+        return found
+
+    def tensors(self, state: LayerState) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By role, the tensors that it holds, `[H or 1, ...]` each: what encoding, decoding and transforms get."""
+        found: dict[str, tuple[torch.Tensor, ...]] = dict.fromkeys(ROLES, ())
+        for role, record in self.by_role(state).items():
+            part, head_dim = getattr(self, role), state.head_dims[role.startswith("value")]
+            found[role] = part.tensors(record, head_dim)
+        return found
+
+    def by_role(self, state: LayerState) -> dict[str, torch.Tensor]:
+        """The layer's records, uint8 `[H or 1, bytes]`, of the roles that have one."""
+        if not state.parameters:
+            return {}
+        having = [role for role, part, head_dim in self.roles(*state.head_dims) if part.held(head_dim, 1)]
+        return dict(zip(having, state.parameters, strict=True))
+
+    # ---- sizes ----------------------------------------------------------------------------------------------------
 
     def part_bytes(self, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of the key part and of the value part of one page of one KV head."""
@@ -161,6 +238,22 @@ class LayerState(NamedTuple):
     """int32 `[B, H]`: tokens stored, sink counted, padding not"""
     paged: torch.Tensor
     """int32 `[B, H]`: how many of them stand in pages"""
+    parameters: list[torch.Tensor]
+    """records, uint8 `[H or 1, bytes]`, one for each role that has parameters, in the order of `ROLES`; read only"""
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of keys and of values."""
+        return self.sink_k.shape[-1], self.sink_v.shape[-1]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in order."""
+        return [x for field in self for x in (field if isinstance(field, (list, tuple)) else (field,))]
+
+    def rows(self, rows: slice) -> LayerState:
+        """The state of some of the rows."""
+        chosen = {name: getattr(self, name)[rows] for name in self._fields if name not in ("pool", "parameters")}
+        return self._replace(**chosen)
 
 
 class PagedStore:
@@ -168,11 +261,23 @@ class PagedStore:
 
     Args:
         capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
+        parameters: the layer's records, see `LayerState`.
     """
 
     # A store made inside `torch.inference_mode()` must still be writable outside it, hence the decorators.
     @torch.inference_mode(False)
-    def __init__(self, spec, batch_size, num_heads, head_dim_k, head_dim_v, dtype, device, capacity=None):
+    def __init__(
+        self,
+        spec,
+        batch_size,
+        num_heads,
+        head_dim_k,
+        head_dim_v,
+        dtype,
+        device,
+        capacity=None,
+        parameters: Sequence[torch.Tensor] = (),
+    ):
         self.spec, self.capacity = spec, capacity
         self.batch_size, self.num_heads = batch_size, num_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
@@ -194,6 +299,7 @@ class PagedStore:
             tail_v=window(spec.tail_size, head_dim_v),
             length=counters(),
             paged=counters(),
+            parameters=list(parameters),
         )
         self._add_pages(1 if capacity is None else max(spec.pages_for(capacity), 1))
         if capacity is not None:
@@ -257,12 +363,8 @@ class PagedStore:
             self.state = state._replace(page_address=address)
 
     def _mark_static(self) -> None:
-        for tensor in self._tensors():
+        for tensor in self.state.tensors():
             torch._dynamo.mark_static_address(tensor)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        state = self.state
-        return [*state.pool, *(tensor for tensor in state if isinstance(tensor, torch.Tensor))]
 
     def __setstate__(self, attributes):
         # a copy lies at other addresses: both copy.deepcopy and pickle come by here
@@ -360,10 +462,11 @@ class PagedStore:
     # ---- counting -------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `unused` (capacity without tokens,
-        tables and counters). Shared pages count once. Reads lengths from the device."""
+        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity without
+        tokens, tables and counters). Shared pages count once. Reads lengths from the device."""
         state, spec = self.state, self.spec
-        total = sum(tensor.nbytes for tensor in self._tensors())
+        total = sum(tensor.nbytes for tensor in state.tensors())
+        parameters = sum(record.nbytes for record in state.parameters)
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
         pages = torch.unique(state.page_table[used]).numel() * self.num_heads
         head_dims = (self.head_dim_k, self.head_dim_v)
@@ -373,7 +476,8 @@ class PagedStore:
         length, paged = state.length[:, 0], state.paged[:, 0]
         window = int((length - paged).sum()) * self.num_heads * sum(head_dims) * self.dtype.itemsize
         packed = pages * self.page_bytes
-        return {"codes": codes, "metadata": packed - codes, "window": window, "unused": total - packed - window}
+        found = {"codes": codes, "metadata": packed - codes, "window": window, "parameters": parameters}
+        return found | {"unused": total - sum(found.values())}
 
 
 def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:

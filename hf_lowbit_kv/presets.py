@@ -37,7 +37,7 @@ class Preset:
     def spec(self) -> LayerSpec:
         formats = parse_format(self.key_format), parse_format(self.value_format)
         how = parse_transform(self.transform), parse_reading(self.reading or "separate")
-        return LayerSpec(*formats, self.sink, self.residual, transform=how[0], reading=how[1])
+        return LayerSpec(*formats, self.sink, self.residual, key_transform=how[0], reading=how[1])
 
 
 _PLAIN = {

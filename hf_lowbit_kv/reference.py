@@ -1,18 +1,23 @@
 """The definition of every result, in plain PyTorch: attention over a layer's state, and storing new tokens in it.
 
+Queries, keys and values come in as the model made them; a layer's transforms are applied here (`transformed`, `restored`).
+
 Kernels are tested against this file. It runs on any device, computes in float32, and never holds more than a slab of the
 history unpacked. It may read lengths back from the device, which kernels must not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from .formats import Format
+from .formats.base import Tensors
 from .pages import LayerSpec, LayerState, read_pages
-from .transforms import Map, turned
+from .transforms import Transform
 
 #: tokens of history unpacked at a time
 SLAB_TOKENS = 4096
@@ -65,12 +70,61 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Queries `[B, Hq, S, head_dim]` (or `None`) and keys `[B, H, S, head_dim]` of a chunk, transformed."""
-    queries = None if q is None else turned(q, how.query_scale, how.rotated)
-    return queries, turned(k, how.key_scale, how.rotated)
+def transformed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A chunk's queries `[B, Hq, S, D]` (or `None`), keys and values `[B, H, S, D]` as they meet what is stored."""
+    return transformed_by(transform, q, k, v, state, spec)
 
 
+def transform(
+    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Tensors
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Keys or values `x` `[B, H, S, D]`, transformed, and queries `[B, Hq, S, D]` (or `None`) with the counterpart."""
+    return None if q is None else how.counterpart(q, tensors, x.shape[1]), how.forward(x, tensors)
+
+
+def transformed_by(
+    launched: Callable, q, k, v, state: LayerState, spec: LayerSpec, keys: bool = True
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """`transformed`, where `launched` (as `transform`) applies what kernels can (`Transform.fused`). keys: whether to transform
+    queries and keys, too."""
+    if spec.untransformed:
+        return q, k, v
+    tensors = spec.tensors(state)
+    if keys and not spec.key_transform.identity:
+        by = transform if spec.key_transform.fused is None else launched
+        q, k = by(q, k, spec.key_transform, tensors["key_transform"])
+    if not spec.value_transform.identity:
+        by = transform if spec.value_transform.fused is None else launched
+        _, v = by(None, v, spec.value_transform, tensors["value_transform"])
+    return q, k, v
+
+
+def restored(out: torch.Tensor, state: LayerState, spec: LayerSpec) -> torch.Tensor:
+    """An output `[B, S, Hq, D]` over values as they are stored, as the model wants it."""
+    if spec.value_transform.identity:
+        return out
+    tensors, heads = spec.tensors(state)["value_transform"], state.length.shape[1]
+    return spec.value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
+
+
+def with_transforms(transformed: Callable) -> Callable[[Callable], Callable]:
+    """Makes `attend` of a function that takes queries, keys and values as they meet what is stored. transformed: a function
+    such as the one of that name here."""
+
+    def decorate(attend: Callable) -> Callable:
+        @functools.wraps(attend)
+        def raw(q, k, v, mask, state: LayerState, spec: LayerSpec, *options, **named) -> torch.Tensor:
+            q, k, v = transformed(q, k, v, state, spec)
+            return restored(attend(q, k, v, mask, state, spec, *options, **named), state, spec)
+
+        return raw
+
+    return decorate
+
+
+@with_transforms(transformed)
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,7 +154,7 @@ def attend(
     for start in range(0, q.shape[2], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[2])
         softmax = _Softmax(q[:, :, start:stop], k.shape[1], scaling, softcap)
-        for first, second, valid in history(state, spec, k.shape[-1], v.shape[-1]):
+        for first, second, valid in history(state, spec):
             softmax.add(*spec.reading.join(first, second), valid)
         position = torch.arange(stop, device=q.device)
         valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
@@ -111,27 +165,9 @@ def attend(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    how: Map,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`turn`, then `attend`; returns what `attend` does, and the chunk's transformed keys, which are to be stored."""
-    queries, keys = turned(q, how.query_scale, how.rotated), turned(k, how.key_scale, how.rotated)
-    return attend(queries, keys, v, mask, state, spec, scaling, softcap, sinks, seen), keys
-
-
-def history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> Iterator[tuple]:
+def history(state: LayerState, spec: LayerSpec) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
-    length, paged, dtype = state.length[:, :1], state.paged[:, :1], state.sink_k.dtype
+    length, paged = state.length[:, :1], state.paged[:, :1]
     device = length.device
     if spec.sink:
         yield state.sink_k, state.sink_v, torch.arange(spec.sink, device=device) < length
@@ -139,22 +175,21 @@ def history(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int
     slab = max(SLAB_TOKENS // spec.page_size, 1)
     for first in range(0, pages, slab):
         last = min(first + slab, pages)
-        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), spec, head_dim_k, head_dim_v, dtype)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), state, spec)
         position = torch.arange(first * spec.page_size, last * spec.page_size, device=device)
         yield k, v, position < paged
     if spec.tail_size:
         yield state.tail_k, state.tail_v, tail_index(state, spec) >= paged
 
 
-def _unpack(pages: torch.Tensor, spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype):
+def _unpack(pages: torch.Tensor, state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
-    split = spec.part_bytes(head_dim_k, head_dim_v, dtype)
-    parts = pages.transpose(1, 2).split(split, dim=-1)
-    decoded = (
-        fmt.decode(part, head_dim, spec.page_size, dtype).flatten(2, 3)
-        for fmt, part, head_dim in zip(spec.formats, parts, (head_dim_k, head_dim_v), strict=True)
-    )
-    return tuple(decoded)
+    (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
+    keys, values = pages.split(spec.part_bytes(dim_k, dim_v, dtype), dim=-1)
+    tensors = spec.tensors(state)
+    keys = spec.key_format.decode(keys, dim_k, size, dtype, tensors["key_format"])
+    values = spec.value_format.decode(values, dim_v, size, dtype, tensors["value_format"])
+    return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
 
 def tail_index(state: LayerState, spec: LayerSpec) -> torch.Tensor:
@@ -175,6 +210,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
 
     Tokens for which a row has no room left are dropped.
     """
+    _, k, v = transformed(None, k, v, state, spec)
     room = max_length(spec, state.page_table.shape[1])
     for row in range(k.shape[0]):
         keys, values = k[row], v[row]
@@ -210,26 +246,29 @@ def _store_row(keys, values, row: int, tokens: int, paged: int, state: LayerStat
 def _pack_row(keys, values, row: int, start: int, stop: int, state: LayerState, spec: LayerSpec) -> None:
     """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
     size, dtype = spec.page_size, state.sink_k.dtype
-    split = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype)
+    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), spec.tensors(state)
+    parameters = tensors["key_format"], tensors["value_format"]
     for page in range(start // size, -(-stop // size)):
         low, high = max(page * size, start), min((page + 1) * size, stop)
         target = _page(state, int(state.page_table[row, page]))
-        for fmt, x, part in zip(spec.formats, (keys, values), target.split(split, dim=-1), strict=True):
-            _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype)
+        for fmt, x, part, own in zip(
+            spec.formats, (keys, values), target.split(split, dim=-1), parameters, strict=True
+        ):
+            _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype, own)
 
 
 def _write_tokens(
-    fmt: Format, x: torch.Tensor, at: int, part: torch.Tensor, page_size: int, dtype: torch.dtype
+    fmt: Format, x: torch.Tensor, at: int, part: torch.Tensor, page_size: int, dtype: torch.dtype, parameters: Tensors
 ) -> None:
     """Encode `x` `[H, n, D]` as tokens `at` and up of a page; fewer than a page only where the format allows it."""
     heads, count, head_dim = x.shape
     if count == page_size:
-        part.copy_(fmt.encode(x, dtype))
+        part.copy_(fmt.encode(x, dtype, parameters))
         return
     assert fmt.tokenwise
     page = x.new_zeros(heads, page_size, head_dim)
     page[:, at : at + count] = x
-    new, old = (fmt.split(bytes_, head_dim, page_size, dtype) for bytes_ in (fmt.encode(page, dtype), part))
+    new, old = (fmt.split(bytes_, head_dim, page_size, dtype) for bytes_ in (fmt.encode(page, dtype, parameters), part))
     fmt.merge_tokens(old, new, at, count)
 
 
@@ -242,14 +281,14 @@ def _page(state: LayerState, page_id: int) -> torch.Tensor:
     raise IndexError(f"page_id={page_id} is beyond the pool")
 
 
-def read(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int):
-    """The stored tokens in order, unpacked: keys and values `[B, H, max_length, D]` in the model's dtype; zeros behind a
-    row's end. For other attention implementations, and for tests."""
+def read(state: LayerState, spec: LayerSpec, max_length: int):
+    """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in the
+    model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
     length, dtype = state.length[:, :1], state.sink_k.dtype
     batch, heads = state.length.shape
     position = torch.arange(max_length, device=length.device)
     pages = -(-int(state.paged.max()) // spec.page_size)
-    k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), spec, head_dim_k, head_dim_v, dtype)
+    k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), state, spec)
     out = []
     for paged, sink, tail in ((k, state.sink_k, state.tail_k), (v, state.sink_v, state.tail_v)):
         dense = torch.cat([sink, paged.to(dtype), tail], dim=2)
@@ -284,7 +323,7 @@ def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks:
     return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
 
 
-def unpack_into_tail(state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int) -> None:
+def unpack_into_tail(state: LayerState, spec: LayerSpec) -> None:
     """After `length` was lowered: where a row's end lies inside packed pages, drop the pages behind it and read the
     tokens of its last, now partial page back into the tail."""
     size = spec.page_size
@@ -297,7 +336,7 @@ def unpack_into_tail(state: LayerState, spec: LayerSpec, head_dim_k: int, head_d
         if end == start:
             continue
         pages = read_pages(state.pool, state.page_table[row : row + 1, start // size : start // size + 1])
-        k, v = _unpack(pages, spec, head_dim_k, head_dim_v, state.sink_k.dtype)
+        k, v = _unpack(pages, state, spec)
         slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
         state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
         state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)

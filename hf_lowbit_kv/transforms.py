@@ -1,83 +1,106 @@
-"""Key transforms: invertible linear maps of keys, with their counterpart on queries, so that every q.k stays what it was.
+"""Transforms: invertible linear maps of keys and of values, per KV head, with or without parameters.
 
-A cache stores transformed keys (sink, pages and tail alike), and queries are transformed where a step begins, so nothing
-passes over the history. A rotation spreads the few large channels of a key over all of them, which few bits store better.
+A layer stores transformed tokens (sink, pages and tail alike), so nothing passes over the history. With `M` for the map:
 
-    k' = (k * scale) H      q' = (q / scale) H      q' . k' = q . k      with H orthonormal
+    keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
+    values    v' = v M      the output is mapped back, o = o' M^-1
 
-`turned` defines k' and q' to the last bit, in float32, for packed bytes depend on them; kernels reproduce it.
+A rotation spreads a few large channels over all of them, which few bits store better. Factors even channels out. Transforms
+are put together with `+`: "smooth+hadamard" divides by factors first, then rotates.
+
+`Hadamard` and factors are defined to the last bit, in float32, because packed bytes depend on them; kernels reproduce them.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .records import Parameter, Parametrized
 
-class Matrices(NamedTuple):
-    """A transform for one layer: `[head_dim, head_dim]`, multiplied from the right."""
-
-    keys: torch.Tensor
-    queries: torch.Tensor
-    inverse: torch.Tensor
-    """of `keys`: what is stored -> keys"""
+#: tensors of `Transform.held`, in that order; `[H or 1, ...]` each
+Tensors = Sequence[torch.Tensor]
 
 
-class Map(NamedTuple):
-    """A transform for one layer, as `turned` and kernels take it, on its device; float32."""
+class Fused(NamedTuple):
+    """A transform that kernels apply where they read: factors of channels, then the Hadamard rotation, then factors; any of
+    the three may be missing, and one of the two factors is."""
 
-    key_scale: torch.Tensor | None
-    """factors `[head_dim]`, or `None`"""
-    query_scale: torch.Tensor | None
+    before: bool
     rotated: bool
-    inverse: torch.Tensor | None = None
-    """`Matrices.inverse`; what `turned` does not need"""
+    after: bool
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there are factors. They are the first two tensors that the transform holds, float32 `[H or 1, head_dim]`:
+        those of keys (or values), and those of queries."""
+        return self.before or self.after
 
 
-class Transform(ABC):
-    """Factors of channels, then a rotation, or one of the two. Instances are immutable, hashable, and named by `name`.
+class Transform(Parametrized, ABC):
+    """A map of the channels of each head. Instances are immutable, hashable, and named by `name`.
 
-    One without parameters is a subclass with a line in `TRANSFORMS`. One with parameters (calibrated smoothing) holds those
-    of a layer and names them, for a `LayerSpec`, which carries the transform, belongs to one layer.
+    A subclass maps float32 tensors `[B, H, n, head_dim]`. `forward`, `counterpart` and `inverse` round once, to the model's
+    dtype. A new transform is a subclass with a line in `TRANSFORMS`.
     """
-
-    #: whether the orthonormal Hadamard matrix is multiplied with
-    rotated: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def name(self) -> str:
         """Canonical name, understood by `parse_transform`."""
 
-    def scale(self, head_dim: int) -> torch.Tensor | None:
-        """Factors of the key's channels, float64 `[head_dim]`, none of them 0; `None`: no factors."""
+    @property
+    def identity(self) -> bool:
+        """Whether it changes nothing, so that nothing is launched for it."""
+        return False
+
+    @property
+    def fused(self) -> Fused | None:
+        """How kernels apply it where they read; `None`: PyTorch applies it, before and after."""
         return None
 
-    def matrices(self, head_dim: int) -> Matrices:
-        """The map for heads of that size, in float64 on the CPU. Raises `ValueError` where there is none."""
-        scale = self.scale(head_dim)
-        scale = torch.ones(head_dim, dtype=torch.float64) if scale is None else scale
-        turn = torch.eye(head_dim, dtype=torch.float64)
-        if self.rotated:
-            turn = hadamard(head_dim) * head_dim**-0.5
-        return Matrices(scale[:, None] * turn, turn / scale[:, None], turn.T / scale)
+    @abstractmethod
+    def map(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Keys or values, float32, mapped."""
 
-    def on(self, head_dim: int, device: torch.device | str) -> Map | None:
-        """The map on `device`; `None`: nothing is to be done."""
-        scale, inverse = self.scale(head_dim), self.matrices(head_dim).inverse
-        if scale is None and not self.rotated:
-            return None
-        inverse = inverse.to(device, torch.float32)
-        if scale is None:
-            return Map(None, None, self.rotated, inverse)
-        return Map(scale.to(device, torch.float32), (1 / scale).to(device, torch.float32), self.rotated, inverse)
+    @abstractmethod
+    def map_queries(self, q: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Queries, float32, with the counterpart of `map`."""
+
+    @abstractmethod
+    def unmap(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """The inverse of `map`, float32."""
+
+    def validate(self, head_dim: int) -> None:
+        """Raise `ValueError` where heads of that size cannot be mapped."""
+
+    # What follows is the same for every transform.
+
+    def forward(self, x: torch.Tensor, tensors: Tensors = ()) -> torch.Tensor:
+        """Keys or values `[B, H, n, head_dim]`, as they are stored, in the dtype of `x`."""
+        return x if self.identity else self.map(x.float(), tensors).to(x.dtype)
+
+    def counterpart(self, q: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
+        """Queries `[B, Hq, n, head_dim]`, as they meet stored keys, in the dtype of `q`."""
+        return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
+
+    def inverse(self, x: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
+        """What is stored, or an output `[B, Hq, n, head_dim]`, mapped back, in the dtype of `x`."""
+        return x if self.identity else _by_kv_head(x, num_kv_heads, lambda x: self.unmap(x, tensors))
 
     def __str__(self) -> str:
         return self.name
+
+
+def _by_kv_head(x: torch.Tensor, num_kv_heads: int, work) -> torch.Tensor:
+    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head stand in one axis with the tokens."""
+    grouped = x.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    return work(grouped).reshape(x.shape).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,66 +111,228 @@ class Identity(Transform):
     def name(self) -> str:
         return "none"
 
+    @property
+    def identity(self) -> bool:
+        return True
+
+    @property
+    def fused(self) -> Fused:
+        return Fused(False, False, False)
+
+    def map(self, x, tensors):
+        return x
+
+    map_queries = unmap = map
+
 
 @dataclass(frozen=True)
 class Hadamard(Transform):
     """Rotation by an orthonormal Hadamard matrix of order head_dim: 64, 128, 256 after Sylvester, 80 = 20 x 4 and 96 = 12 x 8
     with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)"""
 
-    rotated: ClassVar[bool] = True
-
     @property
     def name(self) -> str:
         return "hadamard"
 
+    @property
+    def fused(self) -> Fused:
+        return Fused(False, True, False)
 
-#: every transform that a name alone defines
-TRANSFORMS: dict[str, Transform] = {transform.name: transform for transform in (Identity(), Hadamard())}
+    def validate(self, head_dim: int) -> None:
+        base_order(head_dim)
+
+    def map(self, x, tensors):
+        return rotated(x)
+
+    map_queries = map
+
+    def unmap(self, x, tensors):
+        return x @ _inverse_rotation(x.shape[-1], x.device)
+
+
+@dataclass(frozen=True)
+class Smooth(Transform):
+    """Each channel divided by a factor of its KV head; queries are multiplied by it. (VecInfer, section 3.1; SmoothQuant.)
+
+    Parameter: `factors`, float32 `[H, head_dim]`, none of them 0.
+    """
+
+    @property
+    def name(self) -> str:
+        return "smooth"
+
+    @property
+    def fused(self) -> Fused:
+        return Fused(True, False, False)
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return (Parameter("factors", (num_kv_heads, head_dim), torch.float32),)
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        return tuple(Parameter(name, (num_kv_heads, head_dim), torch.float32) for name in ("keys", "queries"))
+
+    def prepare(self, given):
+        return 1 / given[0], given[0]
+
+    def map(self, x, tensors):
+        return x * tensors[0].unsqueeze(-2)
+
+    def map_queries(self, q, tensors):
+        return q * tensors[1].unsqueeze(-2)
+
+    unmap = map_queries
+
+
+@dataclass(frozen=True)
+class Matrix(Transform):
+    """A full matrix per KV head, multiplied from the right; queries get its inverse, transposed. Calibrated rotations are such.
+
+    Its sums are those of the device's matrix product, so packed bytes may differ between devices.
+
+    Parameter: `matrix`, float32 `[H, head_dim, head_dim]`, invertible.
+    """
+
+    @property
+    def name(self) -> str:
+        return "matrix"
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return (Parameter("matrix", (num_kv_heads, head_dim, head_dim), torch.float32),)
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        shape = (num_kv_heads, head_dim, head_dim)
+        return tuple(Parameter(name, shape, torch.float32) for name in ("matrix", "inverse"))
+
+    def prepare(self, given):
+        return given[0], torch.linalg.inv(given[0].double()).float()
+
+    def map(self, x, tensors):
+        return x @ tensors[0]
+
+    def map_queries(self, q, tensors):
+        return q @ tensors[1].transpose(-1, -2)
+
+    def unmap(self, x, tensors):
+        return x @ tensors[1]
+
+
+@dataclass(frozen=True)
+class Chain(Transform):
+    """Transforms one after the other, e.g. `"smooth+hadamard"`. Parameters carry the names of their transforms; each
+    transform stands in a chain once."""
+
+    stages: tuple[Transform, ...]
+
+    def __post_init__(self):
+        names = [stage.name for stage in self.stages]
+        if len(names) < 2 or len(set(names)) < len(names) or any(stage.identity for stage in self.stages):
+            raise ValueError(f"transform={self.name!r} is not allowed; a chain is two or more different transforms")
+
+    @property
+    def name(self) -> str:
+        return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def fused(self) -> Fused | None:
+        found = [stage.fused for stage in self.stages]
+        if None in found or len(found) > 2 or {fused.rotated for fused in found if fused} != {False, True}:
+            return None
+        first_rotates = found[0].rotated  # type: ignore[union-attr]
+        return Fused(not first_rotates, True, first_rotates)
+
+    def validate(self, head_dim: int) -> None:
+        for stage in self.stages:
+            stage.validate(head_dim)
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return tuple(p for stage in self.stages for p in stage.parameters(head_dim, num_kv_heads))
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        return tuple(
+            held._replace(name=f"{stage.name}.{held.name}")
+            for stage in self.stages
+            for held in stage.held(head_dim, num_kv_heads)
+        )
+
+    def prepare(self, given):
+        found: list[torch.Tensor] = []
+        given = list(given)
+        for stage in self.stages:
+            count = len(stage.parameters(64, 1))
+            found += stage.prepare(given[:count])
+            del given[:count]
+        return found
+
+    def _with_tensors(self, tensors: Tensors) -> list[tuple[Transform, Tensors]]:
+        found, first = [], 0
+        for stage in self.stages:
+            count = len(stage.held(64, 1))
+            found.append((stage, tensors[first : first + count]))
+            first += count
+        return found
+
+    def map(self, x, tensors):
+        for stage, own in self._with_tensors(tensors):
+            x = stage.map(x, own)
+        return x
+
+    def map_queries(self, q, tensors):
+        for stage, own in self._with_tensors(tensors):
+            q = stage.map_queries(q, own)
+        return q
+
+    def unmap(self, x, tensors):
+        for stage, own in reversed(self._with_tensors(tensors)):
+            x = stage.unmap(x, own)
+        return x
+
+
+#: every transform that is not a chain; a new one adds a line
+TRANSFORMS: dict[str, Transform] = {t.name: t for t in (Identity(), Hadamard(), Smooth(), Matrix())}
 NONE = TRANSFORMS["none"]
 
 
 def parse_transform(transform: str | Transform | None) -> Transform:
-    """The transform of that name; `None` is `"none"`, and a `Transform` is returned as it is."""
+    """The transform of that name, or a chain of them; `None` is `"none"`, and a `Transform` is returned as it is."""
     if isinstance(transform, Transform):
         return transform
     name = "none" if transform is None else transform
-    if not isinstance(name, str) or name not in TRANSFORMS:
-        raise ValueError(f"transform={transform!r} is not known; allowed: {tuple(TRANSFORMS)}")
-    return TRANSFORMS[name]
+    stages = name.split("+") if isinstance(name, str) else []
+    if not stages or any(stage not in TRANSFORMS for stage in stages):
+        raise ValueError(
+            f"transform={transform!r} is not known; allowed: {tuple(TRANSFORMS)}, and several joined by '+'"
+        )
+    found = tuple(TRANSFORMS[stage] for stage in stages)
+    return found[0] if len(found) == 1 else Chain(found)
 
 
-def turned(x: torch.Tensor, scale: torch.Tensor | None, rotated: bool) -> torch.Tensor:
-    """Keys or queries `[..., head_dim]`, transformed: in float32, every sum in a fixed order, rounded once to the dtype of `x`.
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The Hadamard rotation of `[..., head_dim]`, float32, every sum in a fixed order.
 
-    The rotation, for head_dim = blocks * base: sums over the `base` channels of a block with the matrix of that order, from the
-    first channel to the last; then a butterfly over blocks, neighbours first; then the factor head_dim**-0.5.
+    For head_dim = blocks * base: sums over the `base` channels of a block with the matrix of that order, from the first channel
+    to the last; then a butterfly over blocks, neighbours first; then the factor head_dim**-0.5.
     """
-    y = x.float()
-    if scale is not None:
-        y = y * scale
-    if rotated:
-        head_dim, base = x.shape[-1], base_order(x.shape[-1])
-        y = y.unflatten(-1, (-1, base))
-        if base > 1:
-            matrix = hadamard(base).to(x.device, torch.float32)
-            total = y[..., :1] * matrix[0]
-            for i in range(1, base):
-                total = total + y[..., i : i + 1] * matrix[i]
-            y = total
-        step = 1
-        while step < head_dim // base:
-            pairs = y.unflatten(-2, (-1, 2, step))
-            low, high = pairs.unbind(-3)
-            y = torch.stack([low + high, low - high], -3).flatten(-4, -2)
-            step *= 2
-        y = y.flatten(-2) * head_dim**-0.5
-    return y.to(x.dtype)
+    head_dim, base = x.shape[-1], base_order(x.shape[-1])
+    y = x.unflatten(-1, (-1, base))
+    if base > 1:
+        matrix = hadamard(base).to(x.device, torch.float32)
+        total = y[..., :1] * matrix[0]
+        for i in range(1, base):
+            total = total + y[..., i : i + 1] * matrix[i]
+        y = total
+    step = 1
+    while step < head_dim // base:
+        pairs = y.unflatten(-2, (-1, 2, step))
+        low, high = pairs.unbind(-3)
+        y = torch.stack([low + high, low - high], -3).flatten(-4, -2)
+        step *= 2
+    return y.flatten(-2) * head_dim**-0.5
 
 
-def restored(x: torch.Tensor, turn: Map) -> torch.Tensor:
-    """Stored keys `[..., head_dim]` -> keys, in the dtype of `x`."""
-    assert turn.inverse is not None
-    return (x.float() @ turn.inverse).to(x.dtype)
+@functools.cache
+def _inverse_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
+    """float32 `[head_dim, head_dim]`."""
+    return (hadamard(head_dim).T * head_dim**-0.5).to(device, torch.float32)
 
 
 def base_order(order: int) -> int:

@@ -45,6 +45,7 @@ class Case:
     """"keys" or "values": their scales are drawn over twelve orders of magnitude, of each token where the format has such, else
     of each channel; queries weigh them so that all count"""
     transform: str | None = None
+    value_transform: str | None = None
 
     def __str__(self) -> str:
         shown = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
@@ -54,7 +55,8 @@ class Case:
     @property
     def spec(self) -> LayerSpec:
         formats = parse_format(self.keys), parse_format(self.values)
-        return LayerSpec(*formats, self.sink, self.residual, self.page_size, parse_transform(self.transform))
+        transforms = parse_transform(self.transform), parse_transform(self.value_transform)
+        return LayerSpec(*formats, self.sink, self.residual, self.page_size, *transforms)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -136,13 +138,26 @@ def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.
 
 
 def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
-    store = PagedStore(case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity)
+    geometry = case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity
+    store = PagedStore(*geometry, parameters=parameters_for(case, device))
     if case.capacity is None:
         store.reserve(min(case.lengths))  # rows' pages lie in several blocks
         store.reserve(max(case.lengths) + case.tokens)
     if poison:
         poison_state(store.state)
     return store
+
+
+def parameters_for(case: Case, device: str) -> list[torch.Tensor]:
+    """Records of random parameters, always the same ones; each differs from head to head."""
+    gen, given = torch.Generator().manual_seed(7), {}
+    for name, shape, dtype in case.spec.parameters(*case.dims, case.heads):
+        x = torch.randn(shape, generator=gen)
+        if name.endswith("matrix"):
+            x = torch.linalg.qr(x)[0] + 0.1 * torch.eye(shape[-1])
+        given[name] = (x if name.endswith("matrix") else x.abs() + 0.5).to(dtype)
+    local = slice(0, case.heads)
+    return case.spec.records(given, case.dims, case.heads, local, torch.device(device))
 
 
 def poison_state(state: LayerState) -> None:
@@ -216,7 +231,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
 def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values `[B, H, n, D]` that the step attends to, stored ones dequantized; which, bool `[B, 1, S, n]`."""
     total = max(case.lengths)
-    keys, values = reference.read(state, case.spec, *case.dims, total)
+    keys, values = reference.read(state, case.spec, total)
     tokens = case.tokens
     valid = torch.arange(total)[None, None, :] < state.length[:, :1, None].cpu()
     valid = valid.expand(-1, tokens, -1)
@@ -311,24 +326,20 @@ def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
 
 def separate_step(module, case: Case, step: Step, state: LayerState) -> torch.Tensor:
     """The output; attention and storing one after the other. `module`: `reference`, or one with the same functions."""
-    how = case.spec.transform.on(case.head_dim, step.q.device)
     inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    if how is None:
-        out, keys = module.attend(*inputs, *options), step.k
-    else:
-        out, keys = module.attend_turned(*inputs, how, *options)
-    module.append(keys, step.v, step.mask, state, case.spec)
+    out = module.attend(*inputs, *options)
+    module.append(step.k, step.v, step.mask, state, case.spec)
     return out
 
 
 def fused_step(launch, case: Case, step: Step, state: LayerState) -> torch.Tensor:
     """The output; both at once, and really so (unless tokens go straight into pages)."""
-    how, before = case.spec.transform.on(case.head_dim, step.q.device), dict(launch.launches)
+    before = dict(launch.launches)
     inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    out = launch.attend_and_append(*inputs, how, *options)
+    out = launch.step(*inputs, *options)
     launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
     assert launched.pop("attend_kernel") == 1
-    assert not launched.pop("turn_kernel", 0) or how is not None
+    assert not launched.pop("transform_kernel", 0) or case.transform or case.value_transform
     assert launched.pop("append_one_kernel", 0) == int(case.spec.direct)
     assert not any(launched.values()), f"not in one launch: {launched}"
     return out
@@ -351,10 +362,8 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
         expected = real_queries(separate_step(launch, case, step, twin.state), step)
         error = relative_error(real_queries(out, step), expected) if expected.numel() else 0.0
         assert error < 1e-3, f"step {i}: {error}"
-    how = case.spec.transform.on(case.head_dim, "cpu")
     for step in inputs:
-        keys = step.k if how is None else reference.turn(None, step.k, how)[1]
-        reference.append(keys, step.v, step.mask, ref.state, case.spec)
+        reference.append(step.k, step.v, step.mask, ref.state, case.spec)
     assert_same_state(ref.state, dev.state)
     assert_same_state(ref.state, twin.state)
     counters = launch._counters_for(dev.state, 1)

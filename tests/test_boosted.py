@@ -145,7 +145,7 @@ def test_kitty_cache():
     model, _ = tiny_models("llama")
     cache = lb.KittyCache(model, boost=0.25, score="variance", bits_v=4, transform="hadamard")
     assert (cache.spec.key_format.name, cache.spec.value_format.name) == ("boosted2-r0.25-variance", "int4-token")
-    assert (cache.spec.sink, cache.spec.residual, str(cache.spec.transform)) == (32, 128, "hadamard")
+    assert (cache.spec.sink, cache.spec.residual, str(cache.spec.key_transform)) == (32, 128, "hadamard")
     assert lb.KittyCache(model).spec == lb.from_preset("kitty", model).spec == lb.get_preset("kitty").spec()
     assert lb.KittyCache(model, 0.25).spec == lb.from_preset("kitty", model, boost=0.25).spec
     assert lb.from_preset("kitty", model, score="range").spec.key_format.name == "boosted2-r0.125-range"

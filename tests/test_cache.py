@@ -32,7 +32,7 @@ def _history(cache, layer=0):
 
     store = cache.packed_layers[layer].store
     lengths = store.state.length[:, 0].tolist()
-    keys, _ = read(store.state, store.spec, store.head_dim_k, store.head_dim_v, max(lengths))
+    keys, _ = read(store.state, store.spec, max(lengths))
     return [keys[row, :, :length] for row, length in enumerate(lengths)]
 
 
@@ -270,7 +270,7 @@ def test_bytes_and_bits(model):
     assert cache.bits_per_value == 0
     _prefill(model, cache, ids)
     nbytes = cache.nbytes
-    assert nbytes == nbytes.codes + nbytes.metadata + nbytes.window + nbytes.unused + nbytes.host
+    assert nbytes == nbytes.codes + nbytes.metadata + nbytes.window + nbytes.unused + nbytes.transformers
     # two layers, keys and values of two heads of 64 channels: five pages of 32 tokens at 2 bits, 40 tokens in float32
     assert nbytes.codes == 2 * 2 * 2 * 160 * 64 * 2 // 8
     assert nbytes.window == 2 * 2 * 2 * 40 * 64 * 4
@@ -360,7 +360,7 @@ def test_rows_chosen_and_repeated(family):
 def test_bytes_of_recurrent_layers():
     model, _ = tiny_models("qwen3_next")
     cache = lb.from_preset("dense", model)
-    assert cache.nbytes.host == 0
+    assert cache.nbytes.transformers == 0
     with torch.no_grad():
         model(left_padded(2, 40)[0], past_key_values=cache)
     config = model.config
@@ -370,4 +370,4 @@ def test_bytes_of_recurrent_layers():
     )
     convolution = (2 * keys + values) * config.linear_conv_kernel_dim
     recurrent = values * config.linear_key_head_dim
-    assert cache.nbytes.host == 2 * 4 * (convolution + recurrent)
+    assert cache.nbytes.transformers == 2 * 4 * (convolution + recurrent)

@@ -52,11 +52,8 @@ CASES = [
 
 
 def attention(case: Case, step, state, module):
-    how = case.spec.transform.on(case.head_dim, "cpu")
     inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    if how is None:
-        return module.attend(*inputs, *options)
-    return module.attend_turned(*inputs, how, *options)[0]
+    return module.attend(*inputs, *options)
 
 
 def check(case: Case) -> None:
@@ -64,12 +61,12 @@ def check(case: Case) -> None:
     store, other = filled(case, gen, "cpu")
     step = random_step(case, gen)
     wide = step.float()
-    before = [x.clone() for x in (*other.state.pool, *other.state[1:])]
+    before = [x.clone() for x in other.state.tensors()]
     exact = attention(case, wide, store.state, reference)
     out = attention(case, step, other.state, cpu)
     assert (out.dtype, out.shape) == (case.dtype, exact.shape)
     assert out.isfinite().all()
-    for old, new in zip(before, (*other.state.pool, *other.state[1:]), strict=True):
+    for old, new in zip(before, other.state.tensors(), strict=True):
         assert torch.equal(old.nan_to_num(), new.nan_to_num()), "attend changed the state"
     if case.dtype == FLOAT:  # padded queries too: what they see is defined
         assert relative_error(out, exact) < 3e-6

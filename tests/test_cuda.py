@@ -24,6 +24,7 @@ from kernel_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, Case, filled, g
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.transforms import Fused
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -223,16 +224,16 @@ def test_graph(options, launch, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", kernels._turned_cases(), ids=str)
-def test_attend_turned(case, launch):
-    kernels.check_attend_turned(fragment(case))
+@pytest.mark.parametrize("case", kernels._transformed_cases(), ids=str)
+def test_attend_transformed(case, launch):
+    kernels.check_attend_transformed(fragment(case))
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] != torch.float32], ids=str)
-def test_turn(options, launch):
-    kernels.check_turn(*options)
+@pytest.mark.parametrize("options", [x for x in kernels.TRANSFORMS if x[1] != torch.float32], ids=str)
+def test_transform(options, launch):
+    kernels.check_transform(*options)
 
 
 @pytest.mark.gpu
@@ -402,7 +403,7 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     monkeypatch.setenv(compile_module.disk.VARIABLE, str(tmp_path))
     case = fragment(case)
     choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
-    options = choice, True, 1, True, True
+    options = choice, True, 1, True, Fused(before=True, rotated=True, after=False)
     assert geometry.can_store(case.spec, *case.dims, choice)
     try:
         for fused in (False, True):

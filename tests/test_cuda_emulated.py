@@ -176,11 +176,13 @@ def test_counters_stay_where_they_are(launch):
         Case(**KITTY, **PAGES, lengths=(700, 1, 290), transform="hadamard"),
         Case(head_dim=96, groups=3, tokens=5, padded=True, lengths=(300, 1, 90), transform="hadamard"),
         Case(head_dim=80, tokens=10, heads=1, dtype=torch.bfloat16, transform="hadamard"),
+        Case(head_dim=80, groups=2, transform="smooth+hadamard", value_transform="matrix"),
+        Case(groups=2, transform="hadamard+smooth", value_transform="hadamard"),
     ],
     ids=str,
 )
-def test_attend_turned(case):
-    kernels.check_attend_turned(fragment(case))
+def test_attend_transformed(case):
+    kernels.check_attend_transformed(fragment(case))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,6 @@ def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
         check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
 
 
-@pytest.mark.parametrize("options", [x for x in kernels.TURNS if x[1] == torch.float16 and x[2]], ids=str)
-def test_turn(options):
-    kernels.check_turn(*options)
+@pytest.mark.parametrize("options", [x for x in kernels.TRANSFORMS if x[1] == torch.float16], ids=str)
+def test_transform(options):
+    kernels.check_transform(*options)

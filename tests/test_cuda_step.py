@@ -75,13 +75,12 @@ class Replayed:
         return self.out.clone()
 
     def _capture(self, launch, case, step, state):
-        how = case.spec.transform.on(case.head_dim, "cuda")
         self.here = here = step.to("cpu").to("cuda")
 
         def run():
-            return launch.attend_and_append(here.q, here.k, here.v, None, state, case.spec, how, here.scaling)
+            return launch.step(here.q, here.k, here.v, None, state, case.spec, here.scaling)
 
-        tensors = [*state.pool, *state[1:]]
+        tensors = state.tensors()
         before = [x.clone() for x in tensors]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, ti
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.transforms import Transform
+from hf_lowbit_kv.transforms import Hadamard
 
 pytestmark = pytest.mark.host
 
@@ -83,13 +83,13 @@ def test_formats_and_transforms_that_are_not_registered(model):
     class Inherited(lb.Affine):
         pass
 
-    class Smooth(Transform):
-        name = "smooth"
+    class Other(Hadamard):
+        name = "other"
 
     for options, message in (
         ({"key_format": Renamed(4, "channel")}, "key_format=.* is not registered under its name 'mine'"),
         ({"value_format": Inherited(4, "token")}, "value_format=.* is not registered under its name 'int4-token'"),
-        ({"transform": Smooth()}, "transform=.* is not registered under its name 'smooth'"),
+        ({"transform": Other()}, "transform=.* is not registered under its name 'other'"),
     ):
         with pytest.raises(ValueError, match=message):
             lb.LowBitCache(model, **options)

@@ -43,7 +43,7 @@ from kernel_cases import (
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import HEAD_DIMS
-from hf_lowbit_kv.transforms import Map
+from hf_lowbit_kv.transforms import parse_transform
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -82,7 +82,7 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     step = random_step(case, gen)
     if case.heavy_sink is not None:
         put_heavy_sink(step, (ref, dev), case)
-    before = [x.clone() for x in (*dev.state.pool, *dev.state[1:])]
+    before = [x.clone() for x in dev.state.tensors()]
     wide, here = step.float(), step.to(DEVICE)
     exact = reference.attend(
         wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks
@@ -93,7 +93,7 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     assert out.dtype == case.dtype
     assert out.shape == exact.shape
     assert out.isfinite().all()
-    for old, new in zip(before, (*dev.state.pool, *dev.state[1:]), strict=True):
+    for old, new in zip(before, dev.state.tensors(), strict=True):
         assert torch.equal(old.nan_to_num(), new.nan_to_num()), "attend changed the state"
     if case.outliers or case.spread is not None:  # scores are beyond what the plain computation can represent
         off = (out.cpu().double() - exact.double()).abs()
@@ -166,8 +166,8 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         launch.append(k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE), dev.state, case.spec)
         assert_same_state(ref.state, dev.state)
     for a, b in zip(
-        reference.read(ref.state, case.spec, *case.dims, length + 3),
-        launch.read(dev.state, case.spec, *case.dims, length + 3),
+        reference.read(ref.state, case.spec, length + 3),
+        launch.read(dev.state, case.spec, length + 3),
         strict=True,
     ):
         assert torch.equal(a, b.cpu())
@@ -256,55 +256,60 @@ def test_small_store(case, chunks):
 
 
 #: head size, dtype, rotated, with factors of channels
-TURNS = [
-    (head_dim, dtype, *kind)
+#: head size, dtype, transform: what kernels apply by themselves
+TRANSFORMS = [
+    (head_dim, dtype, name)
     for head_dim in HEAD_DIMS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    for kind in ((True, False), (True, True), (False, True))
+    for name in ("hadamard", "smooth", "smooth+hadamard", "hadamard+smooth")
 ]
 
 
-def check_turn(head_dim, dtype, rotated, scaled):
-    """Every bit, of queries and keys and of keys alone, in whatever order their axes lie."""
-    scale = torch.rand(head_dim) + 0.1
-    how = Map(*(scale, 1 / scale) if scaled else (None, None), rotated)
-    here = Map(*(None if x is None else x.to(DEVICE) for x in how[:2]), rotated)
-    q = torch.randn(2, 3, 6, head_dim).to(dtype).transpose(1, 2)
-    k = (torch.randn(2, 2, 3, head_dim) * 100).to(dtype)
-    expected, before = reference.turn(q, k, how), launch.launches.get("turn_kernel", 0)
-    found = launch.turn(q.to(DEVICE), k.to(DEVICE), here)
-    assert launch.launches["turn_kernel"] == before + 1
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.cpu(), b)
-    queries, keys = launch.turn(None, k.to(DEVICE), here)
-    assert queries is None
-    assert torch.equal(keys.cpu(), expected[1])
+def check_transform(head_dim, dtype, name):
+    """Every bit, of queries and keys and of keys alone, in whatever order their axes lie; factors by head and shared."""
+    how = parse_transform(name)
+    for heads in (2, 1):
+        given = {"factors": torch.rand(heads, head_dim) + 0.1} if "smooth" in name else {}
+        tensors = here = ()
+        if given:
+            record = how.record(given, head_dim, 2, slice(0, 2), torch.device("cpu"))
+            tensors, here = how.tensors(record, head_dim), how.tensors(record.to(DEVICE), head_dim)
+        q = torch.randn(2, 3, 6, head_dim).to(dtype).transpose(1, 2)
+        k = (torch.randn(2, 2, 3, head_dim) * 100).to(dtype)
+        expected = reference.transform(q, k, how, tensors)
+        before = launch.launches.get("transform_kernel", 0)
+        found = launch.transform(q.to(DEVICE), k.to(DEVICE), how, here)
+        assert launch.launches["transform_kernel"] == before + 1
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+        queries, keys = launch.transform(None, k.to(DEVICE), how, here)
+        assert queries is None
+        assert torch.equal(keys.cpu(), expected[1])
 
 
-def check_attend_turned(case: Case, seed: int = SEED) -> None:
-    """Keys to the last bit; the output against the exact transform in float32."""
+def check_attend_transformed(case: Case, seed: int = SEED) -> None:
+    """The output against the exact transform in float32."""
     gen = generator(case, seed)
     ref, dev = filled(case, gen, DEVICE)
-    step, (how, how_here) = random_step(case, gen), (case.spec.transform.on(case.head_dim, x) for x in ("cpu", DEVICE))
+    step = random_step(case, gen)
     wide, here = step.float(), step.to(DEVICE)
     options = step.scaling, case.softcap
-    inputs = wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, how
-    exact, _ = reference.attend_turned(*inputs, *options, step.sinks)
+    exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, *options, step.sinks)
     torch.use_deterministic_algorithms(True)  # what is allocated holds NaN at first
     try:
-        inputs = here.q, here.k, here.v, here.mask, dev.state, case.spec, how_here
-        out, keys = launch.attend_turned(*inputs, *options, here.sinks)
+        out = launch.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, *options, here.sinks)
     finally:
         torch.use_deterministic_algorithms(False)
-    turned = dataclasses.replace(step, **dict(zip("qk", reference.turn(step.q, step.k, how), strict=True)))
-    assert torch.equal(keys.cpu().nan_to_num(), turned.k.nan_to_num())
+    inputs = reference.transformed(step.q, step.k, step.v, ref.state, case.spec)
+    transformed = dataclasses.replace(step, **dict(zip("qkv", inputs, strict=True)))
+    near = reference.restored(plain(transformed, ref.state, case), ref.state, case.spec)
     error = relative_error(real_queries(out, step), real_queries(exact, step))
-    error_plain = relative_error(real_queries(plain(turned, ref.state, case), step), real_queries(exact, step))
+    error_plain = relative_error(real_queries(near, step), real_queries(exact, step))
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
     assert error <= 2 * error_plain + 1e-6
 
 
-def _turned_cases() -> list[Case]:
+def _transformed_cases() -> list[Case]:
     """Few query rows and many, one block of the window for the chunk and several, padding, every head size."""
     cases = []
     for i, head_dim in enumerate(HEAD_DIMS):
@@ -312,33 +317,44 @@ def _turned_cases() -> list[Case]:
             keys = ("int4-channel", "boosted2-r0.125", "dense")[(i + j) % 3]
             options = {"keys": keys, "groups": groups, "tokens": tokens, "padded": tokens > 1, "lengths": (700, 1, 290)}
             cases.append(Case(head_dim=head_dim, dtype=(torch.float16, torch.bfloat16)[(i + j) % 2], **options))
-    return [dataclasses.replace(case, transform="hadamard") for case in cases]
+    names = ("hadamard", "smooth+hadamard", "hadamard+smooth", "smooth", "matrix")
+    both = [dataclasses.replace(cases[i], transform=name, value_transform=names[-i]) for i, name in enumerate(names)]
+    return [dataclasses.replace(case, transform="hadamard") for case in cases] + both
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", _turned_cases(), ids=str)
-def test_attend_turned(case):
-    check_attend_turned(case)
+@pytest.mark.parametrize("case", _transformed_cases(), ids=str)
+def test_attend_transformed(case):
+    check_attend_transformed(case)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("head_dim", [64, 96])
-def test_small_attend_turned(head_dim):
-    check_attend_turned(Case(head_dim=head_dim, heads=1, tokens=3, padded=True, transform="hadamard"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 64, "transform": "hadamard"},
+        {"head_dim": 96, "transform": "hadamard"},
+        {"head_dim": 64, "transform": "smooth+hadamard", "value_transform": "matrix"},
+        {"head_dim": 64, "transform": "matrix", "value_transform": "hadamard"},
+    ],
+    ids=str,
+)
+def test_small_attend_transformed(options):
+    check_attend_transformed(Case(heads=2, tokens=3, padded=True, **options))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("options", [x for x in TURNS if x[1] != torch.bfloat16], ids=str)
-def test_small_turn(options):
-    check_turn(*options)
+@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] != torch.bfloat16 and x[0] != 256], ids=str)
+def test_small_transform(options):
+    check_transform(*options)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("options", TURNS, ids=str)
-def test_turn(options):
-    check_turn(*options)
+@pytest.mark.parametrize("options", TRANSFORMS, ids=str)
+def test_transform(options):
+    check_transform(*options)
 
 
 POINTERS = {
@@ -396,9 +412,10 @@ def test_compiles(case, monkeypatch):
     launch.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
     launch.append(step.k, step.v, step.mask, store.state, case.spec)
     for backend in ("triton", "cuda"):
-        launch.read(store.state, ops.storage_spec(case.spec, backend), *case.dims, 50)
-    launch.turn(step.q, step.k, Map(None, None, True))
-    launch.turn(None, step.k[..., :48], Map(torch.ones(48), torch.ones(48), True))
+        launch.read(store.state, ops.storage_spec(case.spec, backend), 50)
+    launch.transform(step.q, step.k, parse_transform("hadamard"), ())
+    factors = torch.ones(case.heads, 48)
+    launch.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))
 
 
 #: few enough for the interpreter
@@ -467,15 +484,10 @@ def test_graph(options):
     ref, dev = filled(case, gen, DEVICE)
     step = random_step(case, gen)
     here = step.to(DEVICE)
-    how, how_here = (case.spec.transform.on(case.head_dim, device) for device in ("cpu", DEVICE))
 
     def run():
-        inputs = here.q, here.k, here.v, None, dev.state, case.spec
-        if how is None:
-            out, k = launch.attend(*inputs, here.scaling), here.k
-        else:
-            out, k = launch.attend_turned(*inputs, how_here, here.scaling)
-        launch.append(k, here.v, None, dev.state, case.spec)
+        out = launch.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
+        launch.append(here.k, here.v, None, dev.state, case.spec)
         return out
 
     stream = torch.cuda.Stream()
@@ -492,11 +504,7 @@ def test_graph(options):
         for name in ("q", "k", "v"):
             getattr(here, name).copy_(getattr(step, name))
         graph.replay()
-        inputs = step.q, step.k, step.v, None, ref.state, case.spec
-        if how is None:
-            exact, k = reference.attend(*inputs, step.scaling), step.k
-        else:
-            exact, k = reference.attend_turned(*inputs, how, step.scaling)
+        exact = reference.attend(step.q, step.k, step.v, None, ref.state, case.spec, step.scaling)
         assert relative_error(out, exact) < 2e-3
-        reference.append(k, step.v, None, ref.state, case.spec)
+        reference.append(step.k, step.v, None, ref.state, case.spec)
     assert_same_state(ref.state, dev.state)

@@ -32,11 +32,11 @@ class Sign(formats.Format):
     def arrays(self, head_dim, page_size, dtype):
         return [("codes", torch.uint8, (page_size, head_dim // 8)), ("scale", torch.float16, (page_size, 1))]
 
-    def encode_arrays(self, x):
+    def encode_arrays(self, x, parameters=()):
         bits = (x > 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
         return {"codes": bits.sum(-1, dtype=torch.uint8), "scale": x.float().abs().mean(-1, keepdim=True).half()}
 
-    def decode_arrays(self, arrays, head_dim):
+    def decode_arrays(self, arrays, head_dim, parameters=()):
         bits = (arrays["codes"].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
         return (bits.flatten(-2).float() * 2 - 1) * arrays["scale"].float()
 

@@ -51,7 +51,7 @@ def _row(store, row=0):
     length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
     full = paged // spec.page_size
     pages = read_pages(state.pool, state.page_table[row, :full])
-    k, v = read(state, spec, HEAD_DIM, HEAD_DIM, length)
+    k, v = read(state, spec, length)
     return {"length": length, "paged": paged, "pages": pages, "k": k[row], "v": v[row]}
 
 
@@ -124,7 +124,7 @@ def test_padding_is_dropped_wherever_it_stands(formats, residual):
 def test_nothing_is_packed_twice(monkeypatch):
     encoded = []
     encode = Affine.encode
-    monkeypatch.setattr(Affine, "encode", lambda self, x, dtype=None: encoded.append(x.shape) or encode(self, x, dtype))
+    monkeypatch.setattr(Affine, "encode", lambda self, x, *args: encoded.append(x.shape) or encode(self, x, *args))
     store = _store(_spec(("int2-channel", "int2-token")))
     k, v = _tokens(1, 500)
     _append(store, k[:, :, :130], v[:, :, :130])
@@ -224,8 +224,7 @@ def test_bytes_add_up(formats):
     store = _store(spec, batch=2)
     _append(store, *_tokens(2, 400))
     nbytes = store.nbytes()
-    allocated = sum(block.untyped_storage().nbytes() for block in store.state.pool)
-    allocated += sum(tensor.untyped_storage().nbytes() for tensor in store.state[1:])
+    allocated = sum(tensor.untyped_storage().nbytes() for tensor in store.state.tensors())
     assert sum(nbytes.values()) == allocated
     bits = 8 * (nbytes["codes"] + nbytes["metadata"] + nbytes["window"]) / (2 * 400 * HEADS * HEAD_DIM * 2)
     assert bits == pytest.approx(spec.bits_per_value(400, HEAD_DIM))

@@ -1,4 +1,4 @@
-"""Key transforms: invertible, q.k as it was, applied once, and undone wherever keys come out again."""
+"""Transforms: invertible, q.k as it was, applied once, and undone wherever keys come out again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from cases import FORMATS, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import HEAD_DIMS
 from hf_lowbit_kv.pages import LayerSpec
 from hf_lowbit_kv.reference import read
-from hf_lowbit_kv.transforms import TRANSFORMS, Transform, hadamard, restored, turned
+from hf_lowbit_kv.transforms import hadamard, rotated
 
 PAGES = {"page_size": 32, "residual": 32}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -37,56 +36,106 @@ def test_no_hadamard_matrix(order):
         hadamard(order)
 
 
-class Smooth(Transform):
-    """Factors of channels and a rotation: what a calibrated transform will be made of."""
-
-    name = "smooth"
-    rotated = True
-
-    def scale(self, head_dim):
-        return torch.linspace(0.5, 2, head_dim, dtype=torch.float64)
+NAMES = ["none", "hadamard", "smooth", "matrix", "smooth+hadamard", "hadamard+smooth", "matrix+hadamard+smooth"]
 
 
-def keys_of(x, turn):
-    return turned(x, turn.key_scale, turn.rotated)
+def parameters_of(transform, head_dim, heads=2):
+    """Random ones by name, and the tensors that a layer holds of them."""
+    given = {}
+    for name, shape, dtype in transform.parameters(head_dim, heads):
+        given[name] = (
+            torch.rand(shape, dtype=dtype) + 0.5 if name == "factors" else torch.linalg.qr(torch.randn(shape))[0] * 2
+        )
+    record = transform.record(given, head_dim, heads, slice(0, heads), torch.device("cpu"))
+    return given, () if record is None else transform.tensors(record, head_dim)
+
+
+def exact_map(transform, given, head_dim, heads=2):
+    """The map as matrices float64 `[heads, head_dim, head_dim]`, from its definition."""
+    found = torch.eye(head_dim, dtype=torch.float64).repeat(heads, 1, 1)
+    for name in transform.name.split("+"):
+        if name == "hadamard":
+            found = found @ hadamard(head_dim) * head_dim**-0.5
+        elif name == "smooth":
+            found = found / given["factors"].double()[:, None, :]
+        elif name == "matrix":
+            found = found @ given["matrix"].double()
+    return found
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("transform", [*TRANSFORMS.values(), Smooth()], ids=str)
-def test_products_of_queries_and_keys_stay(transform, head_dim):
-    exact = transform.matrices(head_dim)
-    identity = torch.eye(head_dim, dtype=torch.float64)
-    assert torch.allclose(exact.keys @ exact.inverse, identity, atol=1e-12)
-    assert torch.allclose(exact.keys @ exact.queries.T, identity, atol=1e-12)
-    found = transform.on(head_dim, "cpu")
-    if found is None:
-        assert transform.name == "none"
+@pytest.mark.parametrize("name", NAMES)
+def test_products_of_queries_and_keys_stay(name, head_dim):
+    """By KV head, with the queries of two heads for each."""
+    transform = lb.parse_transform(name)
+    given, tensors = parameters_of(transform, head_dim)
+    q, k = torch.randn(2, 4, 5, head_dim), torch.randn(2, 2, 50, head_dim)
+    keys, queries = transform.forward(k, tensors), transform.counterpart(q, tensors, 2)
+    want = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)
+    got = queries.double() @ keys.double().repeat_interleave(2, 1).transpose(-1, -2)
+    assert torch.allclose(got, want, atol=2e-5 * head_dim**0.5)
+    assert torch.allclose(keys.double(), k.double() @ exact_map(transform, given, head_dim), atol=1e-4)
+    assert torch.allclose(transform.inverse(keys, tensors, 2), k, atol=1e-4)
+    if "matrix" not in name:
+        for dtype in (torch.float16, torch.bfloat16):  # rounded once
+            half = k.to(dtype)
+            assert torch.equal(transform.forward(half, tensors), transform.forward(half.float(), tensors).to(dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_kernels_apply_is_what_is_defined(name):
+    """`Fused` in its own words: factors, the rotation, factors, as float32 rounds them."""
+    transform = lb.parse_transform(name)
+    _, tensors = parameters_of(transform, 64)
+    if (fused := transform.fused) is None:
+        assert "matrix" in name
         return
-    q, k = torch.randn(2, 2, 3, 50, head_dim)
-    scores = q @ k.transpose(-1, -2)
-    queries, keys = reference.turn(q, k, found)
-    assert torch.allclose(queries @ keys.transpose(-1, -2), scores, atol=2e-5 * head_dim**0.5)
-    assert torch.allclose(keys.double(), k.double() @ exact.keys, atol=1e-5)
-    assert torch.allclose(queries.double(), q.double() @ exact.queries, atol=1e-5)
-    assert torch.allclose(restored(keys, found), k, atol=1e-5)
-    for dtype in (torch.float16, torch.bfloat16):  # rounded once
-        half = k.to(dtype)
-        assert torch.equal(keys_of(half, found), keys_of(half.float(), found).to(dtype))
+    x = torch.randn(1, 2, 9, 64)
+    want = x
+    if fused.before:
+        want = want * tensors[0][:, None]
+    if fused.rotated:
+        want = rotated(want)
+    if fused.after:
+        want = want * tensors[0][:, None]
+    assert torch.equal(transform.forward(x, tensors), want)
+
+
+def test_parameters_of_all_heads_are_shared():
+    transform = lb.parse_transform("smooth")
+    one = {"factors": torch.rand(1, 64) + 1}
+    record = transform.record(one, 64, 8, slice(2, 4), torch.device("cpu"))
+    assert record.shape == (1, 2 * 64 * 4)
+    assert torch.equal(transform.tensors(record, 64)[1], one["factors"])
+
+
+def test_only_the_heads_of_this_process_are_held():
+    factors = torch.rand(8, 64) + 1
+    transform = lb.parse_transform("hadamard+smooth")
+    record = transform.record({"factors": factors}, 64, 8, slice(2, 4), torch.device("cpu"))
+    assert torch.equal(transform.tensors(record, 64)[1], factors[2:4])
+
+
+@pytest.mark.parametrize("name", ["smooth+smooth", "none+hadamard", "hadamard+", "+", "smooth+hadamart"])
+def test_chains_that_are_none(name):
+    with pytest.raises(ValueError, match=r"transform='.*' is not (known|allowed)"):
+        lb.parse_transform(name)
 
 
 def test_hadamard_spreads_outliers():
-    turn = lb.parse_transform("hadamard").on(128, "cpu")
-    x = torch.zeros(1, 128)
-    x[0, 17] = 100.0
-    assert torch.allclose(keys_of(x, turn).abs(), torch.full((1, 128), 100 / 128**0.5))
+    x = torch.zeros(1, 1, 1, 128)
+    x[..., 17] = 100.0
+    assert torch.allclose(lb.parse_transform("hadamard").forward(x).abs(), torch.full((1, 128), 100 / 128**0.5))
 
 
 def test_specs_carry_it():
     spec = lb.get_preset("kitty-hadamard").spec()
-    assert str(spec.transform) == "hadamard"
+    assert str(spec.key_transform) == "hadamard"
     assert LayerSpec.parse(spec.key) == spec
-    assert LayerSpec.parse(lb.get_preset("kitty").spec().key).transform == lb.parse_transform(None)
-    with pytest.raises(ValueError, match=r"transform='hadamart' is not known; allowed: \('none', 'hadamard'\)"):
+    assert LayerSpec.parse(lb.get_preset("kitty").spec().key).key_transform == lb.parse_transform(None)
+    with pytest.raises(
+        ValueError, match=r"transform='hadamart' is not known; allowed: \('none', 'hadamard', 'smooth', 'matrix'\)"
+    ):
         lb.from_preset("kivi-2", tiny_config("llama"), transform="hadamart")
 
 
@@ -111,7 +160,7 @@ def test_dense_pages_give_the_tokens_without_it(family, options):
 
 def _stored_keys(cache, length):
     store = cache.packed_layers[0].store
-    return read(store.state, store.spec, store.head_dim_k, store.head_dim_v, length)[0]
+    return read(store.state, store.spec, length)[0]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
@@ -124,17 +173,17 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
         for cache in caches:
             ours(ids, past_key_values=cache)
     plain, stored = (_stored_keys(cache, 120) for cache in caches)
-    turn = lb.parse_transform("hadamard").on(64, "cpu")
+    turned = lb.parse_transform("hadamard").forward
     window = [
         *range(4),
         *range(100, 120),
     ]  # what is not packed, exactly; keys of the first layer do not depend on the cache
-    assert torch.equal(stored[:, :, window], keys_of(plain, turn)[:, :, window])
+    assert torch.equal(stored[:, :, window], turned(plain)[:, :, window])
     fmt = caches[1].spec.key_format
     exact = lb.LowBitCache(ours, "dense", "dense", sink=4, **PAGES)
     with torch.no_grad():
         ours(ids, past_key_values=exact)
-    page = keys_of(_stored_keys(exact, 120), turn)[:, :, 4:36]
+    page = turned(_stored_keys(exact, 120))[:, :, 4:36]
     want = fmt.decode(fmt.encode(page), 64, 32, torch.float32)
     assert torch.equal(stored[:, :, 4:36], want)
 
@@ -176,7 +225,7 @@ def test_crop_is_exact_within_the_residual(llama, preset, max_cache_len):
 def test_dense_layers_are_left_alone(llama):
     ours, _ = llama
     cache = lb.from_preset("kitty-hadamard", ours, dense_layers=[1])
-    assert [str(layer.spec.transform) for layer in cache.packed_layers] == ["hadamard", "none"]
+    assert [str(layer.spec.key_transform) for layer in cache.packed_layers] == ["hadamard", "none"]
 
 
 def test_it_is_shown(llama):
@@ -188,10 +237,10 @@ def test_it_is_shown(llama):
 
 def test_rotation_lowers_the_error_of_keys_with_outliers():
     """Channels of very different size, 2 bits a token: each channel's share of the range is what rotation evens out."""
-    x = torch.randn(4, 128, 128)
+    x = torch.randn(4, 1, 128, 128)
     x[..., ::17] *= 20
     fmt = lb.parse_format("int2-token")
-    turn = lb.parse_transform("hadamard").on(128, "cpu")
+    turn = lb.parse_transform("hadamard")
     plain = fmt.decode(fmt.encode(x), 128, 128, x.dtype)
-    packed = fmt.decode(fmt.encode(keys_of(x, turn)), 128, 128, x.dtype)
-    assert (restored(packed, turn) - x).norm() < 0.7 * (plain - x).norm()
+    packed = fmt.decode(fmt.encode(turn.forward(x)), 128, 128, x.dtype)
+    assert (turn.inverse(packed) - x).norm() < 0.7 * (plain - x).norm()

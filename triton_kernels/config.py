@@ -15,7 +15,7 @@ MERGE_CHANNELS = 32
 #: warps of a program that stores one token, and packs a page when it is due
 APPEND_WARPS = 4
 #: tokens, of keys and queries, that a program transforms: one a warp
-TURN_ROWS = 4
+TRANSFORM_ROWS = 4
 #: multiprocessors assumed where the device cannot be asked (interpreter)
 DEFAULT_PROCESSORS = 132
 

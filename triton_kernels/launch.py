@@ -1,4 +1,4 @@
-"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+"""Entry points: `attend`, `step`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
 
 Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 """
@@ -6,6 +6,7 @@ Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ import triton
 from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
 from ..reference import max_length as row_capacity
-from ..transforms import Map, base_order, hadamard
+from ..reference import restored, transformed_by
+from ..transforms import Transform, base_order, hadamard
 from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
@@ -29,14 +31,14 @@ from .config import (
     MERGE_CHANNELS,
     MERGE_SPLITS,
     TAIL_SHARE,
-    TURN_ROWS,
+    TRANSFORM_ROWS,
     attend_config,
     processors,
     split_count,
 )
 from .read import read as read
 from .registry import kernels
-from .turn import turn_kernel
+from .transform import transform_kernel
 
 
 class _Sides(NamedTuple):
@@ -97,35 +99,48 @@ def _signs(base: int, device: torch.device) -> torch.Tensor:
     return hadamard(base).to(device, torch.float32)
 
 
-def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`reference.turn`: q `[B, Hq, S, D]` or `None`, and k `[B, H, S, D]`, in one launch."""
-    (batch, heads, tokens, head_dim), q_heads = k.shape, 0 if q is None else q.shape[1]
-    keys = k.new_empty(k.shape)
+def transform(
+    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`how`, as far as kernels apply it (`Transform.fused`), in one launch: queries `[B, Hq, S, D]` (or `None`) with its
+    counterpart, and keys or values `x` `[B, H, S, D]`. tensors: those it holds."""
+    (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
+    out = x.new_empty(x.shape)
     queries = None if q is None else q.new_empty(q.shape)
     rows = batch * (q_heads + heads) * tokens
     if rows == 0:
-        return queries, keys
-    base = base_order(head_dim) if how.rotated else 1
-    scaled = how.key_scale is not None
+        return queries, out
+    fused = how.fused
+    assert fused is not None
+    base = base_order(head_dim) if fused.rotated else 1
+    scales = (tensors[1], tensors[0]) if fused.scaled else (x, x)
     _launch(
-        turn_kernel,
-        (triton.cdiv(rows, TURN_ROWS),),
-        *(k if q is None else q, k, keys if queries is None else queries, keys),
-        *((how.query_scale, how.key_scale) if scaled else (k, k)),
-        *(_signs(base, k.device), *(k if q is None else q).stride(), *k.stride(), q_heads, heads, tokens, rows),
-        device=k.device,
+        transform_kernel,
+        (triton.cdiv(rows, TRANSFORM_ROWS),),
+        *(x if q is None else q, x, out if queries is None else queries, out, *scales),
+        *(_signs(base, x.device), *(x if q is None else q).stride(), *x.stride(), q_heads, heads, tokens, rows),
+        tensors[0].stride(0) if fused.scaled and tensors[0].shape[0] > 1 else 0,
+        device=x.device,
         D=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
-        ROWS=TURN_ROWS,
+        ROWS=TRANSFORM_ROWS,
         BASE=base,
         BLOCKS_LOG2=(head_dim // base).bit_length() - 1,
         NORM=head_dim**-0.5,
-        HAS_SCALE=scaled,
-        ROTATED=how.rotated,
-        PTX=_takes_ptx(k.device),
-        num_warps=TURN_ROWS,
+        BEFORE=fused.before,
+        ROTATED=fused.rotated,
+        AFTER=fused.after,
+        PTX=_takes_ptx(x.device),
+        num_warps=TRANSFORM_ROWS,
     )
-    return queries, keys
+    return queries, out
+
+
+def transformed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """`reference.transformed`: one launch for queries and keys, one for values; PyTorch applies what kernels do not."""
+    return transformed_by(transform, q, k, v, state, spec)
 
 
 def attend(
@@ -141,6 +156,38 @@ def attend(
     seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
+    q, k, v = transformed(q, k, v, state, spec)
+    return restored(_attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), state, spec)
+
+
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.step`: `attend`, then `append`, of tokens transformed once. The attend kernel is not launched ahead of the end
+    of the transform's (`_chained`): that slowed it (docs/kernels.md)."""
+    q, k, v = transformed(q, k, v, state, spec)
+    out = _attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+    _append(k, v, mask, state, spec)
+    return restored(out, state, spec)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+    _, k, v = transformed(None, k, v, state, spec)
+    _append(k, v, mask, state, spec)
+
+
+def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen) -> torch.Tensor:
+    """`attend` of queries, keys and values as they meet what is stored."""
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
@@ -221,27 +268,8 @@ def attend(
     return out
 
 
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    how: Map,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attend_turned`, in two launches. The second one is not launched ahead of the end of the first (`_chained`):
-    that slowed it (docs/kernels.md)."""
-    q, k = turn(q, k, how)
-    return attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k
-
-
-def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
+    """`append` of keys and values as they are stored."""
     batch, heads, tokens, _ = k.shape
     if tokens == 0:
         return

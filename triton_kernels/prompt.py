@@ -191,7 +191,7 @@ def attend(
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
-        group = LayerState(state.pool, *(tensor[rows] for tensor in state[1:]))
+        group = state.rows(rows)
         chunk = Chunk(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)

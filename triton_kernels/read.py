@@ -193,14 +193,12 @@ def unpack(
         )
 
 
-def read(
-    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
     batch, heads = state.length.shape
     outs = tuple(
         torch.zeros(batch, heads, max_length, head_dim, dtype=state.sink_k.dtype, device=state.length.device)
-        for head_dim in (head_dim_k, head_dim_v)
+        for head_dim in state.head_dims
     )
     if max_length:
         unpack(state, spec, (outs[0], outs[1]), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from .affine import Affine
-from .base import HEAD_DIMS, Field, Format
+from .base import HEAD_DIMS, Field, Format, Parameter
 from .boosted import Boosted
 from .dense import Dense
 from .fp8 import Fp8
@@ -30,4 +30,4 @@ def parse_format(format: str | Format) -> Format:
     return format if isinstance(format, Format) else _parse(format)
 
 
-__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "Fp8", "parse_format"]
+__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "Fp8", "Parameter", "parse_format"]

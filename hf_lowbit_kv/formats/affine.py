@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 
 from . import fragment
-from .base import Format
+from .base import Format, Tensors
 
 BITS = (2, 4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -120,7 +120,7 @@ class Affine(Format):
         page_size, head_dim = x.shape[-2:]
         return x.unflatten(-1, (groups[1], head_dim // groups[1])).unflatten(-3, (groups[0], page_size // groups[0]))
 
-    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         page_size, head_dim = x.shape[-2:]
         x = self._grouped(x.float(), self.groups(head_dim, page_size))
         low, high = x.amin((-3, -1), keepdim=True), x.amax((-3, -1), keepdim=True)
@@ -128,7 +128,7 @@ class Affine(Format):
         words = self._pack(codes.flatten(-4, -3).flatten(-2, -1))
         return {"codes": words, "scale": scale[..., 0, :, 0], "zero": zero[..., 0, :, 0]}
 
-    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         scale, zero = arrays["scale"].float(), arrays["zero"].float()
         codes = self._unpack(arrays["codes"], head_dim).float()
         grouped = self._grouped(codes, (scale.shape[-2], scale.shape[-1]))

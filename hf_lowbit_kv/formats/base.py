@@ -5,35 +5,28 @@ A format knows nothing of models, caches or attention. The PyTorch code here *de
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
+from ..records import FIELD_ALIGNMENT as FIELD_ALIGNMENT
+from ..records import Field as Field
+from ..records import Parameter as Parameter
+from ..records import Parametrized, place, size, views
+
 #: head sizes the kernels are specialised for
 HEAD_DIMS = (64, 80, 96, 128, 256)
-#: every field of a page starts at a multiple of this many bytes, so that kernels may load 16 bytes a lane
-FIELD_ALIGNMENT = 16
+#: tensors of `Format.held`, in that order; `[H or 1, ...]` each
+Tensors = Sequence[torch.Tensor]
 
 
-class Field(NamedTuple):
-    """One array inside a page: `shape` elements of `dtype`, contiguous, starting at byte `offset` of the page."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Format(ABC):
+class Format(Parametrized, ABC):
     """How one page of one KV head is encoded. Instances are immutable, hashable, and named by `name`.
 
-    Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`.
+    Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`. One with parameters of a
+    layer (a codebook) lists them in `parameters`, and gets the tensors when it encodes and decodes.
     """
 
     #: layouts this format can be stored in; the first is the default
@@ -65,12 +58,12 @@ class Format(ABC):
         """Name, dtype and shape of each array of a page, in order; arrays of codes first, metadata after."""
 
     @abstractmethod
-    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Tokens `[..., page_size, head_dim]` (any float dtype) -> arrays `[..., *shape]`."""
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
+        """Tokens `[..., H, page_size, head_dim]` (any float dtype) -> arrays `[..., H, *shape]`."""
 
     @abstractmethod
-    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
-        """Arrays -> tokens `[..., page_size, head_dim]`, float32 (or the stored dtype where nothing was rounded)."""
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
+        """Arrays -> tokens `[..., H, page_size, head_dim]`, float32 (or the stored dtype where nothing was rounded)."""
 
     def validate(self, head_dim: int, page_size: int) -> None:
         """Raise `ValueError` where this format cannot store pages of this geometry."""
@@ -90,17 +83,11 @@ class Format(ABC):
 
     def fields(self, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays with their byte offsets inside the page."""
-        fields, offset = [], 0
-        for name, array_dtype, shape in self.arrays(head_dim, page_size, dtype):
-            field = Field(name, array_dtype, shape, offset)
-            fields.append(field)
-            offset += -(-field.nbytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        return tuple(fields)
+        return place(self.arrays(head_dim, page_size, dtype))
 
     def page_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page of one KV head."""
-        last = self.fields(head_dim, page_size, dtype)[-1]
-        return last.offset + -(-last.nbytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+        return size(self.fields(head_dim, page_size, dtype))
 
     def code_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page that hold codes (the rest is metadata: scales, zero points, maps)."""
@@ -113,25 +100,24 @@ class Format(ABC):
     def split(self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Bytes `[..., page_bytes]` (uint8, last axis contiguous) -> typed views `[..., *shape]`; writing to a view
         writes to the page."""
-        views = {}
-        for field in self.fields(head_dim, page_size, dtype):
-            raw = pages[..., field.offset : field.offset + field.nbytes]
-            views[field.name] = raw.view(field.dtype).unflatten(-1, field.shape)
-        return views
+        return views(pages, self.fields(head_dim, page_size, dtype))
 
-    def encode(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tokens `[..., page_size, head_dim]` -> bytes `[..., page_bytes]` (uint8)."""
+    def encode(self, x: torch.Tensor, dtype: torch.dtype | None = None, parameters: Tensors = ()) -> torch.Tensor:
+        """Tokens `[..., H, page_size, head_dim]` -> bytes `[..., H, page_bytes]` (uint8). dtype: the model's. Without
+        parameters, the axis `H` may be missing."""
         dtype = x.dtype if dtype is None else dtype
         page_size, head_dim = x.shape[-2:]
         pages = x.new_zeros((*x.shape[:-2], self.page_bytes(head_dim, page_size, dtype)), dtype=torch.uint8)
-        views = self.split(pages, head_dim, page_size, dtype)
-        for name, array in self.encode_arrays(x).items():
-            views[name].copy_(array)
+        arrays = self.split(pages, head_dim, page_size, dtype)
+        for name, array in self.encode_arrays(x, parameters).items():
+            arrays[name].copy_(array)
         return pages
 
-    def decode(self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `[..., page_bytes]` -> tokens `[..., page_size, head_dim]` in float32. `dtype` is the model's."""
-        return self.decode_arrays(self.split(pages, head_dim, page_size, dtype), head_dim).float()
+    def decode(
+        self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype, parameters: Tensors = ()
+    ) -> torch.Tensor:
+        """Bytes `[..., H, page_bytes]` -> tokens `[..., H, page_size, head_dim]` in float32. `dtype` is the model's."""
+        return self.decode_arrays(self.split(pages, head_dim, page_size, dtype), head_dim, parameters).float()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

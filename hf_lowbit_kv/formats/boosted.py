@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from . import fragment
 from .affine import pack_words, quantize, unpack_words
-from .base import Format
+from .base import Format, Tensors
 
 Score = Literal["magnitude", "variance", "range", "random"]
 SCORES: tuple[str, ...] = get_args(Score)
@@ -136,7 +136,7 @@ class Boosted(Format):
             ("map", torch.uint8, (columns,)),
         ]
 
-    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         x = x.float()
         low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
         channels = self.choose(x)
@@ -153,7 +153,7 @@ class Boosted(Format):
             "map": F.pad(channels, (0, unused)).to(torch.uint8),
         }
 
-    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         codes = self._unpack(arrays["codes"], head_dim)
         high = self._unpack(arrays["high"], arrays["map"].shape[-1], transposed=True) << self.bits
         # pages that hold nothing are decoded too (and not used): their maps may say anything

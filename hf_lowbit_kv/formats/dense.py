@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Format
+from .base import Format, Tensors
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,8 +33,8 @@ class Dense(Format):
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         return [("codes", dtype, (page_size, head_dim))]
 
-    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         return {"codes": x}
 
-    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         return arrays["codes"]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from .base import Format
+from .base import Format, Tensors
 
 Granularity = Literal["token", "block", "static"]
 
@@ -66,7 +66,7 @@ class Fp8(Format):
             return [codes, ("scale", torch.float32, (-(-page_size // BLOCK), -(-head_dim // BLOCK)))]
         return [codes]
 
-    def encode_arrays(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         x = x.float()
         if self.granularity == "static":
             return {"codes": to_e4m3(x)}
@@ -76,7 +76,7 @@ class Fp8(Format):
         scale = scale_of(_blocks(x).abs().amax((-3, -1)))
         return {"codes": to_e4m3(x / _spread(scale, *x.shape[-2:])), "scale": scale}
 
-    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         x = arrays["codes"].float()
         if self.granularity == "static":
             return x

@@ -1,5 +1,5 @@
-// Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TURNED,
-// queries and the chunk's keys are transformed here (`reference.attend_turned`); with FUSED, a chunk of one token is stored too.
+// Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TRANSFORMED,
+// queries and the chunk's keys are transformed here (`reference.attend` does); with FUSED, a chunk of one token is stored too.
 //
 // One launch, one block of threads a multiprocessor. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one
 // a team of warps; a share may end inside a row and begin inside another. A team's warps take units of a row's pages, each the
@@ -23,12 +23,12 @@ struct StepArgs : Args {
 #else
 using StepArgs = Args;
 #endif
-#if TURNED
+#if TRANSFORMED
 #include "rotate.cuh"
 
 // The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
 // them, and where storing finds them afterwards. Before the warp copies any of them.
-__device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
+__device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
   const int stored = row.sinks + row.tail;
   for (int block = first; block < stop; block += stride)
     for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void turn_chunk(const Args& a, const Row& row, int fi
       u32 x[Rotation<DK>::WORDS];
 #pragma unroll
       for (int j = 0; j < Rotation<DK>::WORDS; j++) x[j] = 32 * j + lane < DK / 2 ? from[32 * j + lane] : 0u;
-      turn_row<DK>(x, a.k_scale, lane);
+      transform_row<DK>(x, a.k_scale + row.h * a.scale_h, lane);
 #pragma unroll
       for (int j = 0; j < Rotation<DK>::WORDS; j++)
         if (32 * j + lane < DK / 2) to[32 * j + lane] = x[j];
@@ -73,21 +73,22 @@ struct Queries {
   }
 
   // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
-  // take in copies that were begun before it. (Turning takes too long for that.)
+  // take in copies that were begun before it. (A transform takes too long for that.)
   __device__ __forceinline__ void settle() {
 #pragma unroll
     for (int j = 0; j < EACH; j++)
-      if (!TURNED) measure(j);
+      if (!TRANSFORMED) measure(j);
   }
 
-  __device__ __forceinline__ void put(const Args& a, u8* head, int warp, int lane) {
+  // kv_head: the row's
+  __device__ __forceinline__ void put(const Args& a, u8* head, int kv_head, int warp, int lane) {
     float* size = reinterpret_cast<float*>(head + Q_BYTES);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS;
       if (i >= ROWS) break;
-#if TURNED
-      turn_row<DK>(x[j], a.q_scale, lane);
+#if TRANSFORMED
+      transform_row<DK>(x[j], a.q_scale + kv_head * a.scale_h, lane);
       measure(j);
 #endif
       u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
@@ -196,13 +197,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #endif
     if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &taken, lane);
-#if TURNED
-    if (both) turn_chunk(a, row, w0 + warp, w1, few, lane);
+#if TRANSFORMED
+    if (both) transform_chunk(a, row, w0 + warp, w1, few, lane);
 #endif
     if (both) window.start(); else pages.start(w, item, slots);
     if (!asked) queries.settle();
     asked = false;
-    queries.put(a, smem, warp, lane);
+    queries.put(a, smem, row.h, warp, lane);
     meet(team);
 #if FUSED
     // by the last warp: it has neither window nor pages, where there is not enough for all

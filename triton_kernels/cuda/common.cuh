@@ -40,9 +40,9 @@ struct Args {
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail, teams, split;  // split: teams / (B * H) where that is whole, else 0
   float scaling, softcap;
-  const u8* raw_k;                  // TURNED: the chunk's keys; `k` is then where they are put, transformed
-  const float *q_scale, *k_scale;   // factors of channels, or null
-  i64 raw_b, raw_h, raw_s;
+  const u8* raw_k;                  // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
+  const float *q_scale, *k_scale;   // factors of channels, of KV head h at h * scale_h
+  i64 raw_b, raw_h, raw_s, scale_h;
 };
 
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {

@@ -19,7 +19,7 @@ from ...formats.boosted import SCORES, Boosted
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
-from ...transforms import base_order, hadamard
+from ...transforms import Fused, base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
@@ -193,11 +193,11 @@ def attend_defines(
     has_mask: bool,
     sinks: int,
     softcap: bool,
-    turned: bool = False,
+    transform: Fused | None = None,
     ordered: bool = False,
     fused: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32. turned: whether queries and keys are transformed in this kernel.
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
     ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well."""
     keys, values = (
         _structs(fmt, dim, spec.page_size, dtype, transposed)
@@ -220,7 +220,7 @@ def attend_defines(
             "FUSED": int(fused),
         }
         | ({"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder} if fused else {})
-        | (_turn_macros(head_dim_k, spec.transform.rotated) if turned else {"TURNED": 0})
+        | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})
     )
 
 
@@ -239,12 +239,13 @@ def append_defines(
     )
 
 
-def _turn_macros(head_dim: int, rotated: bool) -> dict[str, object]:
-    base = base_order(head_dim) if rotated else 1
+def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
+    base = base_order(head_dim) if transform.rotated else 1
     columns = (hadamard(base) < 0).T.tolist()
     return {
-        "TURNED": 1,
-        "ROTATED": int(rotated),
+        "TRANSFORMED": 1,
+        "FACTORS": 1 if transform.before else 2 if transform.after else 0,
+        "ROTATED": int(transform.rotated),
         "BASE": base,
         "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
         "NORM_BITS": int(torch.tensor(head_dim**-0.5, dtype=torch.float32).view(torch.int32)),
@@ -252,7 +253,8 @@ def _turn_macros(head_dim: int, rotated: bool) -> dict[str, object]:
 
 
 @functools.cache
-def turn_defines(head_dim: int, dtype: torch.dtype, rotated: bool) -> tuple[tuple[str, str], ...]:
+def transform_defines(head_dim: int, dtype: torch.dtype, transform: Fused) -> tuple[tuple[str, str], ...]:
     return _as_macros(
-        {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0} | _turn_macros(head_dim, rotated)
+        {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0}
+        | _transform_macros(head_dim, transform)
     )

@@ -1,5 +1,6 @@
-"""Entry points: `turn`, `attend`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`, and
-`attend_and_append`, a step in one launch.
+"""Entry points: `attend`, `step`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
+
+A step of one token is one launch, the transform of queries and keys included.
 
 Long chunks and `read` are left to Triton's kernels. Where Triton cannot launch any (`toolchain.why_no_launcher`), the kernel
 for decoding serves chunks of any length, which it was not made for, and the reference reads.
@@ -13,23 +14,35 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ... import reference
 from ...pages import LayerSpec, LayerState
 from ...reference import max_length as row_capacity
+from ...reference import restored, transformed_by
 from ...toolchain import why_no_launcher
-from ...transforms import Map
+from ...transforms import Fused, Transform
 from .. import prompt
 from .. import read as unpacking
 from ..config import FUSED_ROWS
 from .compile import Module, load
-from .geometry import APPEND_WARPS, Choice, append_defines, attend_defines, can_store, choose, grid_size, turn_defines
+from .geometry import (
+    APPEND_WARPS,
+    Choice,
+    append_defines,
+    attend_defines,
+    can_store,
+    choose,
+    grid_size,
+    transform_defines,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
-TURN_INSIDE = 16
+TRANSFORM_INSIDE = 16
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
 #: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
@@ -46,7 +59,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
         *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
-        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s".split()),
+        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
     ]
 
 
@@ -63,10 +76,10 @@ class _StepArgs(ctypes.Structure):
     _fields_ = [*_AttendArgs._fields_, ("store", _AppendArgs), ("arrived", ctypes.c_void_p)]
 
 
-class _TurnArgs(ctypes.Structure):
+class _TransformArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "q k q_out k_out q_scale k_scale".split()),
-        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows scale_h".split()),
         *((name, ctypes.c_int) for name in "q_heads heads tokens".split()),
     ]
 
@@ -104,7 +117,7 @@ def _attend_module(
     mask: bool,
     sinks: int,
     softcap: bool,
-    turned: bool,
+    transform: Fused | None,
     ordered: bool,
     store: bool,
     device: torch.device,
@@ -115,7 +128,7 @@ def _attend_module(
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
     fused = store and can_store(spec, head_dim_k, head_dim_v, choice)
-    options = {"turned": turned, "ordered": ordered, "fused": fused}
+    options = {"transform": transform, "ordered": ordered, "fused": fused}
     defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
     module = load("attend.cu", defines, device)
     return module, choice, module.integer("shared_bytes"), fused
@@ -139,24 +152,45 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     return found if count <= found.numel() else torch.zeros(count, dtype=torch.int32, device=state.paged.device)
 
 
-def turn(q: torch.Tensor | None, k: torch.Tensor, how: Map) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`reference.turn`: q `[B, Hq, S, D]` or `None`, and k `[B, H, S, D]`, in one launch."""
-    _check(k)
-    (batch, heads, tokens, head_dim), q_heads = k.shape, 0 if q is None else q.shape[1]
-    k, q = _rows(k), None if q is None else _rows(q)
-    keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+class _Factors(NamedTuple):
+    """What kernels need of a transform's tensors: addresses of factors of queries, and of keys or values; numbers from one KV
+    head's to the next's."""
+
+    queries: int = 0
+    keys: int = 0
+    stride: int = 0
+
+
+def _factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> _Factors:
+    if not fused.scaled:
+        return _Factors()
+    keys, queries = tensors[:2]
+    return _Factors(queries.data_ptr(), keys.data_ptr(), keys.stride(0) if keys.shape[0] > 1 else 0)
+
+
+def transform(
+    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`reference.transform`, of what kernels can apply (`Transform.fused`), in one launch."""
+    _check(x)
+    (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
+    x, q = _rows(x), None if q is None else _rows(q)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     queries = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rows = batch * (q_heads + heads) * tokens
+    rows, fused = batch * (q_heads + heads) * tokens, how.fused
     if rows == 0:
-        return queries, keys
-    args = _TurnArgs(
-        *(_address(x) for x in (q, k, queries, keys, how.query_scale, how.key_scale)),
+        return queries, out
+    assert fused is not None
+    factors = _factors(fused, tensors)
+    args = _TransformArgs(
+        *(_address(tensor) for tensor in (q, x, queries, out)),
+        *(factors.queries, factors.keys),
         *((0, 0, 0) if q is None else q.stride()[:3]),
-        *(*k.stride()[:3], rows, q_heads, heads, tokens),
+        *(*x.stride()[:3], rows, factors.stride, q_heads, heads, tokens),
     )
-    module = load("turn.cu", turn_defines(head_dim, k.dtype, how.rotated), k.device)
-    _launch(module, "turn", (-(-rows // 4), 1, 1), 128, args)
-    return queries, keys
+    module = load("transform.cu", transform_defines(head_dim, x.dtype, fused), x.device)
+    _launch(module, "transform", (-(-rows // 4), 1, 1), 128, args)
+    return queries, out
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -176,51 +210,53 @@ def attend(
     seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
-    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)[0]
+    q, k, v, inside = _prepared(q, k, v, state, spec)
+    return restored(_attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen)[0], state, spec)
 
 
-def attend_turned(
+def step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     state: LayerState,
     spec: LayerSpec,
-    how: Map,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attend_turned`: one launch where query rows are few, else two."""
-    if q.shape[1] // k.shape[1] * q.shape[2] <= TURN_INSIDE:
-        return _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen)[:2]
-    q, k = turn(q, k, how)
-    return _attend(q, k, v, mask, state, spec, None, scaling, softcap, sinks, seen)[:2]
-
-
-def attend_and_append(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    how: Map | None,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seen: int | None = None,
 ) -> torch.Tensor:
-    """`reference.attend_turned` (without `how` `reference.attend`), then `reference.append` of the chunk. One launch for one
-    token, where `geometry.can_store` says so."""
-    if how is not None and q.shape[1] // k.shape[1] * q.shape[2] > TURN_INSIDE:
-        (q, k), how = turn(q, k, how), None
+    """`reference.step`. One launch for one token, where `geometry.can_store` says so."""
+    q, k, v, inside = _prepared(q, k, v, state, spec)
     store = k.shape[2] == 1
-    out, keys, stored = _attend(q, k, v, mask, state, spec, how, scaling, softcap, sinks, seen, store)
+    out, keys, stored = _attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen, store)
     if not stored:
-        append(keys, v, mask, state, spec)
-    return out
+        _append(keys, v, mask, state, spec)
+    return restored(out, state, spec)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+    _, k, v = transformed_by(transform, None, k, v, state, spec)
+    _append(k, v, mask, state, spec)
+
+
+class _Inside(NamedTuple):
+    """What the attend kernel is to do to queries and keys."""
+
+    fused: Fused
+    factors: _Factors
+
+
+def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
+    """Queries, keys and values, transformed but for what the attend kernel does itself, which is the fourth."""
+    if spec.untransformed:
+        return q, k, v, None
+    fused, inside = spec.key_transform.fused, None
+    few = q.shape[1] // k.shape[1] * q.shape[2] <= TRANSFORM_INSIDE
+    if few and fused is not None and not spec.key_transform.identity:
+        inside = _Inside(fused, _factors(fused, spec.tensors(state)["key_transform"]))
+    return *transformed_by(transform, q, k, v, state, spec, keys=inside is None), inside
 
 
 def _attend(
@@ -230,7 +266,7 @@ def _attend(
     mask: torch.Tensor | None,
     state: LayerState,
     spec: LayerSpec,
-    how: Map | None,
+    inside: _Inside | None,
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -252,7 +288,7 @@ def _attend(
     rows = groups * tokens
     module, choice, shared, fused = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, how is not None, os.environ.get(ORDERED) == "1", store, device),
+        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store, device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
@@ -271,7 +307,7 @@ def _attend(
     partial = torch.empty(shared_rows * (head_dim_v + 2), dtype=torch.float32, device=device)
     counters = _counters_for(state, row_blocks * batch * heads + 1)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
-    raw_k, keys = k, k if how is None else torch.empty(k.shape, dtype=k.dtype, device=device)
+    raw_k, keys = k, k if inside is None else torch.empty(k.shape, dtype=k.dtype, device=device)
     args: tuple = (
         *(q.data_ptr(), keys.data_ptr(), v.data_ptr(), _address(mask)),
         *(_address(sinks), state.pool[0].data_ptr(), state.page_address.data_ptr()),
@@ -280,8 +316,8 @@ def _attend(
         *(*q.stride()[:3], *keys.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
         *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams, split),
         *(scaling, 1.0 if softcap is None else softcap),
-        *((0, 0, 0) if how is None else (raw_k.data_ptr(), _address(how.query_scale), _address(how.key_scale))),
-        *raw_k.stride()[:3],
+        *((0, 0, 0) if inside is None else (raw_k.data_ptr(), *inside.factors[:2])),
+        *(*raw_k.stride()[:3], 0 if inside is None else inside.factors.stride),
     )
     if fused:
         arrived = counters.data_ptr() + 4 * row_blocks * batch * heads
@@ -313,16 +349,14 @@ def _append_args(
     )
 
 
-def read(
-    state: LayerState, spec: LayerSpec, head_dim_k: int, head_dim_v: int, max_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.read`."""
     by = unpacking if why_no_launcher() is None else reference
-    return by.read(state, spec, head_dim_k, head_dim_v, max_length)
+    return by.read(state, spec, max_length)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
+    """`append` of keys and values as they are stored."""
     _check(k)
     batch, heads, tokens, head_dim_k = k.shape
     if tokens == 0:

@@ -1,5 +1,5 @@
-// A row of keys or queries, transformed by a warp in registers, bit for bit as `transforms.turned` defines it. The host gives, as
-// macros: ROTATED, BASE and SIGNS (the matrix that the rotation is made of), NORM_BITS (its factor).
+// A row of keys or queries, transformed by a warp in registers, bit for bit as `transforms` defines it. Python gives, as
+// macros: FACTORS (0 no factors, 1 before the rotation, 2 after it), ROTATED, BASE and SIGNS (the matrix that the rotation is made of), NORM_BITS (its factor).
 #pragma once
 #include "common.cuh"
 
@@ -68,15 +68,18 @@ template <int D> struct Rotation {
   }
 };
 
-// x: the row's words of a lane, two channels each, in the model's dtype; replaced. scale: factors of the channels, or null.
-template <int D> __device__ __forceinline__ void turn_row(u32* x, const float* scale, int lane) {
+// x: the row's words of a lane, two channels each, in the model's dtype; replaced. scale: factors of the channels, where FACTORS.
+template <int D> __device__ __forceinline__ void transform_row(u32* x, const float* scale, int lane) {
   using R = Rotation<D>;
   float y[2 * R::WORDS];
+  auto multiply = [&](int j) {
+    const int c = 64 * j + 2 * lane;
+    if (c < D) { y[2 * j] = __fmul_rn(y[2 * j], scale[c]); y[2 * j + 1] = __fmul_rn(y[2 * j + 1], scale[c + 1]); }
+  };
 #pragma unroll
   for (int j = 0; j < R::WORDS; j++) {
-    const int c = 64 * j + 2 * lane;
     y[2 * j] = to_float(x[j] & 0xffff); y[2 * j + 1] = to_float(x[j] >> 16);
-    if (scale && c < D) { y[2 * j] = __fmul_rn(y[2 * j], scale[c]); y[2 * j + 1] = __fmul_rn(y[2 * j + 1], scale[c + 1]); }
+    if constexpr (FACTORS == 1) multiply(j);
   }
   if constexpr (ROTATED) {
     if constexpr (BASE == 1) R::butterfly(y, lane); else R::blocks(y, lane);
@@ -84,5 +87,8 @@ template <int D> __device__ __forceinline__ void turn_row(u32* x, const float* s
     for (int i = 0; i < 2 * R::WORDS; i++) y[i] = __fmul_rn(y[i], __uint_as_float(NORM_BITS));
   }
 #pragma unroll
-  for (int j = 0; j < R::WORDS; j++) x[j] = pack_model(y[2 * j], y[2 * j + 1]);
+  for (int j = 0; j < R::WORDS; j++) {
+    if constexpr (FACTORS == 2) multiply(j);
+    x[j] = pack_model(y[2 * j], y[2 * j + 1]);
+  }
 }

@@ -34,7 +34,7 @@ template <int D> struct Token {
   }
 };
 
-// Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TURNED), behind a `meet`.
+// Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TRANSFORMED), behind a `meet`.
 // One way out: where a warp alone calls a function that returns early, compute-sanitizer's synccheck reports its next barrier.
 COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;

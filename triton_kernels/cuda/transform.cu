@@ -1,18 +1,19 @@
-// Key transforms: a chunk's keys and queries in one launch. A warp takes a row of DIM channels.
+// Transforms: a chunk's keys (or values) and queries in one launch. A warp takes a row of DIM channels.
 //
 // Steps of few query rows need none: `attend.cu` does the same where it reads them.
 #include "rotate.cuh"
 
-struct TurnArgs {
+struct TransformArgs {
   const u8 *q, *k;
   u8 *q_out, *k_out;                // contiguous
-  const float *q_scale, *k_scale;   // [DIM], or null
+  const float *q_scale, *k_scale;   // factors of KV head h at h * scale_h, where FACTORS
   i64 q_b, q_h, q_s, k_b, k_h, k_s; // strides in elements; of channels: 1
   i64 rows;                         // batch x (q_heads + heads) x tokens
+  i64 scale_h;
   int q_heads, heads, tokens;
 };
 
-extern "C" __global__ void __launch_bounds__(128) turn(const __grid_constant__ TurnArgs a) {
+extern "C" __global__ void __launch_bounds__(128) transform(const __grid_constant__ TransformArgs a) {
   const int lane = threadIdx.x & 31;
   const i64 r = (i64)blockIdx.x * 4 + (threadIdx.x >> 5);
   if (r >= a.rows) return;
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(128) turn(const __grid_constant__ T
   u32 x[Rotation<DIM>::WORDS];
 #pragma unroll
   for (int j = 0; j < Rotation<DIM>::WORDS; j++) x[j] = 32 * j + lane < DIM / 2 ? from[32 * j + lane] : 0u;
-  turn_row<DIM>(x, is_q ? a.q_scale : a.k_scale, lane);
+  transform_row<DIM>(x, is_q ? a.q_scale + h * a.heads / a.q_heads * a.scale_h : a.k_scale + h * a.scale_h, lane);
 #pragma unroll
   for (int j = 0; j < Rotation<DIM>::WORDS; j++)
     if (32 * j + lane < DIM / 2) to[32 * j + lane] = x[j];

@@ -1,4 +1,4 @@
-"""Key transforms: a chunk's keys and queries in one launch, bit for bit as `transforms.turned` defines them."""
+"""Factors of channels and the Hadamard rotation: a chunk's keys and queries in one launch, bit for bit as `transforms` says."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ def _rotated(
 
 
 @triton.jit(do_not_specialize=["q_heads", "heads", "tokens", "rows"])
-def turn_kernel(
+def transform_kernel(
     q, k, q_out, k_out, q_scale, k_scale, signs,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
-    q_heads, heads, tokens, rows,
+    q_heads, heads, tokens, rows, scale_stride,
     D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr, BLOCKS_LOG2: tl.constexpr,
-    NORM: tl.constexpr, HAS_SCALE: tl.constexpr, ROTATED: tl.constexpr, PTX: tl.constexpr,
+    NORM: tl.constexpr, BEFORE: tl.constexpr, ROTATED: tl.constexpr, AFTER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """q `[B, q_heads, tokens, D]` and k `[B, heads, tokens, D]` -> contiguous tensors. Grid (rows of both / ROWS)."""
+    """q `[B, q_heads, tokens, D]` and k `[B, heads, tokens, D]` -> contiguous tensors. Grid (rows of both / ROWS).
+
+    q_scale, k_scale: factors, KV head `h` at `h * scale_stride`. BEFORE, AFTER: where they come.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row % tokens, row // tokens
     b, head = head // (q_heads + heads), head % (q_heads + heads)
@@ -65,11 +68,15 @@ def turn_kernel(
     of_k = (valid & (head >= q_heads))[:, None] & (channel < D)
     x = tl.load(from_q[:, None] + channel * q_stride_d, mask=of_q, other=0.0).to(tl.float32)
     x += tl.load(from_k[:, None] + channel * k_stride_d, mask=of_k, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        scale = tl.load(q_scale + channel, mask=of_q, other=0.0) + tl.load(k_scale + channel, mask=of_k, other=0.0)
+    if BEFORE or AFTER:
+        at = (tl.where(is_q, h * heads // tl.maximum(q_heads, 1), h) * scale_stride)[:, None] + channel
+        scale = tl.load(q_scale + at, mask=of_q, other=0.0) + tl.load(k_scale + at, mask=of_k, other=0.0)
+    if BEFORE:
         x = _product(x, scale, PTX)
     if ROTATED:
         x = _rotated(x, signs, channel, D, BASE, BLOCKS_LOG2, NORM, PTX)
+    if AFTER:
+        x = _product(x, scale, PTX)
     to_q = q_out + ((b * q_heads + h) * tokens + token) * D
     to_k = k_out + ((b * heads + h) * tokens + token) * D
     tl.store(to_q[:, None] + channel, x.to(q_out.dtype.element_ty), mask=of_q)

@@ -1,0 +1,132 @@
+"""Arrays one behind the other in bytes: the pages of a format, and the parameters of a layer.
+
+A parameter is a read-only tensor that belongs to one layer: a codebook, factors of channels, a rotation. A format or a
+transform lists what it needs (`Parametrized.parameters`). Calibration supplies the tensors. The layer holds them as one
+*record*, uint8 `[H, bytes]` or `[1, bytes]`, placed by the same rules as a page. A kernel needs one pointer and one stride.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+#: every field starts at a multiple of this many bytes, so that kernels may load 16 bytes a lane
+FIELD_ALIGNMENT = 16
+
+
+class Field(NamedTuple):
+    """One array inside a page or a record: `shape` elements of `dtype`, contiguous, starting at byte `offset`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Parameter(NamedTuple):
+    """A read-only tensor of one layer. The first number of `shape` is `num_kv_heads`, or 1: all heads share it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def place(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Field, ...]:
+    """Arrays (name, dtype, shape) one behind the other."""
+    fields, offset = [], 0
+    for name, dtype, shape in arrays:
+        fields.append(Field(name, dtype, shape, offset))
+        offset = _aligned(offset + fields[-1].nbytes)
+    return tuple(fields)
+
+
+def size(fields: Sequence[Field]) -> int:
+    """Bytes that the fields take."""
+    return _aligned(fields[-1].offset + fields[-1].nbytes) if fields else 0
+
+
+def views(records: torch.Tensor, fields: Iterable[Field]) -> dict[str, torch.Tensor]:
+    """Bytes `[..., size]` (uint8, last axis contiguous) -> typed views `[..., *shape]` of the same memory."""
+    found = {}
+    for field in fields:
+        raw = records[..., field.offset : field.offset + field.nbytes]
+        found[field.name] = raw.view(field.dtype).unflatten(-1, field.shape)
+    return found
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+
+
+class Parametrized:
+    """What formats and transforms have in common: read-only tensors per layer, none by default.
+
+    A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its inverse), it
+    overrides `held` and `prepare` as well.
+    """
+
+    def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
+        """What calibration supplies for a layer of that many KV heads."""
+        return ()
+
+    def held(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
+        """What the layer holds, and what encoding, decoding and kernels get."""
+        return self.parameters(head_dim, num_kv_heads)
+
+    def prepare(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Tensors of `parameters` -> tensors of `held`, in these orders."""
+        return given
+
+    # What follows is the same for all.
+
+    def record_fields(self, head_dim: int) -> tuple[Field, ...]:
+        """The tensors that are held, of one KV head, with their byte offsets in its record."""
+        return place((held.name, held.dtype, held.shape[1:]) for held in self.held(head_dim, 1))
+
+    def tensors(self, record: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, ...]:
+        """A record `[H or 1, bytes]` -> the tensors that are held, `[H or 1, ...]` each."""
+        return tuple(views(record, self.record_fields(head_dim)).values())
+
+    def record(
+        self, given: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, local: slice, device: torch.device
+    ) -> torch.Tensor | None:
+        """The record, uint8 `[H or 1, bytes]`, on `device`; `None` where there are no parameters.
+
+        Args:
+            given: tensor by name, checked with `check`.
+            num_kv_heads: of the layer. local: which of them this process has (tensor parallelism).
+        """
+        if not (asked := self.parameters(head_dim, num_kv_heads)):
+            return None
+        mine = [given[p.name].detach().to(device) for p in asked]
+        prepared = self.prepare([x if x.shape[0] == 1 else x[local] for x in mine])
+        fields = self.record_fields(head_dim)
+        heads = max(x.shape[0] for x in prepared)
+        record = torch.zeros(heads, size(fields), dtype=torch.uint8, device=device)
+        for view, x in zip(views(record, fields).values(), prepared, strict=True):
+            view.copy_(x.expand(heads, *x.shape[1:]))
+        return record
+
+    def check(self, given: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, where: str) -> None:
+        """Raise `ValueError` where `given` is not what `parameters` lists. where: what the message calls it."""
+        for name, shape, dtype in self.parameters(head_dim, num_kv_heads):
+            if name not in given:
+                raise ValueError(f"{where}{name} is missing: {self} needs it, {dtype} of shape {shape}")
+            found = given[name]
+            if (
+                not isinstance(found, torch.Tensor)
+                or found.dtype != dtype
+                or tuple(found.shape) not in (shape, (1, *shape[1:]))
+            ):
+                shown = (
+                    f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+                )
+                shared = f", or {(1, *shape[1:])} for all heads" if shape[0] > 1 else ""
+                raise ValueError(f"{where}{name} is {shown}; {self} needs {dtype} of shape {shape}{shared}")
