@@ -13,9 +13,9 @@ from .cache import CacheBytes, LowBitCache
 from .formats import Affine, Boosted, Dense, Format, Fp8, parse_format
 from .generation import generate, release
 from .implementation import ATTENTION_NAME
-from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache
+from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache, from_preset
 from .pages import LayerSpec
-from .presets import Preset, from_preset, get_preset, preset_names
+from .presets import Preset, get_preset, preset_names
 from .transforms import Hadamard, Transform, parse_transform
 
 __version__ = "0.1.0"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
-import dataclasses
 import io
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from transformers.cache_utils import (
 
 from . import backend as ops
 from .arguments import check_count
-from .formats import Dense, Format, parse_format
+from .formats import Format, parse_format
 from .implementation import describe, warn_if_dense
 from .layer import LowBitLayer
 from .ledger import Ledger
 from .pages import LayerSpec
+from .per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from .reading import DIRECT, Side, parse_reading, sides_of
 from .transforms import Transform, parse_transform
 
@@ -82,7 +83,11 @@ class LowBitCache(Cache):
             the step; `None`: grow by blocks of pages.
         backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or
             what fits the device.
-        dense_layers: indices of layers to keep in the model's dtype.
+        dense_layers: indices of layers to keep in the model's dtype: `per_layer` of dense formats.
+        per_layer: other choices for single layers, e.g. `{0: "dense", -1: {"key_format": "int4-channel"}}`, or a function
+            `(index, config)`; see `per_layer.PerLayer` and `docs/per-layer.md`.
+        parameters: what calibration found: by layer index, tensors by full name (`"key_format.codebook"`); or an object with a
+            method `for_layer(index)`. See `LayerSpec.parameters` for the names, shapes and dtypes that a layer takes.
         preset: name to show.
         reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
 
@@ -106,6 +111,8 @@ class LowBitCache(Cache):
         max_cache_len: int | None = None,
         backend: str | None = None,
         dense_layers: Sequence[int] = (),
+        per_layer: PerLayer | None = None,
+        parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None = None,
         preset: str | None = None,
         reading: str | None = None,
     ):
@@ -115,7 +122,6 @@ class LowBitCache(Cache):
         formats = parse_format(key_format), parse_format(value_format)
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
-        dense = LayerSpec(Dense(), Dense(), sink, residual, page_size)
         found = sides_of(model_or_config, config)
         layers = _host_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
@@ -123,28 +129,21 @@ class LowBitCache(Cache):
             raise ValueError(
                 f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
             )
-        if isinstance(dense_layers, (str, int)):
-            raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
-        if unknown := [index for index in dense_layers if index not in packed]:
-            raise ValueError(f"dense_layers={unknown} are not full-attention layers of this model; allowed: {packed}")
         sides = {index: found.get(index, DIRECT) for index in packed}
-        specs = {
-            index: dataclasses.replace(dense if index in dense_layers else spec, reading=side.reading)
-            for index, side in sides.items()
-        }
-        sizes = {
-            index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
-        }  # may differ (Gemma 4)
         _check_reading(reading, config, sides)
-        for layer_spec, (_, first, second) in {(specs[index], sizes[index]) for index in packed}:
-            if first is not None and second is not None:
-                layer_spec.validate(first, second)
+        specs = layer_specs(spec, per_layer, dense_layers, config, sides)
+        given = layer_parameters(parameters, specs)
         tp_size = _tp_size(model_or_config)
-        for index in packed:
-            made = specs[index], config, sizes[index].heads, max_cache_len, backend, tp_size, sides[index]
+        for index, side in sides.items():
+            sizes = side.sizes(config.per_layer_config[index])  # layers may differ (Gemma 4)
+            check_layer(index, specs[index], sizes, given[index])
+            made = specs[index], config, sizes.heads, max_cache_len, backend, tp_size, side, given[index]
             layers[index] = LowBitLayer(*made)
         super().__init__(layers=layers)
-        self.spec = next((specs[index] for index in packed if index not in dense_layers), spec)
+        counted = collections.Counter(specs.values())
+        self.spec = max(
+            specs.values(), key=lambda found: counted[found]
+        )  # what most layers store; of equals, the first
         self.preset, self.config = preset, config
         self._first_packed = packed[0]
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted

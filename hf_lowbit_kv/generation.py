@@ -26,7 +26,8 @@ from transformers.generation import utils as host
 from .arguments import check_count
 from .cache import LowBitCache
 from .implementation import ATTENTION_NAME
-from .presets import from_preset, get_preset
+from .methods import from_preset
+from .presets import get_preset
 from .toolchain import why_not_launched
 
 #: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes

@@ -1,10 +1,53 @@
-"""Caches named after the methods that they come from: choices of formats, nothing else."""
+"""Caches by preset, and named after the methods that they come from: choices of formats, nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from .cache import LowBitCache
-from .formats import Affine, Boosted
+from .formats import Affine, Boosted, Format, parse_format
 from .formats.boosted import Score
+from .presets import get_preset
+
+#: arguments of `from_preset` that change a format's parameters, and these
+KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
+VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
+
+
+def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
+    """A cache by name, e.g. `from_preset("kivi-2", model, sink=32)`.
+
+    Args:
+        name: see `preset_names`.
+        model_or_config: as for `LowBitCache`.
+        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers; `boost`
+            (share of key channels) and `score` for those of Kitty.
+
+    Raises:
+        ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
+    """
+    preset = get_preset(name)
+    options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
+    options |= {"preset": preset.name, "reading": preset.reading, **overrides}
+    names = ("group_size", "bits_k", "bits_v", "boost", "score")
+    given = {name: value for name in names if (value := options.pop(name, None)) is not None}
+    keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
+    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", given, KEY_PARAMETERS)
+    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", given, VALUE_PARAMETERS)
+    return LowBitCache(model_or_config, keys, values, **options)
+
+
+def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str, str]) -> Format:
+    """`fmt` with what is `given` of its parameters; `what` tells which format it is."""
+    able = [name for name, parameter in parameters.items() if parameter in fmt.tunable]
+    changes = {name: value for name, value in given.items() if name in parameters}
+    if unable := [name for name in changes if name not in able]:
+        allowed = ", ".join(able) or "none"
+        raise ValueError(
+            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {what} has no such parameter; allowed: {allowed}"
+        )
+    return dataclasses.replace(fmt, **{parameters[name]: value for name, value in changes.items()}) if changes else fmt  # type: ignore[type-var]
 
 
 class KIVICache(LowBitCache):

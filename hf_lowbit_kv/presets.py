@@ -6,10 +6,8 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from .cache import LowBitCache
-from .formats import Affine, Boosted, Format, parse_format
+from .formats import parse_format
 from .formats.boosted import SCORES
 from .pages import LayerSpec
 from .reading import parse_reading
@@ -66,9 +64,9 @@ _PLAIN = {
 def _with_score(score: str) -> Callable[[Preset], Preset]:
     def change(preset: Preset) -> Preset:
         fmt = parse_format(preset.key_format)
-        if not isinstance(fmt, Boosted):
+        if "score" not in fmt.tunable:
             raise ValueError(f"preset={preset.name!r} boosts no channels: '-{score}' has no meaning there")
-        key_format = dataclasses.replace(fmt, score=score).name  # type: ignore[arg-type]
+        key_format = dataclasses.replace(fmt, score=score).name  # type: ignore[type-var]
         return dataclasses.replace(preset, key_format=key_format, note=f"{preset.note}, channels by {score}")
 
     return change
@@ -131,44 +129,3 @@ def get_preset(name: str) -> Preset:
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard')"
     )
-
-
-def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
-    """A cache by name, e.g. `from_preset("kivi-2", model, sink=32)`.
-
-    Args:
-        name: see `preset_names`.
-        model_or_config: as for `LowBitCache`.
-        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers; `boost`
-            (share of key channels) and `score` for those of Kitty.
-
-    Raises:
-        ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
-    """
-    preset = get_preset(name)
-    options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
-    options |= {"preset": preset.name, "reading": preset.reading, **overrides}
-    names = ("group_size", "bits_k", "bits_v", "boost", "score")
-    given = {name: value for name in names if (value := options.pop(name, None)) is not None}
-    keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
-    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", given, KEY_PARAMETERS)
-    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", given, VALUE_PARAMETERS)
-    return LowBitCache(model_or_config, keys, values, **options)
-
-
-#: arguments of `from_preset` that change a format's parameters, and these
-KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
-VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
-
-
-def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str, str]) -> Format:
-    """`fmt` with what is `given` of its parameters; `what` tells which format it is."""
-    own = {Affine: ("bits", "group_size"), Boosted: ("ratio", "score")}.get(type(fmt), ())
-    able = [name for name, parameter in parameters.items() if parameter in own]
-    changes = {name: value for name, value in given.items() if name in parameters}
-    if unable := [name for name in changes if name not in able]:
-        allowed = ", ".join(able) or "none"
-        raise ValueError(
-            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {what} has no such parameter; allowed: {allowed}"
-        )
-    return dataclasses.replace(fmt, **{parameters[name]: value for name, value in changes.items()}) if changes else fmt  # type: ignore[type-var]

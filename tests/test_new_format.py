@@ -49,6 +49,7 @@ def registered(monkeypatch):
     formats._parse.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
 @pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 2}], ids=str)
 def test_a_new_format_generates(registered, options):
     """Attending to its pages gives the tokens that the host's attention gives over the same pages, unpacked."""

@@ -43,6 +43,7 @@ class Affine(Format):
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
+    tunable: ClassVar[tuple[str, ...]] = ("bits", "group_size")
     grammar: ClassVar[str] = "'int<2|4|8>-<channel|token>[-g<32|64|128>]'"
 
     bits: int

@@ -35,6 +35,8 @@ class Format(Parametrized, ABC):
     layout: str = "planar-1"
     #: which arrays of a page hold codes; the others are metadata
     code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
+    #: fields that a caller of `from_preset` may change
+    tunable: ClassVar[tuple[str, ...]] = ()
     #: how names of this format are written, for messages
     grammar: ClassVar[str] = ""
     #: whether the streams of a latent (MLA), which are of other widths than heads are, may be stored in it

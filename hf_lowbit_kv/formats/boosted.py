@@ -51,6 +51,7 @@ class Boosted(Format):
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", fragment.LAYOUTS[0])
     code_arrays: ClassVar[tuple[str, ...]] = ("codes", "high")
+    tunable: ClassVar[tuple[str, ...]] = ("ratio", "score")
     grammar: ClassVar[str] = "'boosted2-r<ratio>[-<variance|range|random[seed]>]'"
 
     ratio: float

@@ -1,0 +1,145 @@
+"""Choices for single layers: `per_layer=` and `dense_layers=` of a cache, and the `parameters=` of its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from .formats import parse_format
+from .pages import LayerSpec
+from .presets import Preset, get_preset
+from .reading import Side, StreamSizes
+from .transforms import parse_transform
+
+#: a preset, by name or itself, in place of all the cache's own choices but `page_size`; or some of `OPTIONS`, in place of these
+Choice = str | Preset | Mapping[str, Any]
+#: by layer index (negative ones count from the last layer), or a function of index and configuration; `None`: the cache's own
+PerLayer = Mapping[int, Choice] | Callable[[int, Any], Choice | None]
+#: argument of a cache -> field of a `LayerSpec`, and how it is read
+OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "key_format": ("key_format", parse_format),
+    "value_format": ("value_format", parse_format),
+    "sink": ("sink", lambda x: x),
+    "residual": ("residual", lambda x: x),
+    "page_size": ("page_size", lambda x: x),
+    "transform": ("key_transform", parse_transform),
+    "value_transform": ("value_transform", parse_transform),
+}
+#: what `dense_layers` stands for
+DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "value_transform": "none"}
+
+
+class Calibration(Protocol):
+    """What `parameters=` takes besides a mapping: an object that knows the tensors of each layer."""
+
+    def for_layer(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Tensors by full name (`LayerSpec.parameters`), of all KV heads; empty where a layer has none."""
+
+
+def layer_specs(
+    spec: LayerSpec, per_layer: PerLayer | None, dense_layers: Iterable[int], config: Any, sides: Mapping[int, Side]
+) -> dict[int, LayerSpec]:
+    """The spec of each packed layer.
+
+    Args:
+        spec: the cache's own. config: the model's. sides: of the packed layers.
+
+    Raises:
+        ValueError: an index that is no packed layer or is given twice, an unknown preset or option, a preset that does not fit
+            the layer. TypeError: something that is no choice.
+    """
+    if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
+        raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
+    chosen = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, sides)
+    if callable(per_layer):
+        more = {index: choice for index in sides if (choice := per_layer(index, config)) is not None}
+    elif per_layer is None or isinstance(per_layer, Mapping):
+        more = _by_index("per_layer", per_layer or {}, config, sides)
+    else:
+        raise TypeError(
+            f"per_layer={per_layer!r} is not allowed; it must be a mapping from layer indices to presets or options, "
+            "or a function (index, config) -> preset, options or None"
+        )
+    if both := sorted(chosen.keys() & more.keys()):
+        raise ValueError(f"layers {both} stand in dense_layers and in per_layer; name each layer once")
+    chosen |= more
+    return {
+        index: dataclasses.replace(_changed(spec, chosen.get(index, {}), index, config, side), reading=side.reading)
+        for index, side in sides.items()
+    }
+
+
+def _by_index(argument: str, given: Mapping[int, Choice], config: Any, sides: Mapping[int, Side]) -> dict[int, Choice]:
+    """`given` by indices from 0 on."""
+    count, found = config.num_hidden_layers, dict[int, Choice]()
+    for key, choice in given.items():
+        if not isinstance(key, int) or isinstance(key, bool):
+            raise TypeError(f"{argument} has the index {key!r}; it must be an integer")
+        index = key + count if key < 0 else key
+        if index not in sides:
+            raise ValueError(
+                f"{argument} has the index {key}, which is no full-attention layer of this model; allowed: {sorted(sides)} "
+                f"(negative ones count from layer {count - 1})"
+            )
+        if index in found:
+            raise ValueError(f"{argument} has layer {index} twice, as {index} and as {index - count}")
+        found[index] = choice
+    return found
+
+
+def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, side: Side) -> LayerSpec:
+    """`spec` as `choice` wants it for that layer."""
+    where = f"per_layer[{index}]"
+    if isinstance(choice, (str, Preset)):
+        preset = get_preset(choice) if isinstance(choice, str) else choice
+        if preset.reading not in (None, side.reading.name):
+            raise ValueError(
+                f"{where}={preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as "
+                f"{side.reading.name!r}, and the preset is for {preset.reading!r}"
+            )
+        return dataclasses.replace(preset.spec(), page_size=spec.page_size)
+    if not isinstance(choice, Mapping):
+        raise TypeError(
+            f"{where}={choice!r} is not allowed; it must be the name of a preset or a dict of {tuple(OPTIONS)}"
+        )
+    if unknown := [name for name in choice if name not in OPTIONS]:
+        raise ValueError(f"{where} has the option {unknown[0]!r}; allowed: {tuple(OPTIONS)}")
+    found = {OPTIONS[name][0]: OPTIONS[name][1](value) for name, value in choice.items()}
+    return dataclasses.replace(spec, **found)
+
+
+def layer_parameters(
+    given: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None, specs: Mapping[int, LayerSpec]
+) -> dict[int, Mapping[str, torch.Tensor]]:
+    """Tensors by full name of each layer of `specs`.
+
+    Raises:
+        ValueError: a layer that is not packed. TypeError: neither a mapping nor an object with `for_layer`.
+    """
+    if given is None:
+        return {index: {} for index in specs}
+    if isinstance(given, Mapping):
+        if unknown := [index for index in given if index not in specs]:
+            raise ValueError(f"parameters are given for layer {unknown[0]!r}; layers that are packed: {sorted(specs)}")
+        return {index: given.get(index, {}) for index in specs}
+    if not hasattr(given, "for_layer"):
+        raise TypeError(
+            f"parameters={given!r} is not allowed; it must be a mapping from layer index to tensors by name, or an object "
+            "with a method for_layer(index)"
+        )
+    return {index: given.for_layer(index) for index in specs}
+
+
+def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, given: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` where the layer's heads do not fit its spec, or its parameters do not; as far as `sizes` are known."""
+    if sizes.first is None or sizes.second is None:
+        return
+    try:
+        spec.validate(sizes.first, sizes.second)
+        if sizes.heads is not None:
+            spec.check_parameters(given, (sizes.first, sizes.second), sizes.heads)
+    except ValueError as error:
+        raise ValueError(f"layer {index}: {error}") from None
