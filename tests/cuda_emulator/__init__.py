@@ -18,7 +18,11 @@ OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-
 #: every use of memory is a call (into races.h)
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: kernel -> its argument
-ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs"}
+ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs"} | dict.fromkeys(
+    ("latent_attend", "latent_merge", "latent_append", "latent_counters"), "LatentArgs"
+)
+#: number -> a kernel of the file that holds it
+NUMBERS = {"shared_bytes": "attend", "latent_shared_bytes": "latent_attend"}
 
 
 def available() -> bool:
@@ -83,7 +87,8 @@ class Module:
         return self.libraries[call]
 
     def integer(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self._library("attend(*(const StepArgs*)argument)"), name).value
+        kernel = NUMBERS[name]
+        return ctypes.c_int.in_dll(self._library(f"{kernel}(*(const {ARGUMENTS[kernel]}*)argument)"), name).value
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
         more = "".join(f", {arg.value}" for arg in args[1:])

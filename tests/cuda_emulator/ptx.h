@@ -68,6 +68,16 @@ static u32 transposed(u32 x) {
   });
 }
 
+static void ldmatrix4(u32* r, u32 a) {
+  check(a, 16); used(a, 16, races::READ);
+  const int g = current % 32 >> 2, t = current & 3;
+  for (int i = 0; i < 4; i++) r[i] = exchange(a, [=](unsigned(*all)[8]) { u32 x; memcpy(&x, shared_memory + all[8 * i + g][0] + 4 * t, 4); return x; });
+}
+static void ldmatrix4_trans(u32* r, u32 a) {
+  ldmatrix4(r, a);
+  for (int i = 0; i < 4; i++) r[i] = transposed(r[i]);
+}
+
 // c += a b, 16 x 16 times 16 x 8, in the registers of `mma.m16n8k16` (PTX ISA)
 template <bool BF> static void mma(float* c, const u32* a, u32 b0, u32 b1) {
   unsigned(*all)[8] = shown[current / 32];

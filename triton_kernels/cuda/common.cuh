@@ -104,6 +104,15 @@ __device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ?
 // 8 x 8 transposition of 16-bit elements across the warp
 __device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
 
+// Four 8 x 8 matrices of 16-bit elements from shared memory; lane 8 i + j gives the address of row j of matrix i.
+__device__ __forceinline__ void ldmatrix4(u32* r, u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+}
+// The same, each transposed.
+__device__ __forceinline__ void ldmatrix4_trans(u32* r, u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
+}
+
 template <bool BF> __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
   if constexpr (BF)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

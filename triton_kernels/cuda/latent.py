@@ -1,0 +1,170 @@
+"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.reference`: see `latent.cu`.
+
+Chunks of more than `TOKENS` tokens are attended to by the reference, in stretches, which waits for the device; so does `read`.
+A step of up to that many is two launches, and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from ... import reference
+from ...formats import Dense, Fp8
+from ...pages import LayerSpec, LayerState
+from ...reference import max_length as row_capacity
+from .compile import Module, load
+from .launch import _address, _properties, launches
+
+#: query tokens that the kernels attend for
+TOKENS = 8
+#: query rows (heads x tokens) that share one reading of the latent
+ROWS = 16
+#: blocks of threads on a multiprocessor
+BLOCKS = 2
+THREADS = 128
+RANKS = range(64, 513, 64)
+ROPES = (16, 32, 64, 128)
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "q c r mask pool address length paged out partial sums order count".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s c_b c_s r_b r_s mask_b mask_s".split()),
+        *((name, ctypes.c_int) for name in "heads tokens pages splits room stores".split()),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+def why_not(spec: LayerSpec) -> str | None:
+    """What keeps these kernels from serving the layer, or `None`."""
+    if spec.formats != (Fp8(), Dense()):
+        return f"has kernels for latents in formats 'fp8' / 'dense', not in {spec.key_format.name!r} / {spec.value_format.name!r}"
+    if not spec.direct or spec.sink:
+        return f"has kernels for latents without a window, not for sink={spec.sink}, residual={spec.residual}"
+    if spec.page_size % 64:
+        return f"has kernels for latents in pages of 64, 128 or 256 tokens, not of {spec.page_size}"
+    return None
+
+
+def why_not_widths(rank: int, rope: int) -> str | None:
+    """The same for the widths of the latent and of its RoPE part."""
+    if rank not in RANKS or rope not in ROPES:
+        return (
+            f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {rank} and {rope}"
+        )
+    return None
+
+
+@functools.cache
+def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+    content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
+    parts = spec.part_bytes(rank, rope, dtype)
+    values = {
+        "RANK": rank,
+        "ROPE": rope,
+        "PAGE_TOKENS": spec.page_size,
+        "SCALE_AT": content["scale"],
+        "ROPE_AT": parts[0],
+        "BF16": int(dtype == torch.bfloat16),
+        "NT": 2,
+        "SPREAD": 0,
+    }
+    return tuple((name, str(value)) for name, value in values.items())
+
+
+@functools.cache
+def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
+    module = load("latent.cu", defines(spec, rank, rope, dtype), device)
+    return module, module.integer("latent_shared_bytes")
+
+
+def _launch(module: Module, name: str, grid: tuple[int, int, int], args: _Args, *more, shared: int = 0) -> None:
+    launches[name] = launches.get(name, 0) + 1
+    module.launch(name, grid, THREADS, args, *more, shared=shared)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.attend`: absorbed queries q `[B, Hq, S, rank + rope]`, the chunk's content k `[B, 1, S, rank]` and RoPE part v
+    `[B, 1, S, rope]`, mask bool `[B, S]` -> `[B, S, Hq, rank]`."""
+    return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=False)
+
+
+def attend_and_append(q, k, v, mask, state: LayerState, spec: LayerSpec, how, scaling, softcap=None, sinks=None, seen=None):
+    """`attend`, then `append` of the chunk, in two launches. how: `None`, because a latent has no transform."""
+    assert how is None
+    return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=True)
+
+
+def _step(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen, store: bool) -> torch.Tensor:
+    (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
+    if tokens > TOKENS or softcap is not None or sinks is not None:
+        out = reference.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+        if store:
+            append(k, v, mask, state, spec)
+        return out
+    q, k, v, device = _rows(q), _rows(k), _rows(v), q.device
+    module, shared = _module(spec, rank, rope, q.dtype, device)
+    tiles, pages = -(-heads * tokens // ROWS), state.page_address.shape[1]
+    splits = split_count(_properties(device).multi_processor_count, batch * tiles, pages * spec.page_size)
+    partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
+    sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
+    out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
+    given = q, k, v, mask, state.pool[0], state.page_address, state.length, state.paged, out, partial, sums, None, None
+    args = _Args(
+        *(_address(x) for x in given),
+        *(*q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2), *((0, 0) if mask is None else mask.stride())),
+        *(heads, tokens, pages, splits, row_capacity(spec, pages), int(store), scaling),
+    )
+    _launch(module, "latent_attend", (splits, batch, tiles), args, shared=shared)
+    _launch(module, "latent_merge", (heads * tokens + int(store), batch, 1), args)
+    return out
+
+
+def split_count(processors: int, programs: int, tokens: int) -> int:
+    """Shares that each of `programs` (sequences x tiles of query rows) is cut into: all blocks run at once, and none has
+    fewer than two blocks of 64 tokens."""
+    return max(min(processors * BLOCKS // programs, tokens // 128), 1)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """`reference.append`: content k `[B, 1, S, rank]` and RoPE part v `[B, 1, S, rope]`; mask bool `[B, S]`, False for padding."""
+    batch, _, tokens, rank = k.shape
+    if tokens == 0:
+        return
+    k, v = _rows(k), _rows(v)
+    module, _ = _module(spec, rank, v.shape[-1], k.dtype, k.device)
+    order = count = None
+    if mask is not None:
+        # the places of the tokens that are no padding, in order
+        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
+        count = mask.sum(1, dtype=torch.int32)
+    pages = state.page_address.shape[1]
+    given = None, k, v, None, state.pool[0], state.page_address, state.length, state.paged, None, None, None, order, count
+    args = _Args(
+        *(_address(x) for x in given),
+        *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),
+        *(1, tokens, pages, 1, row_capacity(spec, pages), 1, 1.0),
+    )
+    _launch(module, "latent_append", (tokens, batch, 1), args)
+    _launch(module, "latent_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))
+
+
+read = reference.read
