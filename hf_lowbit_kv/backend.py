@@ -21,6 +21,7 @@ import torch
 from . import cpu, reference
 from .formats import Affine, Boosted, Dense, Format, fragment
 from .pages import READ_ONLY, LayerSpec, LayerState
+from .reading import READINGS
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
 
 BACKENDS = ("torch", "cpu", "triton", "cuda")
@@ -33,13 +34,11 @@ CUDA_CAPABILITY = (8, 0)
 #: dtypes of models, and formats of keys and of values, that they cover
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CUDA_FORMATS = ((Affine, Boosted, Dense), (Affine, Dense))
-#: readings that a backend's kernels attend to; the reference attends to all
-READINGS_COVERED = {
-    "torch": ("separate", "latent"),
-    "cpu": ("separate", "latent"),
-    "triton": ("separate",),
-    "cuda": ("separate",),
-}
+#: modules for a backend and a reading other than `separate`: operations as in `reference`, `why_not(spec)` and
+#: `why_not_widths(first, second)`. The backends `torch` and `cpu` attend to all readings by themselves
+READING_MODULES = {("cuda", "latent"): "hf_lowbit_kv.triton_kernels.cuda.latent"}
+ANY_READING = ("torch", "cpu")
+SEPARATE = READINGS["separate"]
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
@@ -129,18 +128,16 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype | None = None,
     formats: Sequence[Format] = (),
-    reading: str = "separate",
+    layer: tuple[LayerSpec, int, int] | None = None,
 ) -> str:
     """The backend for tensors of `dtype` on `device` and for pages of these formats (keys, values). Raises where it cannot
-    serve them."""
+    serve them. layer: the spec and the widths of both streams, which a reading other than `separate` needs."""
     check_backend(backend)
-    covering = [name for name in BACKENDS if reading in READINGS_COVERED[name]]
-    chosen = backend or _of_environment() or _default_backend(device, dtype, formats)
+    asked = backend or _of_environment()
     source = VARIABLE if backend is None and _of_environment() else "backend"
-    if chosen not in covering:
-        if backend or _of_environment():
-            raise ValueError(f"{source}={chosen!r} has no kernels for the reading {reading!r}; allowed: {covering}")
-        chosen = covering[0]
+    if layer is not None and layer[0].reading != SEPARATE:
+        return _choose_for_reading(asked, source, device, dtype, *layer)
+    chosen = asked or _default_backend(device, dtype, formats)
     if chosen == "cpu" and device.type != "cpu":
         raise ValueError(f"{source}='cpu' needs the model on the CPU, and it is on {device.type!r}")
     if chosen == "triton":
@@ -148,6 +145,31 @@ def choose_backend(
     elif chosen == "cuda":
         _check_cuda(device, dtype, formats, source)
     return chosen
+
+
+def _choose_for_reading(
+    asked: str | None, source: str, device: torch.device, dtype: torch.dtype | None, spec: LayerSpec, *widths: int
+) -> str:
+    """As `choose_backend`, for a layer whose reading is not `separate`."""
+    chosen = asked or ("cpu" if device.type == "cpu" else "cuda")
+    reason = _why_not_reading(chosen, device, dtype, spec, *widths)
+    if reason is None:
+        return chosen
+    if asked:
+        raise ValueError(f"{source}={chosen!r} {reason}; use backend='torch' (slow reference)")
+    return "torch"
+
+
+def _why_not_reading(backend: str, device: torch.device, dtype: torch.dtype | None, spec: LayerSpec, *widths: int):
+    """What keeps a backend from a layer whose reading is not `separate`, or `None`."""
+    if backend in ANY_READING:
+        return "needs the model on the CPU" if backend == "cpu" and device.type != "cpu" else None
+    if (name := READING_MODULES.get((backend, spec.reading.name))) is None:
+        return f"has no kernels for the reading {spec.reading.name!r}"
+    if (reason := why_not_cuda(device, dtype, ())) is not None:
+        return reason
+    module = importlib.import_module(name)
+    return module.why_not(spec) or module.why_not_widths(*widths)
 
 
 def reason_for(
@@ -160,9 +182,18 @@ def reason_for(
 
 
 def describe(
-    backend: str | None, chosen: str, device: torch.device, dtype: torch.dtype | None, formats: Sequence[Format]
+    backend: str | None,
+    chosen: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    formats: Sequence[Format],
+    layer: tuple[LayerSpec, int, int] | None = None,
 ) -> str:
     """The chosen backend in words, for `summary()`: with what keeps the default from being `cuda`, and what from being fast."""
+    if layer is not None and layer[0].reading != SEPARATE:
+        if chosen != "torch" or device.type == "cpu" or backend or _of_environment():
+            return chosen
+        return f"{chosen} (slow reference: cuda {_why_not_reading('cuda', device, dtype, *layer)})"
     if (reason := reason_for(backend, chosen, device, dtype, formats)) is not None:
         return f"{chosen} (cuda {reason})"
     if chosen == "cuda" and (reason := why_no_launcher()) is not None:
@@ -199,8 +230,10 @@ def _check_triton(device: torch.device, formats: Sequence[Format], source: str) 
 
 
 @functools.cache
-def _module(backend: str):
+def _module(backend: str, reading: str = "separate"):
     """Module with `attend`, `append` and `read` as in `reference`, and perhaps `step`, which does the first two at once."""
+    if (own := READING_MODULES.get((backend, reading))) is not None:
+        return importlib.import_module(own)
     if backend == "torch":
         return reference
     if backend == "cpu":
@@ -253,8 +286,8 @@ def _operation(name: str, inputs: str, result: str, mutates: bool, work: Callabl
     written = [field for field in LayerState._fields if field not in READ_ONLY] if mutates else []
 
     def run(*args):
-        spec, backend = args[count : count + 2]
-        return work(_module(backend), args[:count], _state(args[count + 2 :]), LayerSpec.parse(spec))
+        spec, backend = LayerSpec.parse(args[count]), args[count + 1]
+        return work(_module(backend, spec.reading.name), args[:count], _state(args[count + 2 :]), spec)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
     operation.register_fake(lambda *args: fake(LayerSpec.parse(args[count]), *args[:count]))
@@ -313,4 +346,4 @@ def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None
 
 def read(state: LayerState, spec: LayerSpec, max_length: int, backend: str):
     """`reference.read` on the chosen backend."""
-    return _module(backend).read(state, spec, max_length)
+    return _module(backend, spec.reading.name).read(state, spec, max_length)

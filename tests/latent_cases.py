@@ -30,7 +30,7 @@ class Case:
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec.parse(f"fp8|dense|0|0|{self.page_size}|none|latent")
+        return LayerSpec.parse(f"fp8|dense|0|0|{self.page_size}|none|none|latent")
 
     @property
     def scaling(self) -> float:
@@ -91,7 +91,7 @@ def plain(filled: Filled) -> torch.Tensor:
     case, state = filled.case, filled.store.state
     outs = []
     longest = int(state.length.max())
-    c, r = reference.read(state, case.spec, case.rank, case.rope, max(longest, 1))
+    c, r = reference.read(state, case.spec, max(longest, 1))
     for b in range(len(case.lengths)):
         n = int(state.length[b, 0])
         c_all = torch.cat([c[b, 0, :n], filled.k[b, 0]])
@@ -116,7 +116,9 @@ def check_attend(kernels, case: Case, device: str, seed: int) -> None:
     assert torch.isfinite(found).all()
     error, allowed = ((x.float() - truth).norm() for x in (found, plain(filled)))
     rounding = torch.finfo(case.dtype).eps * truth.norm()
-    assert error <= 2 * allowed + 0.5 * rounding, f"seed {seed}: {error / truth.norm():.2e}, plain {allowed / truth.norm():.2e}"
+    assert error <= 2 * allowed + 0.5 * rounding, (
+        f"seed {seed}: {error / truth.norm():.2e}, plain {allowed / truth.norm():.2e}"
+    )
     if case.zeros:
         assert torch.equal(found, found * 0) or case.tokens > 0
 
@@ -127,9 +129,11 @@ def check_steps(kernels, case: Case, steps: int, device: str, seed: int) -> None
     twin = Filled(case, device, seed)
     for _ in range(steps):
         filled.chunk(), twin.chunk()
-        expected = kernels.attend(filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling)
-        given = filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, None, case.scaling
-        assert torch.equal(kernels.attend_and_append(*given), expected)
+        expected = kernels.attend(
+            filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
+        )
+        given = filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
+        assert torch.equal(kernels.step(*given), expected)
         reference.append(twin.k, twin.v.nan_to_num(0.0), twin.mask, twin.store.state, case.spec)
         compare(filled.store, twin.store)
 

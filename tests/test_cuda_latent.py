@@ -14,18 +14,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 from latent_cases import Case, Filled, check_append, check_attend, check_steps, exact
 
+from hf_lowbit_kv import reference
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SEED = 0
 
-pytestmark = pytest.mark.skipif(not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor")
+pytestmark = pytest.mark.skipif(
+    not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"
+)
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
+@pytest.fixture(autouse=True, params=[True, False], ids=["convert", "move"])
+def kernels(request, monkeypatch):
+    monkeypatch.setattr(latent, "CONVERT", request.param)
     if not GPU:
+        monkeypatch.setattr(latent, "converts", lambda device: request.param)
         # a row is shared by several blocks
         monkeypatch.setattr(latent, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
         monkeypatch.setattr(latent, "_properties", lambda device: SimpleNamespace(multi_processor_count=3))
@@ -50,6 +55,16 @@ def test_attend(case, kernels):
     check_attend(kernels, case, DEVICE, SEED)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_attend_at_deepseek_sizes(heads, tokens, kernels):
+    sizes = {"heads": heads, "tokens": tokens, "rank": 512, "rope": 64, "page_size": 128}
+    check_attend(kernels, Case(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED)
+    check_attend(kernels, Case(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED)
+
+
 def test_latents_of_zeros_are_exact(kernels):
     case = Case(lengths=(150,), zeros=True)
     filled = Filled(case, DEVICE, SEED)
@@ -62,8 +77,6 @@ def test_one_long_row_beside_zeros(kernels):
     case = Case(lengths=(64,), heads=8)
     filled = Filled(case, DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
-    from hf_lowbit_kv import reference
-
     reference.append(zeros, filled.random(1, 1, 64, case.rope), None, filled.store.state, case.spec)
     found = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
     torch.testing.assert_close(found.float(), exact(filled), rtol=0.01, atol=0.01)
@@ -99,8 +112,8 @@ def test_no_room_left(kernels):
     filled = Filled(case, DEVICE, SEED, room=0)
     room = filled.store.state.page_address.shape[1] * case.page_size
     for _ in range(2):
-        given = filled.q, filled.k, filled.v, None, filled.store.state, case.spec, None, case.scaling
-        kernels.attend_and_append(*given)
+        given = filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling
+        kernels.step(*given)
     assert int(filled.store.state.length[0, 0]) == room
 
 

@@ -107,7 +107,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         ops, "describe", lambda asked, chosen, device, *rest: real["describe"](asked, chosen, gpu, *rest)
     )
-    monkeypatch.setattr(ops, "_module", lambda backend: reference)
+    monkeypatch.setattr(ops, "_module", lambda *chosen: reference)
     monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
     monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: None)
     monkeypatch.setattr(ops, "why_no_launcher", lambda: None)

@@ -68,6 +68,11 @@ static u32 transposed(u32 x) {
   });
 }
 
+static u32 e4m3_to_half(u32 x) {
+  auto half = [](u32 c) { return half_bits(half_to_float((c & 0x80) << 8 | (c & 0x7f) << 7) * 256.f); };
+  return half(x & 0xff) | half(x >> 8 & 0xff) << 16;
+}
+static u32 permuted(u32 x, u32 order) { u32 r = 0; for (int i = 0; i < 4; i++) r |= (x >> 8 * (order >> 4 * i & 3) & 0xff) << 8 * i; return r; }
 static void ldmatrix4(u32* r, u32 a) {
   check(a, 16); used(a, 16, races::READ);
   const int g = current % 32 >> 2, t = current & 3;

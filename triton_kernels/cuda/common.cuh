@@ -104,6 +104,17 @@ __device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ?
 // 8 x 8 transposition of 16-bit elements across the warp
 __device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
 
+#ifdef CONVERT
+// The low two bytes, e4m3, as fp16.
+__device__ __forceinline__ u32 e4m3_to_half(u32 x) {
+#if CONVERT
+  u32 r; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)x)); return r;
+#else
+  return x;
+#endif
+}
+__device__ __forceinline__ u32 permuted(u32 x, u32 order) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(order)); return r; }
+#endif
 // Four 8 x 8 matrices of 16-bit elements from shared memory; lane 8 i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void ldmatrix4(u32* r, u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));

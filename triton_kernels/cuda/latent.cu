@@ -8,8 +8,8 @@
 //   weights   p x scale of the token, relative to the warp's own maximum, in fp16; handed on in the order of operands
 //   values    a warp takes a quarter of the channels and all tokens. Values are the transposed keys: `ldmatrix.trans`.
 //
-// e4m3 becomes fp16 by moving bits: sign, exponent and mantissa in place are the number times 2^-8, subnormals included. Products are
-// exact, and the scale of a token multiplies its score and its weight, never its channels. Queries of the content are fp16,
+// e4m3 becomes fp16 by an instruction (CONVERT, sm89 and later), or by moving bits: sign, exponent and mantissa in place are the number
+// times 2^-8, subnormals included. Products are exact, and the scale of a token multiplies its score and its weight, never its channels. Queries of the content are fp16,
 // normalised by a power of two a row. Weights are not quantized to FP8, which the narrow case does not need.
 //
 // `latent_merge` adds the chunk's own tokens, in the model's dtype, and what the shares found; then it stores the chunk.
@@ -22,7 +22,7 @@ constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
 constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4, STAGES_AT = SCALES_AT + 64;
 constexpr int MASK_C = RANK % 128 == 0 ? 7 : 3, MASK_R = ROPE % 64 == 0 ? 7 : ROPE % 32 == 0 ? 3 : 1;
 constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
-constexpr float CODE = 256.f;                             // what a decoded number is too small by
+constexpr float CODE = CONVERT ? 1.f : 256.f;                             // what a decoded number is too small by
 constexpr float LEAST_LOG = -64.f;                        // of a token's scale: smaller values do not show beside others
 static_assert(RANK % 64 == 0 && RANK <= 512 && ROPE % 16 == 0 && PAGE_TOKENS % BLOCK == 0, "");
 
@@ -41,10 +41,15 @@ struct LatentArgs {
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;
 
-// Bytes 0 and 2 (odd: 1 and 3) of a word, e4m3, as two numbers of fp16, 2^-8 of their size.
+// Bytes 0 and 2 (odd: 1 and 3) of a word, e4m3, as two numbers of fp16, 1 / CODE of their size.
 __device__ __forceinline__ u32 decoded(u32 x, bool odd) {
-  const u32 y = odd ? x & 0xff00ff00u : (x & 0x00ff00ffu) << 8;
-  return (y & 0x80008000u) | ((y >> 1) & 0x3f803f80u);
+  if constexpr (CONVERT) return e4m3_to_half(permuted(x, odd ? 0x31 : 0x20));
+  return odd ? (x & 0x80008000u) | ((x >> 1) & 0x3f803f80u) : ((x << 8) & 0x80008000u) | ((x << 7) & 0x3f803f80u);
+}
+// Two halves of a word of four channels, in the order of `put_queries`.
+__device__ __forceinline__ u32 decoded_key(u32 x, bool second) {
+  if constexpr (CONVERT) return e4m3_to_half(second ? x >> 16 : x);
+  return decoded(x, second);
 }
 
 __device__ __forceinline__ float number(const u8* p, i64 i) { return to_float(reinterpret_cast<const u16*>(p)[i]); }
@@ -67,7 +72,7 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
     for (int x = lane; x < RANK; x += 32) {
       const int t = x % 16 / 4, y = x & 3;
       const u32 value = pack_half(real ? number(a.q, at + x) * inverse : 0.f, 0.f);
-      *reinterpret_cast<u16*>(target + x / 16 * 512 + t * 16 + ((y >> 1) + (y & 1) * 2) * 2) = (u16)value;
+      *reinterpret_cast<u16*>(target + x / 16 * 512 + t * 16 + (CONVERT ? y : (y >> 1) + (y & 1) * 2) * 2) = (u16)value;
     }
     for (int x = lane; x < ROPE; x += 32) {
       const int t = x % 8 / 2, y = (x & 1) + (x % 16 / 8) * 2;
@@ -105,8 +110,8 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       lds<4>(q, queries + (2 * p + half) * 512 + lane * 16);
-      k[0] = decoded(x[2 * half], false); k[1] = decoded(x[2 * half + 1], false);
-      k[2] = decoded(x[2 * half], true); k[3] = decoded(x[2 * half + 1], true);
+      k[0] = decoded_key(x[2 * half], false); k[1] = decoded_key(x[2 * half + 1], false);
+      k[2] = decoded_key(x[2 * half], true); k[3] = decoded_key(x[2 * half + 1], true);
       mma<false>(content[0], k, q[0], q[1]);
       mma<false>(content[1], k, q[2], q[3]);
     }

@@ -25,13 +25,18 @@ ROWS = 16
 #: blocks of threads on a multiprocessor
 BLOCKS = 2
 THREADS = 128
+#: use the conversion instruction where there is one
+CONVERT = True
 RANKS = range(64, 513, 64)
 ROPES = (16, 32, 64, 128)
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q c r mask pool address length paged out partial sums order count".split()),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "q c r mask pool address length paged out partial sums order count".split()
+        ),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s c_b c_s r_b r_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "heads tokens pages splits room stores".split()),
         ("scaling", ctypes.c_float),
@@ -41,7 +46,8 @@ class _Args(ctypes.Structure):
 def why_not(spec: LayerSpec) -> str | None:
     """What keeps these kernels from serving the layer, or `None`."""
     if spec.formats != (Fp8(), Dense()):
-        return f"has kernels for latents in formats 'fp8' / 'dense', not in {spec.key_format.name!r} / {spec.value_format.name!r}"
+        names = " / ".join(repr(fmt.name) for fmt in spec.formats)
+        return f"has kernels for latents in formats 'fp8' / 'dense', not in {names}"
     if not spec.direct or spec.sink:
         return f"has kernels for latents without a window, not for sink={spec.sink}, residual={spec.residual}"
     if spec.page_size % 64:
@@ -52,14 +58,13 @@ def why_not(spec: LayerSpec) -> str | None:
 def why_not_widths(rank: int, rope: int) -> str | None:
     """The same for the widths of the latent and of its RoPE part."""
     if rank not in RANKS or rope not in ROPES:
-        return (
-            f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {rank} and {rope}"
-        )
+        return f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {rank} and {rope}"
     return None
 
 
 @functools.cache
-def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: bool) -> tuple[tuple[str, str], ...]:
+    """convert: by the instruction for it."""
     content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
     parts = spec.part_bytes(rank, rope, dtype)
     values = {
@@ -68,6 +73,7 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype) -> tuple[
         "PAGE_TOKENS": spec.page_size,
         "SCALE_AT": content["scale"],
         "ROPE_AT": parts[0],
+        "CONVERT": int(convert),
         "BF16": int(dtype == torch.bfloat16),
         "NT": 2,
         "SPREAD": 0,
@@ -75,9 +81,14 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype) -> tuple[
     return tuple((name, str(value)) for name, value in values.items())
 
 
+def converts(device: torch.device) -> bool:
+    """Whether e4m3 is converted by the instruction for it."""
+    return CONVERT and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
-    module = load("latent.cu", defines(spec, rank, rope, dtype), device)
+    module = load("latent.cu", defines(spec, rank, rope, dtype, converts(device)), device)
     return module, module.integer("latent_shared_bytes")
 
 
@@ -107,13 +118,16 @@ def attend(
     return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=False)
 
 
-def attend_and_append(q, k, v, mask, state: LayerState, spec: LayerSpec, how, scaling, softcap=None, sinks=None, seen=None):
-    """`attend`, then `append` of the chunk, in two launches. how: `None`, because a latent has no transform."""
-    assert how is None
+def step(
+    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap=None, sinks=None, seen=None
+) -> torch.Tensor:
+    """`attend`, then `append` of the chunk, in two launches."""
     return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=True)
 
 
-def _step(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen, store: bool) -> torch.Tensor:
+def _step(
+    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen, store: bool
+) -> torch.Tensor:
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     if tokens > TOKENS or softcap is not None or sinks is not None:
         out = reference.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
@@ -130,7 +144,14 @@ def _step(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, s
     given = q, k, v, mask, state.pool[0], state.page_address, state.length, state.paged, out, partial, sums, None, None
     args = _Args(
         *(_address(x) for x in given),
-        *(*q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2), *((0, 0) if mask is None else mask.stride())),
+        *(
+            *q.stride()[:3],
+            k.stride(0),
+            k.stride(2),
+            v.stride(0),
+            v.stride(2),
+            *((0, 0) if mask is None else mask.stride()),
+        ),
         *(heads, tokens, pages, splits, row_capacity(spec, pages), int(store), scaling),
     )
     _launch(module, "latent_attend", (splits, batch, tiles), args, shared=shared)
@@ -145,7 +166,7 @@ def split_count(processors: int, programs: int, tokens: int) -> int:
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """`reference.append`: content k `[B, 1, S, rank]` and RoPE part v `[B, 1, S, rope]`; mask bool `[B, S]`, False for padding."""
+    """`reference.append`: content k `[B, 1, S, rank]` and RoPE part v `[B, 1, S, rope]`; mask bool `[B, S]`."""
     batch, _, tokens, rank = k.shape
     if tokens == 0:
         return
@@ -157,7 +178,21 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
     pages = state.page_address.shape[1]
-    given = None, k, v, None, state.pool[0], state.page_address, state.length, state.paged, None, None, None, order, count
+    given = (
+        None,
+        k,
+        v,
+        None,
+        state.pool[0],
+        state.page_address,
+        state.length,
+        state.paged,
+        None,
+        None,
+        None,
+        order,
+        count,
+    )
     args = _Args(
         *(_address(x) for x in given),
         *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),

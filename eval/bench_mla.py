@@ -1,0 +1,210 @@
+"""Decode attention to FP8 latents (SnapMLA) against 16-bit MLA attention: `python -m hf_lowbit_kv.eval.bench_mla`.
+
+It checks before it times: where the output misses float32 attention over the same packed bytes by more than its bound, or where
+stored bytes are not the reference's, nothing is timed. Kernels and peers are timed in the same rounds. A peer attends to the
+latent in bfloat16, absorbed: PyTorch's matmul and softmax, and FlashInfer's MLA decode where it is installed.
+
+- `ms`: one layer's attention to everything stored and to the new token. `step_ms`: the same with storing the token.
+- `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if ours read its packed bytes at the bandwidth
+  measured in the same run, and did nothing else.
+- `relerr`: relative error against float32 attention over the same packed bytes.
+- `convert`: whether e4m3 is converted by the instruction for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.backend import why_not_cuda
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
+from hf_lowbit_kv.pages import LayerSpec, PagedStore
+from hf_lowbit_kv.presets import get_preset
+
+RANK, ROPE = 512, 64
+#: rows x tokens of each
+SHAPES = {"32x8k": (32, 8192), "8x32k": (8, 32768), "1x128k": (1, 131072)}
+HEADS = (16, 64, 128)
+SCALING = (128 + 64) ** -0.5
+#: relative error that the output may have: two roundings of bfloat16
+BOUND = 2 * 2.0**-8
+console = wide_console()
+
+
+class WrongResultError(RuntimeError):
+    """A check failed, so nothing was timed."""
+
+
+class Case(NamedTuple):
+    """One layer: `kv` `[B, L, RANK + ROPE]` is what the store holds packed, in bfloat16."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    store: PagedStore
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def attend(self, kernels) -> torch.Tensor:
+        return kernels.attend(self.q, self.k, self.v, None, self.store.state, self.store.spec, SCALING)
+
+    def step(self, kernels) -> torch.Tensor:
+        given = self.q, self.k, self.v, None, self.store.state, self.store.spec, SCALING
+        return kernels.step(*given)
+
+
+def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    kv = random(batch, length, RANK + ROPE)
+    store = PagedStore(spec, batch, 1, RANK, ROPE, torch.bfloat16, device, length + 2 * spec.page_size)
+    kernels.append(kv[:, None, :, :RANK], kv[:, None, :, RANK:], None, store.state, spec)
+    q = random(batch, heads, 1, RANK + ROPE)
+    return Case(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
+
+
+def check(kernels, case: Case) -> float:
+    """The output's relative error on the first row. Raises `WrongResultError`."""
+    state, spec = case.store.state, case.store.spec
+    first = state._replace(
+        **{name: getattr(state, name)[:1] for name in ("page_table", "page_address", "length", "paged")}
+    )
+    first = first._replace(**{name: getattr(state, name)[:1] for name in ("sink_k", "sink_v", "tail_k", "tail_v")})
+    expected = reference.attend(case.q[:1].float(), case.k[:1], case.v[:1], None, first, spec, SCALING)
+    found = case.attend(kernels)[:1].float()
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= BOUND:  # NaN is not
+        raise WrongResultError(f"relative error {error:.2g} is above its bound {BOUND:.2g}")
+    c, r = reference.read(first, spec, 256)
+    twin = PagedStore(spec, 1, 1, RANK, ROPE, torch.bfloat16, c.device, 256)
+    reference.append(case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:], None, twin.state, spec)
+    if not all(torch.equal(x, y) for x, y in zip((c, r), reference.read(twin.state, spec, 256))):
+        raise WrongResultError("stored bytes are not the reference's")
+    return error
+
+
+def matmul_peer(case: Case) -> Callable[[], torch.Tensor]:
+    q, keys, values = case.q[:, :, 0], case.kv.transpose(1, 2), case.kv[..., :RANK]
+
+    def attend() -> torch.Tensor:
+        weights = torch.softmax(torch.bmm(q, keys) * SCALING, -1, dtype=torch.float32)
+        return torch.bmm(weights.to(q.dtype), values)
+
+    return attend
+
+
+def flashinfer_peer(case: Case, backend: str) -> Callable[[], torch.Tensor]:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    batch, length, _ = case.kv.shape
+    device, heads, page = case.q.device, case.q.shape[1], 64
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(2**27, dtype=torch.uint8, device=device), backend=backend)
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    pages = torch.arange(batch * length // page, dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    dtypes = case.q.dtype, case.kv.dtype
+    wrapper.plan(rows, rows * (length // page), pages, lengths, heads, RANK, ROPE, page, False, SCALING, *dtypes)
+    q = case.q[:, :, 0]
+    paged = case.kv.reshape(-1, page, RANK + ROPE)
+    split = [x.contiguous() for x in (q[..., :RANK], q[..., RANK:], paged[..., :RANK], paged[..., RANK:])]
+    return lambda: wrapper.run(*split)
+
+
+def peers(case: Case) -> dict[str, Callable[[], torch.Tensor]]:
+    found = {"torch-matmul": matmul_peer(case)}
+    if importlib.util.find_spec("flashinfer") is not None:
+        found |= {f"flashinfer-{name}": flashinfer_peer(case, name) for name in ("fa2", "fa3")}
+    return found
+
+
+def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.device, rounds: int) -> dict[str, Any]:
+    """A record without provenance."""
+    batch, length = SHAPES[shape]
+    spec = get_preset("snapmla").spec()
+    cases = [build(kernels, spec, batch, length, heads, device, 0)]
+    nbytes = batch * length * int(cases[0].store.token_bytes)
+    cases += [build(kernels, spec, batch, length, heads, device, n) for n in range(1, sets_needed(nbytes, device, 4))]
+    error = check(kernels, cases[0])
+    candidates = [Candidate("ours", [lambda case=case: case.attend(kernels) for case in cases])]
+    candidates += [Candidate(name, [call]) for name, call in peers(cases[0]).items()]
+    lengths = [(case.store.state.length.clone(), case.store.state) for case in cases]
+
+    def rewind() -> None:
+        for held, state in lengths:
+            state.length.copy_(held)
+            state.paged.copy_(held)
+
+    candidates.append(Candidate("step", [lambda case=case: case.step(kernels) for case in cases], before=rewind))
+    times = time_interleaved(candidates, device, rounds)
+    ms, step_ms = times.pop("ours"), times.pop("step")
+    peer = min(times, key=times.__getitem__)
+    return {
+        "shape": shape,
+        "heads": heads,
+        "rank": RANK,
+        "rope": ROPE,
+        "ms": ms,
+        "step_ms": step_ms,
+        "peer": peer,
+        "peer_ms": times[peer],
+        "ratio": times[peer] / ms,
+        "byte_limit_ratio": times[peer] * 1e-3 * bandwidth / nbytes,
+        "peers_ms": times,
+        "bytes": nbytes,
+        "token_bytes": cases[0].store.token_bytes,
+        "bandwidth": bandwidth,
+        "bandwidth_used": nbytes / (ms * 1e-3) / bandwidth,
+        "relerr": error,
+        "dtype": "bfloat16",
+    }
+
+
+def main(
+    shape: Annotated[list[str], typer.Option(help=f"of {', '.join(SHAPES)}")] = list(SHAPES),  # noqa: B006
+    heads: Annotated[list[int], typer.Option(help="query heads")] = list(HEADS),  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="samples of each", min=1)] = 10,
+    both: Annotated[bool, typer.Option(help="with and without the conversion instruction")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="JSON lines to append to; by default eval/results/mla-GPU.jsonl")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
+) -> None:
+    """Check and time decode attention to FP8 latents on this GPU."""
+    device = torch.device("cuda", 0)
+    reason = why_not_cuda(device, torch.bfloat16, ()) if torch.cuda.is_available() else "needs a GPU, and there is none"
+    if reason is not None:
+        raise typer.BadParameter(f"backend='cuda' {reason}")
+    from hf_lowbit_kv.triton_kernels.cuda import latent
+
+    path = results_path("mla", device_name(device)) if record is None else record
+    bandwidth = read_bandwidth(device)
+    table = Table(
+        "shape", "heads", "convert", "ms", "step ms", "peer", "peer ms", "ratio", "limit", "bandwidth", "relerr"
+    )
+    for convert in (True, False) if both else (latent.CONVERT,):
+        latent.CONVERT = convert
+        latent._module.cache_clear()
+        for name in shape:
+            for count in heads:
+                found = measure(latent, name, count, bandwidth, device, rounds) | {"convert": latent.converts(device)}
+                append_record(path, found | {"device": device_name(device)} | provenance(commit))
+                numbers = [f"{found[key]:.4f}" for key in ("ms", "step_ms")]
+                ratios = [f"{found[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
+                peer = found["peer"], f"{found['peer_ms']:.4f}"
+                table.add_row(name, str(count), str(convert), *numbers, *peer, *ratios, f"{found['relerr']:.1e}")
+                torch.cuda.empty_cache()
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)
