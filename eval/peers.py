@@ -64,7 +64,7 @@ def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
 
 def _flashinfer(x: Inputs) -> Callable[[], torch.Tensor]:
     """FlashInfer's paged decode on tensor cores, pages of 16 tokens."""
-    import flashinfer  # type: ignore[import-not-found]
+    import flashinfer
 
     batch, heads, query_length, head_dim = x.q.shape
     kv_heads, tokens, page = x.k.shape[1], x.k.shape[2], 16
