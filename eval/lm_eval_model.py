@@ -1,0 +1,269 @@
+"""The model type `hf-lowbit` for lm-eval: tasks are scored through a KV cache, so that they measure the cache.
+
+lm-eval's own model scores a text in one forward pass without a cache, and most prompts are shorter than what a packed
+cache keeps exact. Here a text goes through a fresh cache in chunks (`reading.py`), generation gets a fresh cache for each
+batch, and every result carries `packed_share`: the share of the attended tokens that were read packed.
+
+`python -m hf_lowbit_kv.eval.lm_eval_model run --model hf-lowbit --model_args preset=kivi-2 ...` is lm-eval's own command
+with this model type and the project's offline tasks. `hf-lowbit-kv eval lm-eval` compares presets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype
+from hf_lowbit_kv.eval.reading import Reader, Share, Text, packs
+from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
+
+#: name of transformers' own full-precision cache, where a preset is expected
+FULL = "full"
+#: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s
+LOADER_ARGUMENTS = (
+    *("cache_dir", "code_revision", "config", "device_map", "force_download", "ignore_mismatched_sizes"),
+    *("load_in_4bit", "load_in_8bit", "local_files_only", "low_cpu_mem_usage", "max_memory", "offload_buffers"),
+    *("token", "tp_size", "use_safetensors", "variant", "weights_only"),
+)
+TASKS = Path(__file__).resolve().parent / "tasks"
+
+
+@register_model("hf-lowbit")
+class LowBitLM(HFLM):
+    """lm-eval's `HFLM` with a cache in the loop.
+
+    Args:
+        pretrained: a hub name, a folder, or a loaded model (set to the attention implementation `lowbit_kv`); `None`: the
+            bundled model.
+        preset: name of a preset, or `"full"` for transformers' own cache in the model's dtype.
+        kv_chunk: tokens of a text read at a time, at most. Up to one page (128) is token-by-token decoding; more flatters the
+            cache.
+        allow_unpacked: accept tasks in which nothing is read packed.
+        kv_backend: `backend=` of the cache (lm-eval has an argument of that name).
+        **arguments: those of `HFLM`; then those of transformers' loader (`LOADER_ARGUMENTS`); all others are overrides for
+            `from_preset`, e.g. `residual=64`. By default the device is a GPU if there is one, and the dtype bfloat16 on it
+            and float32 on a CPU.
+
+    Attributes:
+        shares: by task, what scored positions attended to, over all processes.
+
+    Raises:
+        ValueError: an unknown preset, an override out of range, `kv_chunk` below 1 or above the model's context, a model
+            without a tokenizer, `max_cache_len` (caches must grow here). TypeError: an unknown override.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        preset: str = FULL,
+        kv_chunk: int = 128,
+        allow_unpacked: bool = False,
+        kv_backend: str | None = None,
+        **arguments: Any,
+    ):
+        known = {*inspect.signature(HFLM.__init__).parameters, *LOADER_ARGUMENTS}
+        overrides = {name: arguments.pop(name) for name in [*arguments] if name not in known}
+        if overrides.pop("attn_implementation", ATTENTION_NAME) != ATTENTION_NAME:
+            raise ValueError(f"attn_implementation must be {ATTENTION_NAME!r}: other ones do not attend to packed pages")
+        if isinstance(kv_chunk, bool) or not isinstance(kv_chunk, int) or kv_chunk < 1:
+            raise ValueError(f"kv_chunk={kv_chunk!r} is not allowed; it must be 1 or more (tokens)")
+        self.kv_chunk, self.allow_unpacked = kv_chunk, allow_unpacked
+        self.preset, self.overrides = preset, overrides | ({"backend": kv_backend} if kv_backend else {})
+        _check_preset(preset, self.overrides)
+        self.shares: dict[str, Share] = defaultdict(Share)
+        self._task: str | None = None  # the task whose requests are at work
+        if pretrained is None:
+            pretrained = str(bundled_model())
+        if isinstance(pretrained, str):
+            device = torch.device(arguments.setdefault("device", None) or default_device())
+            arguments |= {"device": str(device), "dtype": arguments.get("dtype") or default_dtype(device)}
+            arguments["attn_implementation"] = ATTENTION_NAME
+        else:
+            pretrained.set_attn_implementation(ATTENTION_NAME)
+            arguments.pop("device", None)
+        super().__init__(pretrained, **arguments)
+        self.new_cache()  # raises for what the preset cannot do with this model
+        if kv_chunk > self.max_length:
+            raise ValueError(
+                f"kv_chunk={kv_chunk} is larger than the model's context of {self.max_length} tokens: nothing would be read "
+                "packed. Take at most half of the context; 128 is the default"
+            )
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and self.world_size == 1:  # HFLM splits the work among GPUs alone
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+
+    # ---- the cache ------------------------------------------------------------------------------------------------
+
+    def use(self, preset: str, **overrides: Any) -> None:
+        """Go on with another preset, on the same model; `shares` begins anew."""
+        _check_preset(preset, overrides)
+        before = self.preset, self.overrides
+        self.preset, self.overrides = preset, overrides
+        try:
+            self.new_cache()
+        except (TypeError, ValueError):
+            self.preset, self.overrides = before
+            raise
+        self.shares = defaultdict(Share)
+
+    def new_cache(self) -> Cache:
+        """A fresh, growing cache."""
+        if self.preset == FULL:
+            return DynamicCache(config=self.model.config)
+        return lb.from_preset(self.preset, self.model, **self.overrides)
+
+    @property
+    def packed_share(self) -> dict[str, float | None]:
+        """By task: the share of attended tokens that were read packed; `None` for caches that pack nothing."""
+        if not self._packs():
+            return dict.fromkeys(self.shares)
+        return {task: share.value for task, share in self.shares.items()}
+
+    def _packs(self) -> bool:
+        layers = self.new_cache().layers  # nothing is allocated yet
+        return any(isinstance(layer, LowBitLayer) and packs(layer.spec) for layer in layers)
+
+    def get_model_info(self) -> dict:
+        """For lm-eval's record of a run."""
+        own = {"preset": self.preset, "kv_chunk": self.kv_chunk, "packed_share": self.packed_share}
+        return super().get_model_info() | own | {"cache_overrides": {k: str(v) for k, v in self.overrides.items()}}
+
+    def _create_tokenizer(self, pretrained: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._create_tokenizer(pretrained, tokenizer, *args, **kwargs)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            name = tokenizer or getattr(pretrained, "name_or_path", pretrained)
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{str(name)!r} has no tokenizer that could be loaded ({reason}); name one: tokenizer=") from error
+
+    # ---- lm-eval's contract ---------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def _by_task(self, method: Any, requests: list[Instance], disable_tqdm: bool) -> list:
+        """Answers of HFLM's method, task by task: what is shared, and `packed_share`, belong to one task."""
+        if not isinstance(self.batch_size, int):
+            raise ValueError(f"batch_size={self.batch_size!r} is not allowed with a cache; give a number of rows")
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(request.task_name or "", []).append(index)
+        answers: list = [None] * len(requests)
+        own: dict[str, Share] = {}
+        for self._task, indices in groups.items():
+            before, self.shares[self._task] = self.shares.get(self._task, Share()), Share()
+            found = method([requests[index] for index in indices], disable_tqdm)
+            for index, answer in zip(indices, found, strict=True):
+                answers[index] = answer
+            own[self._task], self.shares[self._task] = self.shares[self._task], before
+        for shares in self._of_all_processes(own):
+            for task, share in shares.items():
+                self.shares[task].add(share.packed, share.attended)
+        self._check_shares(own)
+        return answers
+
+    def _of_all_processes(self, own: dict[str, Share]) -> list[dict[str, Share]]:
+        if self.world_size == 1:
+            return [own]
+        everyone: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(everyone, own)
+        return everyone
+
+    def _check_shares(self, tasks: Sequence[str] | dict[str, Share]) -> None:
+        if self.allow_unpacked or not self._packs():
+            return
+        if unpacked := [task for task in tasks if self.shares[task].packed == 0]:
+            cache = self.new_cache()
+            spec = next(layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer) and packs(layer.spec))
+            first = spec.sink + spec.residual + (0 if spec.direct else spec.page_size)
+            raise ValueError(
+                f"packed_share=0 for {', '.join(unpacked)}: nothing was read packed, so the result says nothing about preset "
+                f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (more few-shot examples: "
+                "--num_fewshot) or a task with a long prefix; --allow-unpacked accepts it"
+            )
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        texts = []
+        for _, context, continuation in requests:
+            tokens = (context + continuation)[-(self.max_length + 1) :]  # as HFLM: cut at the front
+            texts.append(Text(tokens, max(len(tokens) - len(continuation), 1)))
+        reader = Reader(self.model, self.new_cache, self.kv_chunk, override_bs or self.batch_size)
+        dtype = self.mixed_precision_dtype
+        with (
+            tqdm(total=len(texts), disable=disable_tqdm or self.rank != 0, desc=f"{self._task} {self.preset}") as bar,
+            torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None),
+        ):
+            scores = reader.score(texts, bar.update)
+        answers = [(score.logprob, score.greedy) for score in scores]
+        self.shares[self._task or ""].add(reader.share.packed, reader.share.attended)
+        for (strings, _, _), answer in zip(requests, answers, strict=True):
+            if strings is not None:
+                self.cache_hook.add_partial("loglikelihood", strings, answer)
+        return answers
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any):
+        cache = self.new_cache()
+        # lm-eval gives `max_length`; the model's own limit of new tokens must not stand beside it
+        out = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        mask = generation_kwargs.get("attention_mask")
+        real = torch.full((len(context),), context.shape[1]) if mask is None else mask.sum(1).cpu()
+        written = out[:, context.shape[1] :].cpu()
+        share = self.shares[self._task or ""]
+        specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
+        for prompt, tokens in zip(real.tolist(), written, strict=True):
+            ended = (tokens == self.eot_token_id).nonzero()[:, 0].tolist()
+            count = ended[0] + 1 if ended else len(tokens)
+            for stored in range(prompt, prompt + count - 1):  # the prompt's own pass attends to it exactly
+                packed = sum(spec.paged_after(stored - spec.sink) for spec in specs if packs(spec))
+                share.add(packed / max(len(specs), 1), stored + 1)
+            share.add(0, prompt)
+        return out
+
+
+def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
+    """Raise before a model is loaded."""
+    if "max_cache_len" in overrides:
+        raise ValueError("max_cache_len is not allowed here: rows are added to the caches, so they must grow")
+    if preset == FULL:
+        if overrides:
+            raise ValueError(f"{next(iter(overrides))}= has no meaning for preset={FULL!r}, transformers' own cache")
+        return
+    lb.get_preset(preset)
+
+
+def main() -> None:
+    """lm-eval's own command, with `hf-lowbit` and the offline tasks."""
+    import sys
+
+    from lm_eval.__main__ import cli_evaluate
+
+    if "--include_path" not in sys.argv and "--tasks" in sys.argv:
+        sys.argv += ["--include_path", str(TASKS)]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Log-likelihoods of texts that a model reads through a KV cache, in chunks, so that later tokens attend to packed history.
+
+One forward pass over a whole text attends to nothing packed: its own tokens are exact. Here a text goes through a fresh
+cache in chunks. A chunk ends wherever a page is packed. With chunks of at most one page, every token then attends to
+exactly what it would meet in token-by-token decoding, wherever else a chunk ends. (A cache without a tail packs each
+token at once; only `chunk=1` is decoding there.) Larger chunks are faster and flatter the cache.
+
+Texts that begin alike share the work: the common beginning is read once, its row of the cache is repeated, and packed
+pages are shared between rows. Rows of a batch may have any lengths. Chunk ends are positions of a row's own tokens, so a
+text's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_lowbit_kv.formats import Dense
+from hf_lowbit_kv.layer import LowBitLayer
+
+#: a beginning of fewer tokens is not worth a forward pass of its own: every text reads it again
+MIN_SHARED = 16
+
+
+class Text(NamedTuple):
+    """Token ids of a text; those from `start` on are scored, given all before them. `start` is 1 or more."""
+
+    tokens: Sequence[int]
+    start: int
+
+
+@dataclass
+class Score:
+    """What the model says of a text's scored tokens.
+
+    Attributes:
+        logprob: sum of their log-probabilities, nats. greedy: whether each was the likeliest token at its place.
+    """
+
+    logprob: float = 0.0
+    greedy: bool = True
+
+
+@dataclass
+class Share:
+    """Tokens that the scored positions attended to, and how many of them were read packed (means over the layers)."""
+
+    packed: float = 0.0
+    attended: float = 0.0
+
+    def add(self, packed: float, attended: float) -> None:
+        self.packed += packed
+        self.attended += attended
+
+    @property
+    def value(self) -> float:
+        """0 to 1."""
+        return self.packed / self.attended if self.attended else 0.0
+
+
+@dataclass
+class Node:
+    """Tokens `start` to `end` of the texts `members`, which agree up to `end`; the texts go on in `children`."""
+
+    start: int
+    end: int
+    tokens: Sequence[int]
+    members: list[int]
+    children: list[Node] = field(default_factory=list)
+
+
+def shared_beginnings(texts: Sequence[Sequence[int]], min_shared: int = MIN_SHARED) -> list[Node]:
+    """Texts (token ids) as a forest: what several have in common, from their start on, stands in one node."""
+    order = sorted(range(len(texts)), key=lambda index: tuple(texts[index]))
+    return _grow(texts, order, 0, 0, min_shared)
+
+
+def _grow(texts: Sequence[Sequence[int]], order: list[int], start: int, depth: int, min_shared: int) -> list[Node]:
+    """Nodes for the sorted texts `order`, which agree up to `depth` and are still to be read from `start` on."""
+    nodes: list[Node] = []
+    for _, run in itertools.groupby(order, key=lambda index: tuple(texts[index][depth : depth + 1])):
+        group = list(run)
+        first, last = texts[group[0]], texts[group[-1]]
+        common = depth
+        while common < min(len(first), len(last)) and first[common] == last[common]:
+            common += 1
+        if common == len(last):  # all the same
+            nodes.append(Node(start, common, last, group))
+        elif common - start >= min_shared:
+            longer = [index for index in group if len(texts[index]) > common]
+            children = _grow(texts, longer, common, common, min_shared)
+            nodes.append(Node(start, common, first, group, children))
+        else:
+            ends = [index for index in group if len(texts[index]) == common]
+            if ends:
+                nodes.append(Node(start, common, first, ends))
+            nodes += _grow(texts, [index for index in group if index not in set(ends)], start, common, min_shared)
+    return nodes
+
+
+def windows(cache: Cache) -> set[tuple[int, int]]:
+    """`(sink + residual, page_size)` of the cache's packed layers: a page is packed that many tokens after the start, and
+    every page from there on. Empty for a cache that packs nothing."""
+    specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
+    return {(spec.sink + spec.residual, spec.page_size) for spec in specs}
+
+
+def next_bound(position: int, found: set[tuple[int, int]], chunk: int) -> int:
+    """Where the chunk that begins at `position` ends: after `chunk` tokens, or earlier, where a page is packed (every
+    `chunk // page_size`-th page for chunks of several pages)."""
+    bounds = [position + chunk]
+    for first, page in found:
+        stride = max(chunk // page, 1) * page
+        bounds.append(position + stride - (position - first) % stride)
+        origin = position - (position - first) % stride  # chunks shorter than a page count from where it was packed
+        bounds.append(origin + ((position - origin) // chunk + 1) * chunk)
+    return min(bounds)
+
+
+class Reader:
+    """Reads texts through caches and scores them.
+
+    Args:
+        model: a causal language model, with `attn_implementation="lowbit_kv"` where caches are low-bit ones.
+        make_cache: gives a fresh, growing cache for the model.
+        chunk: tokens read at a time, at most.
+        batch_size: rows read at a time, at most.
+
+    Attributes:
+        share: what the scored positions attended to so far.
+    """
+
+    def __init__(self, model: Any, make_cache: Callable[[], Cache], chunk: int = 128, batch_size: int = 8):
+        if chunk < 1:
+            raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is not allowed; it must be 1 or more (rows)")
+        self.model, self.make_cache, self.chunk = model, make_cache, chunk
+        self.share = Share()
+        cache = make_cache()
+        self.windows = windows(cache)
+        # padding behind a row's tokens would be read by recurrent layers, and counts in sliding windows
+        plain = all(isinstance(layer, LowBitLayer) or type(layer) is DynamicLayer for layer in cache.layers)
+        self.batch_size = batch_size if plain else 1
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Text], done: Callable[[int], None] = lambda count: None) -> list[Score]:
+        """Score texts, in their order. `done` is called with the number of texts finished since the last call.
+
+        Raises:
+            ValueError: a text without a token to score, or without one before it.
+        """
+        for text in texts:
+            if not 1 <= text.start < len(text.tokens):
+                raise ValueError(
+                    f"start={text.start} is not allowed for a text of {len(text.tokens)} tokens; allowed: 1 to the last one"
+                )
+        scores = [Score() for _ in texts]
+        # the last token is only predicted; texts that differ in it alone are read as one
+        roots = shared_beginnings([text.tokens[:-1] for text in texts])
+        for batch in self._batches(roots):
+            self._read(self.make_cache(), None, batch, texts, scores, done)
+        return scores
+
+    def _batches(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
+        by_length = sorted(nodes, key=lambda node: (node.end, node.start), reverse=True)
+        for low in range(0, len(by_length), self.batch_size):
+            yield by_length[low : low + self.batch_size]
+
+    def _read(self, cache, mask, nodes: list[Node], texts, scores: list[Score], done) -> None:
+        """Read `nodes`, one a row of the cache, then their children. mask: bool `[rows, seen]`, False for padding."""
+        position = min(node.start for node in nodes)
+        while position < max(node.end for node in nodes):
+            bound = next_bound(position, self.windows, self.chunk)
+            mask = self._read_chunk(cache, mask, nodes, position, bound, texts, scores)
+            position = bound
+        done(sum(len(texts[index].tokens) - 1 == node.end for node in nodes for index in node.members))
+        rows = {id(child): row for row, node in enumerate(nodes) for child in node.children}
+        batches = list(self._batches([child for node in nodes for child in node.children]))
+        for batch in batches:
+            own = cache if batch is batches[-1] else copy.deepcopy(cache)
+            chosen = torch.tensor([rows[id(child)] for child in batch], device=mask.device)
+            own.batch_select_indices(chosen)
+            self._read(own, mask[chosen], batch, texts, scores, done)
+
+    def _read_chunk(self, cache, mask, nodes: list[Node], low: int, high: int, texts, scores: list[Score]):
+        """Read the tokens at positions `low` to `high` of every row that has some. Returns the mask with their columns."""
+        spans = [(max(low, node.start), min(high, node.end)) for node in nodes]
+        width = max(end - start for start, end in spans)
+        device = self.model.device
+        ids = torch.zeros(len(nodes), width, dtype=torch.long)
+        real = torch.zeros(len(nodes), width, dtype=torch.bool)
+        positions = torch.tensor([start for start, _ in spans])[:, None] + torch.arange(width)
+        positions = positions.clamp(max=high - 1)  # padding must not leave a table of learned positions
+        for row, (node, (start, end)) in enumerate(zip(nodes, spans, strict=True)):
+            if start < end:
+                ids[row, : end - start] = torch.tensor(node.tokens[start:end])
+                real[row, : end - start] = True
+        targets = list(_targets(nodes, spans, texts))
+        kept = width - min((column for _, column, *_ in targets), default=width - 1)
+        mask = real.to(device) if mask is None else torch.cat([mask, real.to(device)], dim=1)
+        packed = packed_tokens(cache, len(nodes)) if targets else []
+        logits = self.model(
+            ids.to(device),
+            attention_mask=mask,
+            position_ids=positions.to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=kept,
+        ).logits
+        if targets:
+            self._add(logits, targets, width - kept, scores)
+            for row, position in {(row, position) for row, _, position, *_ in targets}:
+                self.share.add(packed[row], position + 1)
+        return mask
+
+    def _add(self, logits: torch.Tensor, targets: list[tuple[int, int, int, int, int]], first: int, scores) -> None:
+        """Add to the scores of texts. logits: `[rows, kept, vocabulary]`, of the columns from `first` on."""
+        places = torch.tensor([(row, column - first, token) for row, column, _, _, token in targets])
+        rows, columns, tokens = places.to(logits.device).unbind(1)
+        chosen = logits[rows, columns].float().log_softmax(-1)
+        logprobs = chosen.gather(-1, tokens[:, None])[:, 0].double().tolist()
+        greedy = (chosen.argmax(-1) == tokens).tolist()
+        for (*_, index, _), logprob, is_greedy in zip(targets, logprobs, greedy, strict=True):
+            scores[index].logprob += logprob
+            scores[index].greedy &= is_greedy
+
+
+def _targets(nodes: list[Node], spans: list[tuple[int, int]], texts: Sequence[Text]) -> Iterator[tuple[int, ...]]:
+    """Which logits of a chunk predict a scored token: `(row, column, position, text, token)`."""
+    for row, (node, (start, end)) in enumerate(zip(nodes, spans, strict=True)):
+        for index in node.members:
+            text = texts[index]
+            for position in range(max(start, text.start - 1), end):
+                yield row, position - start, position, index, text.tokens[position + 1]
+
+
+def packed_tokens(cache: Cache, rows: int) -> list[float]:
+    """How many tokens each row holds in packed pages, a mean over the low-bit layers; layers in format `dense` count 0."""
+    layers = [layer for layer in cache.layers if isinstance(layer, LowBitLayer)]
+    counts = torch.zeros(rows, dtype=torch.float64)
+    found: dict[Any, torch.Tensor] = {}  # layers of one spec hold the same: one look at the device for all of them
+    for layer in layers:
+        if layer.store is None or not packs(layer.spec):
+            continue
+        if layer.spec not in found:
+            found[layer.spec] = layer.store.state.paged[:, 0].cpu().double()
+        counts += found[layer.spec]
+    return (counts / max(len(layers), 1)).tolist()
+
+
+def packs(spec: Any) -> bool:
+    """Whether a layer stores keys or values in fewer bits than the model's dtype has."""
+    return not all(isinstance(fmt, Dense) for fmt in spec.formats)
