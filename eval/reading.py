@@ -75,6 +75,16 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
+class Target(NamedTuple):
+    """A logit of a chunk that predicts a scored token: its row and column, the position there, the text, the token."""
+
+    row: int
+    column: int
+    position: int
+    text: int
+    token: int
+
+
 def shared_beginnings(texts: Sequence[Sequence[int]], min_shared: int = MIN_SHARED) -> list[Node]:
     """Texts (token ids) as a forest: what several have in common, from their start on, stands in one node."""
     order = sorted(range(len(texts)), key=lambda index: tuple(texts[index]))
@@ -203,7 +213,7 @@ class Reader:
                 ids[row, : end - start] = torch.tensor(node.tokens[start:end])
                 real[row, : end - start] = True
         targets = list(_targets(nodes, spans, texts))
-        kept = width - min((column for _, column, *_ in targets), default=width - 1)
+        kept = width - min((target.column for target in targets), default=width - 1)
         mask = real.to(device) if mask is None else torch.cat([mask, real.to(device)], dim=1)
         packed = packed_tokens(cache, len(nodes)) if targets else []
         logits = self.model(
@@ -216,29 +226,29 @@ class Reader:
         ).logits
         if targets:
             self._add(logits, targets, width - kept, scores)
-            for row, position in {(row, position) for row, _, position, *_ in targets}:
+            for row, position in {(target.row, target.position) for target in targets}:
                 self.share.add(packed[row], position + 1)
         return mask
 
-    def _add(self, logits: torch.Tensor, targets: list[tuple[int, int, int, int, int]], first: int, scores) -> None:
+    def _add(self, logits: torch.Tensor, targets: list[Target], first: int, scores: list[Score]) -> None:
         """Add to the scores of texts. logits: `[rows, kept, vocabulary]`, of the columns from `first` on."""
-        places = torch.tensor([(row, column - first, token) for row, column, _, _, token in targets])
+        places = torch.tensor([(target.row, target.column - first, target.token) for target in targets])
         rows, columns, tokens = places.to(logits.device).unbind(1)
         chosen = logits[rows, columns].float().log_softmax(-1)
         logprobs = chosen.gather(-1, tokens[:, None])[:, 0].double().tolist()
         greedy = (chosen.argmax(-1) == tokens).tolist()
-        for (*_, index, _), logprob, is_greedy in zip(targets, logprobs, greedy, strict=True):
-            scores[index].logprob += logprob
-            scores[index].greedy &= is_greedy
+        for target, logprob, is_greedy in zip(targets, logprobs, greedy, strict=True):
+            scores[target.text].logprob += logprob
+            scores[target.text].greedy &= is_greedy
 
 
-def _targets(nodes: list[Node], spans: list[tuple[int, int]], texts: Sequence[Text]) -> Iterator[tuple[int, ...]]:
-    """Which logits of a chunk predict a scored token: `(row, column, position, text, token)`."""
+def _targets(nodes: list[Node], spans: list[tuple[int, int]], texts: Sequence[Text]) -> Iterator[Target]:
+    """Which logits of a chunk predict a scored token."""
     for row, (node, (start, end)) in enumerate(zip(nodes, spans, strict=True)):
         for index in node.members:
             text = texts[index]
             for position in range(max(start, text.start - 1), end):
-                yield row, position - start, position, index, text.tokens[position + 1]
+                yield Target(row, position - start, position, index, text.tokens[position + 1])
 
 
 def packed_tokens(cache: Cache, rows: int) -> list[float]:

@@ -84,13 +84,18 @@ def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, 
     """The model and its tokenizer, from the options of the same names."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
+
+
+def check_device(name: str | None) -> torch.device | None:
+    """The device of that name, after trying it."""
     try:
-        where = None if device is None else torch.device(device)
+        where = None if name is None else torch.device(name)
         if where is not None:
             torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return load_model(name, getattr(torch, dtype) if dtype else None, where)
+        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return where
 
 
 @contextmanager

@@ -1,0 +1,205 @@
+"""Needle in a haystack: a fact hidden in an essay at some depth, and a question that only the fact answers.
+
+The whole prompt goes through the cache in chunks, so the question's own tokens attend to the packed fact. (After an
+unpacked prefill the first answer token would be exact, whatever the cache does.) A needle counts as found if greedy
+decoding would write the code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.models import essay
+from hf_lowbit_kv.eval.reading import Reader, Text
+
+#: name of transformers' own full-precision cache in tables and records
+FULL = "full"
+CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (512, 1024, 2048)
+
+
+class Needle(NamedTuple):
+    """The secret code of a city."""
+
+    city: str
+    code: str
+
+    @classmethod
+    def numbered(cls, number: int) -> Needle:
+        """The needle of that number; codes have four digits."""
+        return cls(CITIES[number % len(CITIES)], str(1000 + 7919 * (number + 1) % 9000))
+
+    @property
+    def fact(self) -> str:
+        return f"The secret code of {self.city} is {self.code}."
+
+    @property
+    def question(self) -> str:
+        return f"\n\nQuestion: What is the secret code of {self.city}?\nAnswer: The secret code of {self.city} is"
+
+
+def clean(text: str) -> str:
+    """Text in one line, spaces single."""
+    return " ".join(text.split())
+
+
+def prompt(haystack: str, depth: float, needle: Needle) -> str:
+    """The haystack, up to its last whole sentence, with the fact behind the sentence that ends nearest to `depth` (0 to
+    1), and the question."""
+    ends = [0, *(match.end() for match in re.finditer(r"[.?!]\s", haystack))]
+    haystack = haystack[: ends[-1]]
+    place = min(ends, key=lambda end: abs(end - depth * len(haystack)))
+    before, after = haystack[:place].rstrip(), haystack[place:].lstrip()
+    return " ".join(part for part in (before, needle.fact, after) if part) + needle.question
+
+
+def run(
+    presets: Sequence[str],
+    model: Any,
+    tokenizer: Any,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    trials: int = 1,
+    text: str | Path | None = None,
+    chunk: int = 128,
+    batch_size: int = 8,
+    report: Callable[[str], None] = lambda step: None,
+    overrides: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Look for needles through the full-precision cache and each preset.
+
+    Args:
+        presets: names; `"full"`, transformers' own cache, is always measured first.
+        model: a causal language model with `attn_implementation="lowbit_kv"`.
+        lengths: tokens of a prompt, nearly. depths: where the fact stands, 0 (start) to 1 (end).
+        trials: needles at each place, with other cities and codes.
+        text: file to hide them in; `None`: an essay.
+        report: called with a name as each step begins, `steps(presets, lengths)` of them.
+        overrides: further arguments of `from_preset`, for every preset.
+
+    Returns:
+        One dict for each preset, length and depth: `preset`, `length`, `depth`, `found` (share of the needles, 0 to 1),
+        `logprob` (mean over needles, nats, of the whole code), `packed_share`.
+
+    Raises:
+        ValueError: an unknown preset, a length that the text or the model's context does not reach, a depth outside 0 to 1.
+    """
+    if bad := [depth for depth in depths if not 0 <= depth <= 1]:
+        raise ValueError(f"depths={bad} are not allowed; they must be 0 (start) to 1 (end)")
+    if trials < 1:
+        raise ValueError(f"trials={trials} is not allowed; it must be 1 or more")
+    caches: dict[str, Callable[[], Any]] = {FULL: lambda: DynamicCache(config=model.config)}
+    for preset in presets:
+        if preset != FULL:
+            caches[preset] = partial(lb.from_preset, preset, model, **(overrides or {}))
+            caches[preset]()  # raises for what it cannot do; nothing is allocated
+    path = Path(text) if text is not None else essay("worked")
+    texts = {length: _texts(path, tokenizer, model, length, depths, trials) for length in lengths}
+    rows = []
+    for preset, make_cache in caches.items():
+        for length in lengths:
+            report(f"{preset} {length}")
+            reader = Reader(model, make_cache, chunk, batch_size)
+            scores = reader.score(texts[length])
+            for index, depth in enumerate(depths):
+                cell = scores[index * trials : (index + 1) * trials]
+                found = sum(score.greedy for score in cell) / trials
+                logprob = sum(score.logprob for score in cell) / trials
+                row = {"preset": preset, "length": length, "depth": depth, "found": found, "logprob": logprob}
+                rows.append(row | {"packed_share": None if preset == FULL else reader.share.value})
+    return rows
+
+
+def steps(presets: Sequence[str], lengths: Sequence[int]) -> int:
+    """How often `run` reports."""
+    return len({FULL, *presets}) * len(lengths)
+
+
+def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence[float], trials: int) -> list[Text]:
+    """Prompts of at most `length` tokens with their codes, depth by depth."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(f"length={length} is more than the model's context of {limit} tokens")
+    whole = clean(path.read_text(encoding="utf-8"))
+    needles = [Needle.numbered(number) for number in range(len(depths) * trials)]
+    extra = max(len(_ids(tokenizer, f" {needle.fact}{needle.question} {needle.code}")) for needle in needles)
+    ids = _ids(tokenizer, whole)
+    if extra >= length:
+        raise ValueError(f"length={length} is too short: fact and question alone take {extra} tokens")
+    if len(ids) < length - extra:
+        raise ValueError(f"text {str(path)!r} has {len(ids)} tokens, and length={length} needs {length - extra} of it")
+    haystack = tokenizer.decode(ids[: length - extra])
+    texts = []
+    for number, needle in enumerate(needles):
+        question = prompt(haystack, depths[number // trials], needle)
+        start = len(_ids(tokenizer, question))
+        texts.append(Text(_ids(tokenizer, f"{question} {needle.code}"), start))
+    return texts
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    # a warning about the model's maximal length would be about text that is cut off
+    return tokenizer(text, verbose=False).input_ids
+
+
+# ---- heat maps -------------------------------------------------------------------------------------------------------
+
+
+def heat_map(rows: Sequence[dict[str, Any]], preset: str) -> list[dict[str, Any]]:
+    """One preset's rows as a table: a line for each depth, a column for each length, and the mean log-probability of the
+    code in brackets, which tells more than found or not."""
+    own = [row for row in rows if row["preset"] == preset]
+    lines = []
+    for depth in dict.fromkeys(row["depth"] for row in own):
+        cells = [row for row in own if row["depth"] == depth]
+        shown = {str(row["length"]): f"{row['found']:.0%} ({row['logprob']:.1f})" for row in cells}
+        lines.append({"depth": f"{depth:.0%}"} | shown)
+    return lines
+
+
+def check_picture(path: Path) -> None:
+    """Raise, before anything is measured, where a picture could not be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("pictures need matplotlib: pip install 'hf-lowbit-kv[eval]'")
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--picture {str(path)!r} is not offered; the name must end in .png")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {str(path)!r}: there is no folder {str(path.parent)!r}")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The heat maps of all presets side by side, as a PNG: colour is the log-probability of the code, a cross marks a place
+    where not all needles were found."""
+    from matplotlib.figure import Figure
+
+    presets = list(dict.fromkeys(row["preset"] for row in rows))
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    lowest = min(row["logprob"] for row in rows)
+    figure = Figure(figsize=(1.6 + 0.7 * len(lengths) * len(presets), 1.4 + 0.42 * len(depths)), layout="constrained")
+    axes = figure.subplots(1, len(presets), sharey=True, squeeze=False)[0]
+    for axis, preset in zip(axes, presets, strict=True):
+        cells = {(row["depth"], row["length"]): row for row in rows if row["preset"] == preset}
+        grid = [[cells[depth, length]["logprob"] for length in lengths] for depth in depths]
+        image = axis.imshow(grid, vmin=lowest, vmax=0, cmap="viridis", aspect="auto")
+        for y, depth in enumerate(depths):
+            for x, length in enumerate(lengths):
+                if cells[depth, length]["found"] < 1:
+                    axis.plot(x, y, "x", color="white", markersize=7)
+        axis.set_title("full precision" if preset == FULL else preset, fontsize=9)
+        axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=8, rotation=45)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+    axes[0].set_ylabel("depth of the fact", fontsize=9)
+    figure.supxlabel("tokens of the prompt", fontsize=9)
+    bar = figure.colorbar(image, ax=list(axes), pad=0.02)
+    bar.set_label("log-probability of the code (nats)", fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,108 @@
+"""`hf-lowbit-kv eval lm-eval`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import torch
+import typer
+
+from ..presets import get_preset
+from .common import (
+    DTYPES,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    check_device,
+    print_json,
+    print_table,
+)
+
+#: name of transformers' own full-precision cache
+FULL = "full"
+
+
+def lm_eval(
+    context: typer.Context,
+    tasks: Annotated[list[str], typer.Option("--tasks", "-t", help="Tasks, separated by commas.")],
+    preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
+    model: ModelOption = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="the model's")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(help="Argument of every preset's cache, e.g. residual=64; repeatable.")
+    ] = None,
+    kv_chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
+    ] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time.")] = 8,
+    full: Annotated[bool, typer.Option(help="Measure full precision too.")] = True,
+    allow_unpacked: Annotated[
+        bool, typer.Option("--allow-unpacked", help="Accept tasks in which nothing is read packed.")
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """lm-eval's tasks with the cache in the loop: one table over presets, full precision beside them.
+
+    Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
+    --gen_kwargs, --output_path; `lm-eval run --help` lists them.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("this command needs lm-eval: pip install 'hf-lowbit-kv[eval]'")
+    names = [name for name in _split(preset) if name != FULL]
+    for name in names:
+        get_preset(name)
+    if not (chosen := _split(tasks)):
+        raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    check_device(device)
+    presets = [FULL, *names] if full else names
+    if not presets:
+        raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
+
+    from ..eval.lm_eval_model import LowBitLM
+    from ..eval.lm_eval_run import comparison, evaluate, parse_options, quiet
+
+    quiet()
+    parse_options(chosen, context.args)  # before the model is loaded
+    overrides = dict(_parse_override(text) for text in override or [])
+    lm = LowBitLM(
+        model,
+        kv_chunk=kv_chunk,
+        allow_unpacked=allow_unpacked,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+    for name in names:
+        lm.use(name, **overrides)  # raises for what a preset cannot do, before anything is measured
+    rows = evaluate(lm, presets, chosen, context.args, **overrides)
+    if lm.rank != 0:
+        return
+    if as_json:
+        print_json(rows)
+        return
+    print_table(f"lm-eval: {', '.join(chosen)}; means with standard errors", comparison(rows), numbers_from=2)
+
+
+def _split(options: list[str]) -> list[str]:
+    """Names from repeated and comma-separated options, each once."""
+    return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))
+
+
+def _parse_override(text: str) -> tuple[str, int | float | str]:
+    """`"residual=64"` as `("residual", 64)`."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise ValueError(f"--override {text!r} is not of the form name=value")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            pass
+    return name, value
