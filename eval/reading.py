@@ -128,7 +128,9 @@ def next_bound(position: int, found: set[tuple[int, int]], chunk: int) -> int:
     for first, page in found:
         stride = max(chunk // page, 1) * page
         bounds.append(position + stride - (position - first) % stride)
-        origin = position - (position - first) % stride  # chunks shorter than a page count from where it was packed
+        origin = max(
+            position - (position - first) % stride, 0
+        )  # chunks shorter than a page count from where it was packed
         bounds.append(origin + ((position - origin) // chunk + 1) * chunk)
     return min(bounds)
 
