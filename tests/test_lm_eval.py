@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -148,7 +149,7 @@ def test_generation_uses_a_fresh_cache_for_each_batch(folder):
         cache = lb.from_preset("kivi-2", lm.model, **SMALL_PAGES)
         own = lm.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert text == lm.tokenizer.decode(own[0, ids.shape[1] :], skip_special_tokens=True)
-        assert int(cache.layers[0].store.state.paged[0, 0]) == (ids.shape[1] + 11 - 32) // 32 * 32
+        assert int(cache.layers[0].store.state.paged[0, 0]) == (own.shape[1] - 1 - 32) // 32 * 32
     # each prompt is read whole and exactly; what is written behind it reads 96 or 128 packed tokens
     assert 0.5 < lm.packed_share["writing"] < 0.85
 
@@ -170,7 +171,7 @@ def test_presets_change_on_one_model(folder):
 
 
 def test_nothing_packed_is_an_error(folder):
-    with pytest.raises(ValueError, match="packed_share=0 for numbers.*packs its first page at 64 tokens"):
+    with pytest.raises(ValueError, match=r"packed_share=0 for numbers.*packs its first page at 64 tokens"):
         logprobs(lm_of(folder), tokens=20)
     lm = lm_of(folder, allow_unpacked=True)
     logprobs(lm, tokens=20)
@@ -306,7 +307,9 @@ def test_offline_tasks_begin_with_shared_text(task_name, count):
         assert all(row["query"].index(row["answer"]) < len(row["query"]) * (row["depth"] + 0.2) for row in rows)
         return
     for half in (rows.select(range(0, count, 2)), rows.select(range(1, count, 2))):
-        assert len(os.path.commonprefix([row["query"] for row in half])) > 4000  # about 4 characters a token
+        queries = half["query"]
+        shared = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*queries)))
+        assert shared > 4000  # about 4 characters a token
     if task_name == "hellaswag":
         assert all(row["choices"][row["gold"]] not in row["query"] for row in rows)  # nobody saw the own answer
 
