@@ -79,7 +79,9 @@ def evaluate(
 
 def _task_manager(config: EvaluatorConfig, tasks: Sequence[str]) -> TaskManager:
     include = [str(TASKS), *([config.include_path] if config.include_path else [])]
-    manager = TaskManager(include_path=include, metadata=config.metadata)
+    manager = TaskManager(include_path=include, metadata=config.metadata, include_defaults=False)
+    if not set(tasks) <= set(manager.all_tasks):  # reading the files of all its tasks takes lm-eval seconds
+        manager = TaskManager(include_path=include, metadata=config.metadata)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known and not manager.match_tasks([task])]:
         offline = ", ".join(OFFLINE_TASKS)

@@ -43,12 +43,16 @@ def hellaswag(**_: Any) -> Splits:
         choices = [_without_brackets(ending) for ending in case["endings"]]
         question = _without_brackets(f"{case['activity_label']}: {case['ctx']}")
         rows.append({"question": question, "choices": choices, "gold": case["expected_index"]})
-    examples = ["", ""]
-    step = 2 * (len(rows) // 2 // HELLASWAG_SHOTS)
-    for parity in (0, 1):
-        shown = rows[1 - parity :: step][:HELLASWAG_SHOTS]
-        examples[parity] = "".join(f"{row['question']} {row['choices'][row['gold']]}\n\n" for row in shown)
+    examples = [_hellaswag_examples(rows[1 - parity :: 2], rows[parity::2]) for parity in (0, 1)]
     return _test([row | {"query": examples[i % 2] + row["question"]} for i, row in enumerate(rows)])
+
+
+def _hellaswag_examples(candidates: list[dict[str, Any]], asked: list[dict[str, Any]]) -> str:
+    """Complete items that do not tell the answer of one that is asked: some continue the same video."""
+    answers = [row["choices"][row["gold"]] for row in asked]
+    shown = [f"{row['question']} {row['choices'][row['gold']]}\n\n" for row in candidates]
+    fit = [text for text in shown if not any(answer in text for answer in answers)]
+    return "".join(fit[:: len(fit) // HELLASWAG_SHOTS][:HELLASWAG_SHOTS])
 
 
 def mmlu(**_: Any) -> Splits:
@@ -61,8 +65,8 @@ def mmlu(**_: Any) -> Splits:
     behind = cases[1::MMLU_EVERY]
     shown = behind[:: len(behind) // MMLU_SHOTS][:MMLU_SHOTS]
     examples = "".join(f"{_mmlu_question(case)} {case['correct_answer']}\n\n" for case in shown)
-    return {
-        "test": [
+    return _test(
+        [
             {
                 "query": examples + _mmlu_question(case),
                 "gold": "ABCD".index(case["correct_answer"]),
@@ -70,7 +74,7 @@ def mmlu(**_: Any) -> Splits:
             }
             for case in asked
         ]
-    }
+    )
 
 
 def needle(**_: Any) -> Splits:
