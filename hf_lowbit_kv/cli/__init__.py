@@ -24,6 +24,7 @@ from .common import (
     progress,
     resolve_presets,
 )
+from .doctor import doctor
 from .evaluate import eval_app
 from .recommend import recommend
 
@@ -35,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(eval_app, name="eval")
+app.command("doctor")(doctor)
 app.command("recommend")(recommend)
 
 _traceback_wanted = False

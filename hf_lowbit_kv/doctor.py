@@ -1,0 +1,295 @@
+"""What this machine offers: versions, the backend that each preset gets and why, what is missing, and one attention checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import platform
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .attention import lowbit_attention
+from .implementation import ATTENTION_NAME
+from .presets import from_preset, preset_names
+from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, version, why_no_launcher
+
+PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
+#: the attention that is checked: preset, tokens stored, and the relative error allowed against the reference
+CHECKED, TOKENS, BOUND = "kivi-4-sink", 400, 0.01
+_SIZES = {
+    "hidden_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+}
+_LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+
+
+class Diagnosis(dict):
+    """What `doctor` found: a dictionary that can be written as JSON, and a report when it is printed.
+
+    Keys:
+        packages: version of each package, or `None` where it is not installed.
+        python, platform: text. cuda: the CUDA that torch was built with, or `None`. driver: the GPU driver, or `None`.
+        devices: per GPU `{"name", "capability", "memory_bytes"}`.
+        kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels kept on disk.
+        backends: per pair of formats `{"keys", "values", "reading", "presets", "backend", "why"}`. `reading` is "separate" for
+            keys and values, "latent" for MLA. `backend` is `None` where nothing serves the pair. `why` is `None`, or says why
+            it is not a faster one.
+        check: one packed attention `{"preset", "device", "dtype", "backend", "tokens", "relative_error", "bound", "error"}`.
+        missing: per thing that is missing `{"what", "for", "command"}`.
+        ok: whether the checked attention ran and agrees with the reference.
+    """
+
+    @property
+    def ok(self) -> bool:
+        return self["ok"]
+
+    def __str__(self) -> str:
+        return _render(self)
+
+    __repr__ = __str__
+
+
+def doctor(device: str | torch.device | None = None) -> Diagnosis:
+    """Look at this machine, and run one packed attention.
+
+    Args:
+        device: where the attention is checked; by default the GPU if there is one, else the CPU.
+
+    Returns:
+        The findings; see `Diagnosis`.
+
+    Raises:
+        ValueError: a device that torch cannot use.
+    """
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    check = _check(where, dtype)
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return Diagnosis(
+        packages={name: version(name) for name in PACKAGES},
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        cuda=torch.version.cuda,
+        driver=_driver(),
+        devices=[_device(index) for index in gpus],
+        kernels=_kernels(),
+        backends=_backends(where, dtype),
+        check=check,
+        missing=_missing(),
+        ok=check["error"] is None,
+    )
+
+
+def _device(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {"name": found.name, "capability": f"{found.major}.{found.minor}", "memory_bytes": found.total_memory}
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version as its own tool tells it."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+
+
+def _kernels() -> dict[str, Any]:
+    from hf_lowbit_kv.triton_kernels.cuda.disk import cache_directory, why_refused
+
+    directory = cache_directory()
+    try:
+        reason = why_refused(directory)
+        sizes = [path.stat().st_size for path in directory.iterdir() if path.is_file()]
+    except FileNotFoundError:  # nothing has been compiled yet
+        reason, sizes = None, []
+    except OSError as error:
+        reason, sizes = error.strerror or str(error), []
+    return {"directory": str(directory), "files": len(sizes), "bytes": sum(sizes), "why_refused": reason}
+
+
+def _missing() -> list[dict[str, str]]:
+    """What would make something faster here, and the command that installs it."""
+    found = []
+
+    def lacks(what: str, purpose: str, command: str) -> None:
+        found.append({"what": what, "for": purpose, "command": command})
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            lacks("a torch that can use this GPU", "every kernel", "pip install --upgrade --force-reinstall torch")
+        return found
+    if importlib.util.find_spec("triton") is None:
+        lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
+    elif (reason := why_no_launcher()) is not None:
+        lacks(reason, "Triton's kernels: long prompts", f"apt-get install gcc libpython3.{sys.version_info.minor}-dev")
+    if torch.version.hip is None:
+        if version("cuda-bindings") is None:
+            lacks("cuda-bindings", "the CUDA kernels, the fastest ones", install_bindings())
+        else:
+            try:
+                from cuda.bindings import nvrtc
+
+                nvrtc.nvrtcVersion()
+            except (ImportError, OSError, RuntimeError) as error:
+                lacks(f"NVRTC ({str(error).splitlines()[0]})", "the CUDA kernels, the fastest ones", install_nvrtc())
+    return found
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+def _layer(preset: str, backend: str | None = None) -> Any:
+    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent."""
+    errors: list[Exception] = []
+    for family, sizes in (("llama", {"head_dim": 128, "num_key_value_heads": 2}), ("deepseek_v3", _LATENT)):
+        config = AutoConfig.for_model(family, **{**_SIZES, **sizes})
+        config._attn_implementation = ATTENTION_NAME
+        try:
+            source = (
+                config if family == "llama" else AutoModelForCausalLM.from_config(config)
+            )  # latents need the model itself
+            return from_preset(preset, source, backend=backend).packed_layers[0]
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A chunk's random query `[1, 4, tokens, 128]`, key and value `[1, 2, tokens, 128]`, the same ones for every layer."""
+    random = torch.Generator().manual_seed(tokens)
+    shapes = [(1, heads, tokens, 128) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+
+
+def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for preset in preset_names():
+        try:
+            layer = _layer(preset)
+        except (ValueError, TypeError, ImportError):
+            continue  # needs parameters that come from a calibration
+        pair = str(layer.spec.key_format), str(layer.spec.value_format), str(layer.spec.reading.name)
+        if pair in rows:
+            rows[pair]["presets"].append(preset)
+            continue
+        row: dict[str, Any] = dict(zip(("keys", "values", "reading"), pair)) | {
+            "presets": [preset],
+            "backend": None,
+            "why": None,
+        }
+        rows[pair] = row
+        try:
+            _initialize(layer, device, dtype)
+        except (ValueError, ImportError, RuntimeError) as error:
+            row["why"] = str(error)
+        else:
+            row["backend"] = layer.backend
+            row["why"] = layer.backend_shown.partition(" (")[2].removesuffix(")") or None
+            if layer.backend == "cpu":
+                row["why"] = "torch finds no GPU" if not torch.cuda.is_available() else "asked for the CPU"
+    return list(rows.values())
+
+
+def _initialize(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a layer choose its backend, as its first tokens do."""
+    if layer.spec.reading.name == "latent":
+        sizes = (_LATENT["kv_lora_rank"], _LATENT["qk_rope_head_dim"])
+        layer.lazy_initialization(*(torch.zeros(1, 1, 1, size, device=device, dtype=dtype) for size in sizes))
+    else:
+        layer.lazy_initialization(*_states(layer, 1, device, dtype)[1:])
+
+
+def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A prompt and a decode step of the preset `CHECKED`, on the backend that is chosen here and on the reference."""
+    row: dict[str, Any] = {"preset": CHECKED, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    row |= {"backend": None, "tokens": TOKENS, "relative_error": None, "bound": BOUND, "error": None}
+    try:
+        layer = _layer(CHECKED)
+        out = _attend(layer, device, dtype)
+        row["backend"] = layer.backend
+        want = _attend(_layer(CHECKED, "torch"), device, dtype)
+        row["relative_error"] = float((out - want).norm() / want.norm())
+    except Exception as error:  # whatever keeps it from running is what the user wants to know
+        row["error"] = f"{type(error).__name__}: {error}"
+    else:
+        if not row["relative_error"] <= BOUND:  # NaN too
+            row["error"] = f"differs from the reference by {row['relative_error']:.3g}; at most {BOUND} is allowed"
+    return row
+
+
+@torch.no_grad()
+def _attend(layer: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The output of a decode step after `TOKENS` tokens, `[1, 1, 4, 128]`, float32."""
+    module: Any = SimpleNamespace(training=False, config=layer.config)
+    for tokens in (TOKENS, 1):
+        q, k, v = _states(layer, tokens, device, dtype)
+        keys, values = layer.update(k, v)
+        out, _ = lowbit_attention(module, q, keys, values, None)
+    return out.float()
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def _render(found: Diagnosis) -> str:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = io.StringIO()
+    console = Console(file=out, width=118, force_jupyter=False, color_system=None, highlight=False)
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
+    kernels, check = found["kernels"], found["check"]
+    kept = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
+    if kernels["why_refused"]:
+        kept += f"; not used: {kernels['why_refused']}"
+    gpus = [f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / 1e9:.0f} GB" for gpu in found["devices"]]
+    result = check["error"] or f"agrees with the reference (relative error {check['relative_error']:.1e})"
+    lines = {
+        "packages": packages,
+        "python": f"{found['python']} on {found['platform']}",
+        "GPU": "; ".join(gpus) or "none",
+        "driver": f"{found['driver'] or 'none'}; torch is built for CUDA {found['cuda'] or 'none'}",
+        "kernels kept in": kept,
+        f"{check['preset']} on {check['device']}": f"{check['backend']}, {check['dtype']}: {result}",
+    }
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in lines.items():
+        table.add_row(*map(escape, row))
+    console.print(table)
+    table = Table("keys", "values", "backend", "why", "presets", title="Backends", title_justify="left")
+    for each in found["backends"]:
+        cells = each["keys"], each["values"], each["backend"] or "none", each["why"] or "", ", ".join(each["presets"])
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    for each in found["missing"]:
+        console.print(
+            escape(f"missing: {each['what']} (for {each['for']}). Install: {each['command']}"), soft_wrap=True
+        )
+    if not found["missing"]:
+        console.print("nothing is missing")
+    return out.getvalue()
