@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import io
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +23,10 @@ from transformers.cache_utils import (
 )
 
 from . import backend as ops
+from . import report
 from .arguments import check_count
 from .formats import Format, parse_format
-from .implementation import describe, warn_if_dense
+from .implementation import warn_if_dense
 from .layer import LowBitLayer
 from .ledger import Ledger
 from .pages import LayerSpec
@@ -190,40 +190,11 @@ class LowBitCache(Cache):
 
     def summary(self) -> str:
         """A table of what is stored, where, and in how many bytes."""
-        from rich.console import Console
-        from rich.filesize import decimal
-        from rich.markup import escape
-        from rich.table import Table
+        return report.as_text(self)
 
-        nbytes, layers = self.nbytes, self.packed_layers
-        ready = [layer for layer in layers if layer.store is not None]
-        uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
-        table = Table(title=escape(f"{type(self).__name__} {self.preset or ''}".strip()), show_header=False)
-        rows = {
-            " / ".join(self.spec.reading.streams): f"{self.spec.key_format} / {self.spec.value_format}",
-            "key transform": str(self.spec.key_transform),
-            "value transform": str(self.spec.value_transform),
-            "window": f"sink {self.spec.sink}, residual {self.spec.residual}, page {self.spec.page_size} tokens",
-            "layers": f"{len(layers)} packed, {len(self.layers) - len(layers)} of the host's",
-            "capacity": f"{layers[0].max_cache_len} tokens, preallocated{uncompiled}"
-            if layers[0].max_cache_len
-            else "growing",
-            "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
-            "attention": describe(self.config),
-            "length": f"{int(self.get_seq_length(self.layers.index(layers[0])))} tokens"
-            + (f" x {ready[0].batch_size} rows" if ready else ""),
-            "bits per value": f"{self.bits_per_value:.2f}",
-            "a packed token": ", ".join(
-                f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store
-            ),
-            **{f"bytes: {kind}": decimal(getattr(nbytes, kind)) for kind in BYTE_KINDS},
-            "total": f"{decimal(nbytes)} (in the model's dtype: {decimal(self.nbytes_full + nbytes.transformers)})",
-        }
-        for row in rows.items():
-            table.add_row(*map(escape, row))
-        out = io.StringIO()
-        Console(file=out, width=100, force_jupyter=False, color_system=None).print(table)
-        return out.getvalue()
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return report.as_html(self)
 
     def __repr__(self) -> str:
         name = f"preset={self.preset!r}, " if self.preset else ""

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .attention import lowbit_attention
 from .implementation import ATTENTION_NAME
-from .presets import from_preset, preset_names
+from .methods import from_preset
+from .presets import preset_names
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, version, why_no_launcher
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import html
+import re
 
 import pytest
 import torch
@@ -168,6 +170,16 @@ def test_a_mask_of_too_few_columns(model):
     with pytest.raises(ValueError, match=r"attention_mask has 30 columns; .* each of the 50 tokens .* and of the 20"):
         _prefill(model, cache, ids[:, :20], mask[:, :30])
     assert int(cache.get_seq_length()) == 50
+
+
+def test_html_shows_the_rows_of_the_summary():
+    model, _ = tiny_models("llama")
+    cache = lb.from_preset("kivi-2", model)
+    _prefill(model, cache, left_padded(1, 20)[0])
+    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", cache._repr_html_())
+    assert cells[1::2][-1].startswith(f"{int(cache.nbytes) / 1000:.1f} kB")
+    shown = " ".join(cache.summary().replace("│", " ").split())
+    assert all(" ".join(html.unescape(cell).split()) in shown for cell in cells)
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")

@@ -158,6 +158,21 @@ def test_demo_as_json(run, tiny_model):
     assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 4 * (300 + 8 - 1)  # layers, K and V, heads, ...
 
 
+def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
+    asked = []
+
+    def compare(names, *rest):
+        asked.append(names)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(cli, "compare", compare)
+    for options in ([], ["--preset", "all"]):
+        assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
+    assert asked[0] == list(cli.SHOWN)
+    assert len(asked[0]) == 6
+    assert {"dense", "kv8", "kv4-hadamard"} < set(asked[1])
+
+
 def test_demo_shows_text_and_table(run, tiny_model):
     code, out, err = run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "dense", "--max-new-tokens", 4)
     assert code == 0

@@ -16,7 +16,6 @@ from .common import (
     DtypeOption,
     JsonOption,
     ModelOption,
-    PresetOption,
     all_presets,
     load,
     print_json,
@@ -39,6 +38,8 @@ app.add_typer(eval_app, name="eval")
 app.command("doctor")(doctor)
 app.command("recommend")(recommend)
 
+#: what the demo shows: from the closest to full precision to the fewest bits
+SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
 _traceback_wanted = False
 
 
@@ -92,7 +93,10 @@ def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    preset: PresetOption = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "-p", help="Preset, several by commas, or 'all'.", show_default=", ".join(SHOWN)),
+    ] = None,
     model: ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default="part of an essay")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 40,
@@ -101,7 +105,8 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Let a model write from the full-precision cache and from each preset, and compare."""
-    names = resolve_presets(preset)
+    every = preset == ["all"]
+    names = [] if every else resolve_presets(preset or [",".join(SHOWN)])
     if prompt is not None and not prompt.strip():
         raise ValueError("--prompt is empty; give it a text to continue")
     prompt = default_prompt() if prompt is None else prompt
