@@ -286,7 +286,8 @@ def rounding_bound(step: Step, state: LayerState, case: Case) -> torch.Tensor:
     slack = moved @ v.abs() + moved.sum(-1, keepdim=True) * (p @ v).abs()
     slack = slack + 2.0 ** (-7 if case.dtype == torch.bfloat16 else -10) * (p @ v.abs())
     cancelled = v.abs().amax(-1 if value_format.tokenwise else -2, keepdim=True).expand_as(v)
-    return (slack + 2.0**-10 * (p @ cancelled)).transpose(1, 2)
+    smallest = 2.0**-24  # of float16
+    return (slack + 2.0**-10 * (p @ cancelled) + smallest).transpose(1, 2)
 
 
 def relative_error(x: torch.Tensor, exact: torch.Tensor) -> float:

@@ -127,8 +127,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
           const int j = 2 * h + (i >> 1);
-          // what is cut off is missing from all sums alike where there is one weight a token
-          w[i] = eleven_bits<(GROUPS > 1)>(ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]));
+          w[i] = eleven_bits(ex2(GROUPS > 1 ? x[h][n][i] + scale[j] : x[h][n][i]));
           if (group == 0) l[n][i & 1] += w[i] * inverse[j];
           z[group][n][i & 1] += w[i] * zero[j];
         }
@@ -160,7 +159,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         float w[4] = {};
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
-          w[i] = eleven_bits<false>(ex2(x[h][n][i]));
+          w[i] = eleven_bits(ex2(x[h][n][i]));
           total[n][i & 1] += w[i] * position(2 * h + (i >> 1));
         }
         p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));

@@ -145,8 +145,9 @@ __device__ __forceinline__ float max_rows(float x) {
   return x;
 }
 
-// A number's first eleven bits, which are what fp16 keeps of it while it is not subnormal there; nearest: rounded, else cut off.
-template <bool NEAREST> __device__ __forceinline__ float eleven_bits(float x) { return __uint_as_float((__float_as_uint(x) + (NEAREST ? 0x1000u : 0u)) & 0xffffe000u); }
+// A number rounded to eleven bits, which are what fp16 keeps of it while it is not subnormal there. By products, because what masks bits
+// has to wait for the words' unpacking, which is all masks.
+__device__ __forceinline__ float eleven_bits(float x) { return __fmul_rn(x, 8193.f) - x * 8192.f; }
 
 // Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
 template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int j, int x) {
