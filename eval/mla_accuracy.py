@@ -1,0 +1,180 @@
+"""What FP8 does to an MLA model, layer by layer (SnapMLA, table 2 and figure 4): `python -m hf_lowbit_kv.eval.mla_accuracy`.
+
+For every layer, the latents of a text and the queries of its last tokens are taken from the model; attention over quantized
+latents is compared with attention over exact ones. The error is that of the stored latents alone: queries, weights and sums are
+exact; `pipeline` adds SnapMLA's quantized queries and weights. Then the perplexity of caches, read in chunks.
+
+- `rmse`, `cosine` (1 - cosine similarity), `l2` (relative): of the output of attention before `o_proj`, means over queries.
+- `perplexity`: per byte, of the tokens behind the first chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import snapmla
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+
+#: the small model that ships with the tests
+MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "tiny_mla"
+console = wide_console()
+
+
+def read_bytes(path: Path, tokens: int) -> torch.Tensor:
+    """int64 `[tokens]`: the bytes of a text."""
+    return torch.frombuffer(bytearray(path.read_bytes()[:tokens]), dtype=torch.uint8).long()
+
+
+class Capture:
+    """Latents and queries of every layer, taken where the attention function sees them."""
+
+    def __init__(self, model: Any):
+        self.model, self.layers = model, list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]]()
+
+    @torch.no_grad()
+    def run(self, ids: torch.Tensor, queries: int) -> Capture:
+        """ids `[tokens]`. Keeps `(module, absorbed queries [Hq, queries, rank + rope], content [n, rank], RoPE part [n, rope])`."""
+        cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, reading="latent")
+        self.model(ids[None, :-queries].to(self.model.device), past_key_values=cache)
+        for layer in cache.packed_layers:
+            layer.step = self._keeping(layer, layer.step)  # type: ignore[method-assign]
+        self.model(ids[None, -queries:].to(self.model.device), past_key_values=cache)
+        return self
+
+    def _keeping(self, layer: Any, step: Any) -> Any:
+        def kept(query, key, value, *args):
+            from hf_lowbit_kv import reference
+
+            stored = reference.read(layer.store.state, layer.spec, int(layer.store.state.length.max()))
+            content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (key, value)))
+            absorbed = layer.side.queries(query.float())[0].cpu()
+            self.layers.append((layer.side.module, absorbed, content, rope))
+            return step(query, key, value, *args)
+
+        return kept
+
+
+def exact_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tensor, scaling: float) -> torch.Tensor:
+    """float64, causal for the last tokens: query `[Hq, S, rank + rope]` -> `[Hq, S, rank]`."""
+    keys, tokens = torch.cat([content, rope], -1).double(), query.shape[1]
+    scores = query.double() @ keys.T * scaling
+    position = torch.arange(len(keys))
+    hidden = position > len(keys) - tokens + torch.arange(tokens)[:, None]
+    return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ content.double()
+
+
+def pipeline_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tensor, scaling: float) -> torch.Tensor:
+    """SnapMLA's pipeline, `[Hq, S, rank]`, a query token at a time."""
+    from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
+
+    scale = scale_of(content.abs().amax(-1))
+    codes, tokens = to_e4m3(content / scale[:, None]).float(), query.shape[1]
+    outs = []
+    for i in range(tokens):
+        n = len(codes) - tokens + i + 1
+        outs.append(snapmla.attention(query[:, i], codes[:n], scale[:n], rope[:n], scaling)[0])
+    return torch.stack(outs, 1)
+
+
+def errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Outputs of all heads of a query token, side by side: `[S, Hq * v]`."""
+    difference = found.double() - expected
+    norms = expected.norm(dim=-1)
+    cosine = torch.nn.functional.cosine_similarity(found.double(), expected, dim=-1)
+    return {
+        "rmse": float(difference.square().mean().sqrt()),
+        "cosine": float((1 - cosine).mean()),
+        "l2": float((difference.norm(dim=-1) / norms).mean()),
+    }
+
+
+def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[str, Any]]:
+    """A record a layer and configuration of `snapmla.CONFIGURATIONS`, and `pipeline`."""
+    records = []
+    for index, (module, query, content, rope) in enumerate(Capture(model).run(ids, queries).layers):
+        values = module.kv_b_proj.weight.detach().double().cpu().view(len(query), -1, content.shape[-1])
+        values = values[:, module.qk_nope_head_dim :]
+
+        def output(x: torch.Tensor, values=values) -> torch.Tensor:
+            return (x.double() @ values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+        expected = output(exact_attention(query, content, rope, module.scaling))
+        found = {}
+        for name, (of_content, of_rope) in snapmla.CONFIGURATIONS.items():
+            c = snapmla.quantize(content, of_content)
+            r = rope if of_rope is None else snapmla.quantize(rope, of_rope)
+            found[name] = exact_attention(query, c, r, module.scaling)
+        found["pipeline"] = pipeline_attention(query, content, rope, module.scaling)
+        for name, out in found.items():
+            records.append({"layer": index, "configuration": name} | errors(output(out), expected))
+    return records
+
+
+@torch.no_grad()
+def perplexity(model: Any, ids: torch.Tensor, cache: Any, chunk: int = 64) -> float:
+    """Per token, of `ids` `[tokens]` read in chunks with that cache; the first chunk does not count."""
+    loss, count, last = 0.0, 0, None
+    for part in ids.to(model.device)[None].split(chunk, 1):
+        logits = model(part, past_key_values=cache).logits[0].float()
+        if last is not None:
+            predicted = torch.log_softmax(torch.cat([last[None], logits[:-1]]), -1)
+            loss -= float(predicted.gather(1, part[0, :, None]).sum())
+            count += part.shape[1]
+        last = logits[-1]
+    return math.exp(loss / count)
+
+
+def means(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Over layers, by configuration."""
+    records = list(records)
+    names = dict.fromkeys(record["configuration"] for record in records)
+    chosen = {name: [record for record in records if record["configuration"] == name] for name in names}
+    kinds = ("rmse", "cosine", "l2")
+    return {name: {kind: sum(r[kind] for r in rs) / len(rs) for kind in kinds} for name, rs in chosen.items()}
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="a folder with an MLA model whose tokens are bytes")] = MODEL,
+    text: Annotated[list[Path] | None, typer.Option(help="by default the model's held-out texts")] = None,
+    tokens: Annotated[int, typer.Option(help="length of the context", min=128)] = 4096,
+    record: Annotated[Path | None, typer.Option(help="by default eval/results/mla-accuracy-DEVICE.jsonl")] = None,
+    commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
+) -> None:
+    """Errors of FP8 latents layer by layer, and perplexities."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="lowbit_kv")
+    loaded.to(device).eval()
+    path = results_path("mla-accuracy", device_name(device)) if record is None else record
+    for file in text or sorted(model.glob("*-held-out.txt")):
+        ids = read_bytes(file, tokens)
+        records = layer_errors(loaded, ids)
+        table = Table(
+            "configuration", "layer", "rmse", "1 - cosine", "relative L2", title=f"{file.name}, {len(ids)} tokens"
+        )
+        for found in records:
+            append_record(path, {"text": file.name, "tokens": len(ids)} | found | provenance(commit))
+            numbers = (f"{found[kind]:.3e}" for kind in ("rmse", "cosine", "l2"))
+            table.add_row(found["configuration"], str(found["layer"]), *numbers)
+        for name, mean in means(records).items():
+            table.add_row(name, "mean", *(f"{mean[kind]:.3e}" for kind in ("rmse", "cosine", "l2")))
+        console.print(table)
+        for preset in ("mla", "snapmla"):
+            found = perplexity(loaded, ids, lb.from_preset(preset, loaded))
+            append_record(
+                path,
+                {"text": file.name, "tokens": len(ids), "preset": preset, "perplexity": found} | provenance(commit),
+            )
+            console.print(f"{file.name} {preset}: perplexity {found:.5f}")
+
+
+if __name__ == "__main__":
+    run_command(main)
