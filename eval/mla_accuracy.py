@@ -42,7 +42,8 @@ class Capture:
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor, queries: int) -> Capture:
-        """ids `[tokens]`. Keeps `(module, absorbed queries [Hq, queries, rank + rope], content [n, rank], RoPE part [n, rope])`."""
+        """ids `[tokens]`. Keeps of each layer the module, absorbed queries `[Hq, queries, rank + rope]`, the content
+        `[n, rank]` and the RoPE part `[n, rope]`."""
         cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, reading="latent")
         self.model(ids[None, :-queries].to(self.model.device), past_key_values=cache)
         for layer in cache.packed_layers:
@@ -168,12 +169,10 @@ def main(
             table.add_row(name, "mean", *(f"{mean[kind]:.3e}" for kind in ("rmse", "cosine", "l2")))
         console.print(table)
         for preset in ("mla", "snapmla"):
-            found = perplexity(loaded, ids, lb.from_preset(preset, loaded))
-            append_record(
-                path,
-                {"text": file.name, "tokens": len(ids), "preset": preset, "perplexity": found} | provenance(commit),
-            )
-            console.print(f"{file.name} {preset}: perplexity {found:.5f}")
+            value = perplexity(loaded, ids, lb.from_preset(preset, loaded))
+            of = {"text": file.name, "tokens": len(ids), "preset": preset}
+            append_record(path, of | {"perplexity": value} | provenance(commit))
+            console.print(f"{file.name} {preset}: perplexity {value:.5f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """SnapMLA's FP8 decoding pipeline in plain PyTorch: queries and weights quantized too (paper, section 3.2 and algorithm 1).
 
-Kernels that multiply FP8 with FP8 are compared with this. The kernels of backend `cuda` so far multiply in fp16, which quantizes
-neither queries nor weights; `reference.attend` defines their results.
+Kernels that multiply FP8 with FP8 are compared with this. The kernels of backend `cuda` so far multiply in fp16, which
+quantizes neither queries nor weights; `reference.attend` defines their results.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def attention(
 
 
 def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Tokens `[n, channels]` as FP8 with a scale a `token`, a `block` of 64 x 64, one for the whole `tensor`, or the fixed scale
-    1 (`static`), and back: float32. (Paper, table 2.)"""
+    """Tokens `[n, channels]` as FP8 and back, float32: a scale a `token`, a `block` of 64 x 64, one for the whole `tensor`, or
+    the fixed scale 1 (`static`). (Paper, table 2.)"""
     x = x.float()
     if granularity == "static":
         return to_e4m3(x).float()
