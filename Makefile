@@ -1,5 +1,7 @@
 # make demo    a real model writes text from every preset (sets everything up on the first call)
-# make test    the tests, on the newest transformers and on the oldest supported one
+# make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
+# make test-all  make test, then the long ones: the whole matrix of formats, and accuracy against its bands
+# make notebooks  every notebook, from top to bottom
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
 # make clean   removes what these made
@@ -19,16 +21,22 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: demo test gpu-test lint clean
+.PHONY: demo test test-all notebooks gpu-test lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
 
 test: $(VENV)/.ready $(OLDEST)/.ready
-	$(PYTEST_ALL_CORES) -m "not gpu"
+	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
-	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu"
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
+
+test-all: test
+	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
+
+notebooks: $(VENV)/.ready
+	$(PYTEST_ALL_CORES) -m notebook
 
 gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu

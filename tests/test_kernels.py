@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from interpreted import PARTS, run_part
 from kernel_cases import (
     CONSTANT_ROWS,
     GPU_SPREAD,
@@ -52,8 +52,8 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
-#: fresh data on every run; a failure shows its seed, and KERNEL_SEED repeats it
-SEED = int(os.environ.get("KERNEL_SEED") or int.from_bytes(os.urandom(3), "little"))
+#: fresh data on every run; the run's last lines tell it (see `conftest.py`)
+SEED = int(os.environ["TEST_SEED"])
 
 from hf_lowbit_kv.triton_kernels import common, launch, prompt, read  # noqa: E402
 
@@ -236,11 +236,9 @@ SMALL_STORES = [
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the tests themselves run here")
-def test_interpreted():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+@pytest.mark.parametrize("part", range(PARTS))
+def test_interpreted(part):
+    run_part(__file__, part)
 
 
 @needs_interpreter

@@ -6,8 +6,6 @@ Without a GPU a part of it runs in Triton's interpreter, in a process of its own
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels as kernels
 from cases import FORMATS, left_padded, tiny_models
+from interpreted import PARTS, run_part
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
 
 import hf_lowbit_kv as lb
@@ -70,21 +69,22 @@ SMALL = [
 ]
 
 
+def _has_layout(case: Case, layout: str) -> bool:
+    return not (layout == "cuda" and case.keys.startswith("boosted"))
+
+
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
-def test_interpreted():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+@pytest.mark.parametrize("part", range(PARTS))
+def test_interpreted(part):
+    run_part(__file__, part)
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("stretch", [None, 128, 256])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize(
+    ("case", "layout"), [(case, layout) for case in SMALL for layout in LAYOUTS if _has_layout(case, layout)], ids=str
+)
 def test_small(case, layout, stretch, monkeypatch):
-    if layout == "cuda" and case.keys.startswith("boosted"):
-        pytest.skip("no such layout")
     monkeypatch.setitem(config.FUSED_ROWS, "triton", 0)
     if stretch is not None:
         in_stretches(monkeypatch, case, stretch, 20)

@@ -1,0 +1,27 @@
+"""The tests of Triton kernels that run in its interpreter: processes of their own, in parts that run side by side.
+
+A file calls `run_part` from a test with the parameter `part`; the tests for the interpreter have "small" in their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+#: processes a file's tests for the interpreter are dealt out to
+PARTS = 3
+
+
+def run_part(file: str, part: int) -> None:
+    """Run every `PARTS`-th test for the interpreter. All must pass, and none may be skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TEST_PART": f"{part}/{PARTS}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    counted = {
+        what: int(number) for number, what in re.findall(r"(\d+) (passed|skipped)", done.stdout.splitlines()[-1])
+    }
+    assert counted.get("passed", 0) > 0
+    assert "skipped" not in counted, done.stdout[-3000:]
