@@ -151,7 +151,7 @@ def choose(
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
     """Whether a team of the attend kernel is to store the token of a step: it has shared memory for a page's metadata, and
     threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
-    of every step takes longer than a launch of its own (docs/kernels.md)."""
+    of every step takes longer than a launch of its own (docs/log/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
     window = 64 * (head_dim_k + head_dim_v)
     threads = widest if any(isinstance(fmt, Boosted) for fmt in spec.formats) else 32
