@@ -20,7 +20,7 @@ TRANSFORM_ROWS = 4
 DEFAULT_PROCESSORS = 132
 
 #: query rows a KV head (tokens x heads of its group) up to which a backend attends to packed pages as they are; chunks with
-#: more are attended to by `prompt.py`. Where the two take equally long on an H200 (docs/log/kernels.md), a little below for `cuda`
+#: more are attended to by `prompt.py`. Where both take equally long on an H200 (docs/log/kernels.md), a bit less for `cuda`
 FUSED_ROWS = {"triton": 128, "cuda": 256}
 #: bytes of the buffer that it unpacks into, and of what it carries from one stretch of a row to the next, at most
 BUFFER_BYTES = 128 * 2**20
