@@ -96,7 +96,7 @@ def measure(
     candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
     behind = time_behind([Candidate("ours", calls[:1], graph), *candidates[1:]], device, rounds)
     behind_ms = behind.pop("ours")
-    if cases[0].map is not None:
+    if not spec.untransformed:
         calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
         candidates.append(Candidate("bare", calls, graph))
     times = time_interleaved(candidates, device, rounds)

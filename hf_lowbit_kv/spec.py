@@ -73,11 +73,12 @@ class LayerSpec:
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        keys, values, sink, residual, page_size, *transforms, reading = key.split("|")
+        """The spec with that `key`; transforms and reading may be left out."""
+        keys, values, sink, residual, page_size, *rest = key.split("|")
+        of_keys, of_values, reading = (*rest, *("none", "none", "separate")[len(rest) :])
         formats = parse_format(keys), parse_format(values)
         sizes = int(sink), int(residual), int(page_size)
-        of_keys, of_values = map(parse_transform, transforms)
-        return LayerSpec(*formats, *sizes, of_keys, of_values, parse_reading(reading))
+        return LayerSpec(*formats, *sizes, parse_transform(of_keys), parse_transform(of_values), parse_reading(reading))
 
     @property
     def formats(self) -> tuple[Format, Format]:

@@ -253,7 +253,6 @@ def test_small_store(case, chunks):
     check_store(case, chunks)
 
 
-#: head size, dtype, rotated, with factors of channels
 #: head size, dtype, transform: what kernels apply by themselves
 TRANSFORMS = [
     (head_dim, dtype, name)

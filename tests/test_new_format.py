@@ -1,16 +1,26 @@
-"""A format that exists here alone, to show what adding one takes: a class, and a line in the registry."""
+"""Formats and a transform that exist in tests alone, to show what adding one takes: a class, and a line in the registry."""
 
 from __future__ import annotations
 
+import copy
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # in processes that start here, too
+
+import codebook
 from cases import left_padded, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend, formats
+from hf_lowbit_kv.pages import read_pages
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,3 +82,190 @@ def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registe
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
         backend.choose_backend("triton", torch.device("cuda"), torch.float16, [Sign()])
+
+
+# ---- parameters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def method():
+    with codebook.registered():
+        yield
+
+
+def models_of(layers=2):
+    return tiny_models("llama", num_hidden_layers=layers)
+
+
+def cache_for(model, **options):
+    layers = model.config.num_hidden_layers
+    return lb.LowBitCache(model, **codebook.METHOD, parameters=codebook.calibrated(layers, 2, 64), **options)
+
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3}], ids=str)
+def test_codebooks_and_calibrated_transforms_generate(method, options, backend):
+    """Attending packed gives the tokens of transformers' attention over the same pages, decoded and mapped back."""
+    ours, theirs = models_of()
+    ids, _ = left_padded(1, 100)
+    options = dict(options)
+    generate = {**GREEDY, "num_beams": options.pop("num_beams", 1)}
+    if "residual" in options:
+        options = {"per_layer": {0: options, 1: options}}
+    packed, unpacked = (
+        model.generate(ids, past_key_values=cache_for(model, backend=backend, **options), **generate)
+        for model in (ours, theirs)
+    )
+    assert torch.equal(packed, unpacked)
+    # and pages matter: without them the tokens are others
+    assert not torch.equal(packed, ours.generate(ids, **generate))
+
+
+def test_padded_rows_hold_what_they_hold_alone(method):
+    ours, _ = models_of()
+    ids, mask = left_padded(3, 90)
+    cache = cache_for(ours)
+    together = ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    for row in range(3):
+        alone = cache_for(ours)
+        text = ours.generate(ids[row : row + 1, 7 * row :], past_key_values=alone, **GREEDY)
+        assert torch.equal(text[0], together[row, 7 * row :])
+        for one, other in zip(alone.packed_layers, cache.packed_layers, strict=True):
+            full = int(one.store.state.paged[0, 0]) // 32
+            pages = (
+                read_pages(x.store.state.pool, x.store.state.page_table[r, :full]) for x, r in ((one, 0), (other, row))
+            )
+            assert full >= 2
+            assert torch.equal(*pages)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}], ids=str)
+def test_copies_and_crop(method, options):
+    ours, _ = models_of()
+    ids, _ = left_padded(1, 100)
+    cache = cache_for(ours, **options)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        ours(torch.full((1, 6), 9), past_key_values=twin)
+        twin.crop(-6)
+        step = torch.tensor([[5]])
+        assert torch.equal(ours(step, past_key_values=cache).logits, ours(step, past_key_values=twin).logits)
+        # far back into the pages: stored keys and values come back mapped, and nothing is lost but what the format rounds
+        twin.crop(-60)
+        assert int(twin.packed_layers[0].store.state.length[0, 0]) == 41
+        assert ours(step, past_key_values=twin).logits.isfinite().all()
+
+
+def test_it_can_be_saved(method, tmp_path):
+    ours, _ = models_of()
+    cache = cache_for(ours)
+    ids, _ = left_padded(1, 80)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        torch.save(cache, tmp_path / "cache.pt")
+        loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+        step = torch.tensor([[5]])
+        assert torch.equal(ours(step, past_key_values=loaded).logits, ours(step, past_key_values=cache).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_compiled_step_is_one_graph(method):
+    ours, _ = models_of(1)
+    ids, _ = left_padded(1, 80)
+    torch._dynamo.reset()
+    logits = []
+    for model in (ours, torch.compile(ours, backend="eager", fullgraph=True)):
+        cache = cache_for(ours, max_cache_len=128)
+        with torch.no_grad():
+            ours(ids, past_key_values=cache)
+            for token in range(3):
+                inputs = torch.tensor([[token + 5]])
+                out = model(inputs, past_key_values=cache, position_ids=torch.tensor([[80 + token]])).logits
+        logits.append(out)
+    assert torch.equal(*logits)
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two processes, each with one of the layer's two KV heads."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with codebook.registered():
+        found = _layer(tp_size=2, heads=slice(rank, rank + 1))
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _layer(tp_size: int, heads: slice):
+    """Output of a step, bytes of pages and of parameters of a layer that is given these of two KV heads."""
+    config = tiny_models("llama", num_hidden_layers=1)[0].config
+    cache = lb.LowBitCache(config, **codebook.METHOD, parameters=codebook.calibrated(1, 2, 64))
+    layer = cache.packed_layers[0]
+    layer.tp_size = tp_size
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 120, 64, generator=gen) for n in (4, 2, 2))
+    q, k, v = q.unflatten(1, (2, 2))[:, heads].flatten(1, 2), k[:, heads], v[:, heads]
+    layer.update(k[:, :, :119], v[:, :, :119])
+    layer.step(q[:, :, :119], k[:, :, :119], v[:, :, :119], None, 0.125, None, None)
+    out = layer.step(q[:, :, 119:], k[:, :, 119:], v[:, :, 119:], None, 0.125, None, None)
+    state = layer.store.state
+    return {"out": out, "pool": state.pool[0], "parameters": list(state.parameters)}
+
+
+def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
+    processes = [
+        torch.multiprocessing.get_context("spawn").Process(target=_rank, args=(r, str(tmp_path))) for r in range(2)
+    ]
+    for process in processes:
+        process.start()
+    whole = _layer(tp_size=1, heads=slice(0, 2))
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        part = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(part["pool"][:, 0], whole["pool"][: len(part["pool"]), rank])
+        for mine, every in zip(part["parameters"], whole["parameters"], strict=True):
+            assert torch.equal(mine[0], every[rank])
+        torch.testing.assert_close(part["out"], whole["out"][:, :, 2 * rank : 2 * rank + 2])
+
+
+# ---- Triton: `encode` and `decode` are all that it needs ------------------------------------------------------------------
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the tests themselves run here")
+def test_interpreted():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=str)
+def test_small_codebook(method, options, monkeypatch):
+    """Every byte and the tokens of the reference."""
+    import codebook_kernels
+
+    from hf_lowbit_kv.triton_kernels import common, registry
+
+    monkeypatch.setitem(registry.KERNELS, codebook.Codebook, codebook_kernels)
+    ours, _ = models_of(1)
+    ids, mask = left_padded(2, 70)
+    texts, caches = [], []
+    for name in ("torch", "triton"):
+        cache = cache_for(ours, backend=name, **options)
+        generate = {**GREEDY, "max_new_tokens": 6, "attention_mask": mask, "disable_compile": True}
+        texts.append(ours.generate(ids, past_key_values=cache, **generate))
+        caches.append(cache)
+    assert torch.equal(*texts)
+    assert common.launches["read_pages_kernel"] > 0
+    assert "attend_kernel" not in common.launches
+    states = [cache.packed_layers[0].store.state for cache in caches]
+    assert torch.equal(states[0].pool[0], states[1].pool[0])

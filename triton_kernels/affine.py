@@ -320,7 +320,7 @@ def add(
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     words = _words(page, n0, valid, False, BLOCK_N, P)
     return _general(page, words, n0, valid, j, False, BLOCK_N, P)
 
@@ -352,7 +352,16 @@ def _store_codes(page, code, token, word, keep, P: tl.constexpr):
 
 @triton.jit
 def encode(
-    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+    page,
+    record,
+    source,
+    start,
+    stop,
+    base,
+    ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    TAIL: tl.constexpr,
+    P: tl.constexpr,
 ):
     """Store tokens `start` to `stop` of a page (per channel: all of it); token 0 of the page has index `base`."""
     scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))

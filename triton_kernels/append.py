@@ -21,7 +21,7 @@ def _paged_after(tokens, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.
 
 @triton.jit
 def _encode_page(
-    pool, table, h, page, source_k, source_v, start, stop,
+    pool, table, h, page, records, source_k, source_v, start, stop,
     ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
@@ -30,8 +30,8 @@ def _encode_page(
     base = page * PAGE
     low, high = tl.maximum(start - base, 0), tl.minimum(stop - base, PAGE)
     part = pool + tl.multiple_of(tl.load(table + page) + h * PAGE_BYTES, 16)
-    ENCODE_K(part, source_k, low, high, base, ROWS_K, HAS_ORDER, TAIL, KP)
-    ENCODE_V(part + VALUE_AT, source_v, low, high, base, ROWS_V, HAS_ORDER, TAIL, VP)
+    ENCODE_K(part, records[0], source_k, low, high, base, ROWS_K, HAS_ORDER, TAIL, KP)
+    ENCODE_V(part + VALUE_AT, records[1], source_v, low, high, base, ROWS_V, HAS_ORDER, TAIL, VP)
 
 
 @triton.jit
@@ -51,8 +51,9 @@ def _store_window(
 
 @triton.jit(do_not_specialize=["pages", "room"])
 def append_one_kernel(
-    k, v, mask, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged,
+    k, v, mask, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, record_k, record_v,
     k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d, mask_stride_b, heads, pages, room,
+    record_stride_k, record_stride_v,
     ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr,
     PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -81,13 +82,14 @@ def append_one_kernel(
         _store_window(x_k, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
         _store_window(x_v, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
 
+        records = (record_k + h * record_stride_k, record_v + h * record_stride_v)
         # the new token is read from the chunk, not from the tail, where this program has only just put it
         source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)
         source_v = (tail_v + bh * TAIL * DV, DV, new_v, 0, v_stride_d, length, first, 0)
         for page in range(before // PAGE, (after + PAGE - 1) // PAGE if after > before else before // PAGE):
             _encode_page(
-                pool, address + b * pages, h, page, source_k, source_v, before, after, ENCODE_K, ENCODE_V, KP, VP, PAGE,
-                PAGE_BYTES, VALUE_AT, False, TAIL, ROWS_K, ROWS_V,
+                pool, address + b * pages, h, page, records, source_k, source_v, before, after, ENCODE_K, ENCODE_V, KP, VP,
+                PAGE, PAGE_BYTES, VALUE_AT, False, TAIL, ROWS_K, ROWS_V,
             )  # fmt: skip
         tl.store(length + bh, stored + 1)
         tl.store(paged + bh, after)
@@ -107,9 +109,9 @@ def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESID
 
 @triton.jit(do_not_specialize=["tokens", "pages", "room"])
 def pack_kernel(
-    k, v, order, count, pool, address, tail_k, tail_v, length, paged,
+    k, v, order, count, pool, address, tail_k, tail_v, length, paged, record_k, record_v,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
-    heads, tokens, pages, room,
+    heads, tokens, pages, room, record_stride_k, record_stride_v,
     ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
@@ -125,6 +127,7 @@ def pack_kernel(
         to_sink = tl.minimum(tl.maximum(SINK - stored, 0), fits)
         first = tl.maximum(stored - SINK, 0)
         new_order = order + b * tokens
+        records = (record_k + h * record_stride_k, record_v + h * record_stride_v)
         source_k = (
             tail_k + bh * TAIL * DK, DK, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, new_order, first, to_sink
         )  # fmt: skip
@@ -132,8 +135,8 @@ def pack_kernel(
             tail_v + bh * TAIL * DV, DV, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, new_order, first, to_sink
         )  # fmt: skip
         _encode_page(
-            pool, address + b * pages, h, page, source_k, source_v, before, after, ENCODE_K, ENCODE_V, KP, VP, PAGE, PAGE_BYTES,
-            VALUE_AT, HAS_ORDER, TAIL, ROWS_K, ROWS_V,
+            pool, address + b * pages, h, page, records, source_k, source_v, before, after, ENCODE_K, ENCODE_V,
+            KP, VP, PAGE, PAGE_BYTES, VALUE_AT, HAS_ORDER, TAIL, ROWS_K, ROWS_V,
         )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def add(
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)
     return code * scale[None, :] + zero[None, :]
 
@@ -264,7 +264,16 @@ def _largest(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def encode(
-    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+    page,
+    record,
+    source,
+    start,
+    stop,
+    base,
+    ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    TAIL: tl.constexpr,
+    P: tl.constexpr,
 ):
     """Score, choose, quantize and pack a whole page, in one tile; its token 0 has index `base`."""
     token = tl.arange(0, P.page_size)

@@ -61,7 +61,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim

@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..pages import LayerState
+from ..spec import LayerSpec
+
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 #: stands for a maximum over nothing: finite, so that a difference of two maxima is never NaN
@@ -26,6 +29,23 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
     launches[name] = launches.get(name, 0) + 1
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](*args, **constants, **OPTIONS)
+
+
+def format_records(state: LayerState, spec: LayerSpec) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+    """Of the key format and of the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from one KV
+    head's to the next's. Any uint8 tensor where a format has none."""
+    nothing = state.pool[0], 0
+    if not state.parameters:
+        return nothing, nothing
+    found = spec.by_role(state)
+    keys, values = (found.get(role) for role in ("key_format", "value_format"))
+    return _with_stride(keys, nothing), _with_stride(values, nothing)
+
+
+def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    if record is None:
+        return nothing
+    return record, record.stride(0) if record.shape[0] > 1 else 0
 
 
 def padded_width(width: int) -> int:

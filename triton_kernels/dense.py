@@ -60,7 +60,7 @@ def add(
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     return _load(page, n0, valid, BLOCK_N, P).to(tl.float32)
 
 
@@ -73,7 +73,16 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def encode(
-    page, source, start, stop, base, ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr
+    page,
+    record,
+    source,
+    start,
+    stop,
+    base,
+    ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    TAIL: tl.constexpr,
+    P: tl.constexpr,
 ):
     channel = tl.arange(0, P.padded)[None, :]
     target = page.to(tl.pointer_type(P.dtype))

@@ -103,7 +103,7 @@ def load_codes(
 
 
 @triton.jit
-def decode(page, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim

@@ -21,7 +21,7 @@ from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import OPTIONS as OPTIONS
-from .common import constants, dot_type, padded_width
+from .common import constants, dot_type, format_records, padded_width
 from .common import launch as _launch
 from .common import launches as launches
 from .common import takes_ptx as _takes_ptx
@@ -37,7 +37,7 @@ from .config import (
     split_count,
 )
 from .read import read as read
-from .registry import kernels
+from .registry import attends_packed, kernels
 from .transform import transform_kernel
 
 
@@ -191,7 +191,7 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap,
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
-    if rows > FUSED_ROWS["triton"]:
+    if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     sides = _prepare(k, v, spec)
     config = attend_config(
@@ -295,13 +295,15 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
         "ROWS_V": 1 if spec.direct and tokens == 1 else sides.encode_rows[1],
     }
     window = (state.sink_k, state.sink_v, state.tail_k, state.tail_v)
+    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
+    record_strides = stride_k, stride_v
     if tokens == 1:
         _launch(
             append_one_kernel,
             (batch * heads,),
             *(k, v, k if mask is None else mask.view(torch.uint8), state.pool[0], state.page_address, *window),
-            *(state.length, state.paged, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
-            *(0 if mask is None else mask.stride(0), heads, pages, room),
+            *(state.length, state.paged, record_k, record_v, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
+            *(0 if mask is None else mask.stride(0), heads, pages, room, *record_strides),
             device=k.device,
             HAS_MASK=mask is not None,
             TAIL=spec.tail_size,
@@ -322,7 +324,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
         pack_kernel,
         (batch * heads, due),
         *(k, v, order, count, state.pool[0], state.page_address, state.tail_k, state.tail_v, state.length, state.paged),
-        *(*k.stride(), *v.stride(), heads, tokens, pages, room),
+        *(record_k, record_v, *k.stride(), *v.stride(), heads, tokens, pages, room, *record_strides),
         device=k.device,
         HAS_ORDER=mask is not None,
         TAIL=spec.tail_size,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..pages import LayerSpec, LayerState
-from .common import constants, padded_width, takes_ptx
+from .common import constants, format_records, padded_width, takes_ptx
 from .common import launch as _launch
 from .registry import reader
 
@@ -21,13 +21,13 @@ WINDOW_BLOCK = 32
 
 @triton.jit(do_not_specialize=["pages", "first", "count"])
 def read_pages_kernel(
-    pool, address, paged, out, heads, pages, first, count,
+    pool, address, paged, record, out, heads, pages, first, count, record_stride,
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Decode the packed ones of a row's tokens `first` to `first + count` into out `[B, H, count, D]`.
 
-    Grid (row * head, tile of BLOCK_N tokens).
+    record: the format's parameters; KV head `h` at `h * record_stride`. Grid (row * head, tile of BLOCK_N tokens).
     """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -37,12 +37,13 @@ def read_pages_kernel(
         index = start + tl.arange(0, BLOCK_N)
         valid = index < packed
         page = pool + tl.multiple_of(tl.load(address + b * pages + start // PAGE) + h * PAGE_BYTES, 16) + PART_AT
+        own = record + h * record_stride
         place = SINK + index - first
         rows = out + (bh * count + place) * D
         channel = tl.arange(0, P.padded)
         keep = (valid & (place >= 0) & (place < count))[:, None] & (channel < P.width)[None, :]
         for j in tl.static_range(P.planes):
-            x = DECODE(page, start % PAGE, valid, j, BLOCK_N, P)
+            x = DECODE(page, own, start % PAGE, valid, j, BLOCK_N, P)
             tl.store(rows[:, None] + (j * P.width + channel)[None, :], x.to(out.dtype.element_ty), mask=keep)
 
 
@@ -154,13 +155,14 @@ def unpack(
     dtype = state.sink_k.dtype
     sides, page_bytes = _sides(spec, head_dims, dtype, takes_ptx(device))
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
-    for side, head_dim, out in zip(sides, head_dims, outs, strict=True):
+    records = format_records(state, spec)
+    for side, head_dim, out, (record, stride) in zip(sides, head_dims, outs, records, strict=True):
         block = min(PAGE_BLOCK, side.max_block, spec.page_size)
         if packed > 0:
             _launch(
                 read_pages_kernel,
                 (batch * heads, triton.cdiv(packed, block) + 1),
-                *(state.pool[0], state.page_address, state.paged, out, heads, pages, first, count),
+                *(state.pool[0], state.page_address, state.paged, record, out, heads, pages, first, count, stride),
                 device=device,
                 DECODE=side.decode,
                 P=side.params,

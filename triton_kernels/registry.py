@@ -1,9 +1,12 @@
 """Which module holds the device functions of a page format: a new format is one file and one line here.
 
-Such a module offers the functions below. All but `params` are `@triton.jit` functions; `page` points to the first byte of the
-format's part of a page of one KV head, `n0` is the first token of the tile inside the page, `valid` `[BLOCK_N]` tells the
-tokens in use (what stands in the others may be NaN), `P` is what `params` returned, and `T` is the tile's orientation
-(`common`).
+Such a module offers `params`, `encode` and `decode`. That is enough: a step then unpacks the history in stretches (`prompt`).
+With the other functions below, decode steps attend to packed pages as they are.
+
+All but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page of one KV head.
+`record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0` is the first token of
+the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the others may be NaN. `P` is what `params` returned.
+`T` is the tile's orientation (`common`).
 
 - `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a constant of the compilation.
   Templates read `planes`, `width` (channels a plane), `padded` (the next power of two, 16 at least), `units` (factor that
@@ -16,9 +19,9 @@ tokens in use (what stands in the others may be NaN), `P` is what `params` retur
   binary logarithm of what the format multiplies a token's values with; `inverse` and `offset`, one a token or numbers,
   are what a weight counts for in the sum of weights and in the offset common to all channels.
 - `add(page, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane by plane.
-- `encode(page, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the page, whose first
-  token has index `base`; `source` is what `common.load_tokens` takes.
-- `decode(page, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
+- `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the page,
+  whose first token has index `base`; `source` is what `common.load_tokens` takes.
+- `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
 """
 
 from types import ModuleType
@@ -28,6 +31,7 @@ from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.dense import Dense
 from ..formats.fragment import LAYOUTS
+from ..spec import LayerSpec
 from . import affine, boosted, boosted_fragment, dense, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
@@ -43,6 +47,12 @@ READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fr
 def reader(fmt: Format) -> ModuleType:
     """The module with `decode` for pages of `fmt`, in whatever layout they are stored."""
     return READERS[type(fmt)] if fmt.layout in LAYOUTS else kernels(fmt)
+
+
+def attends_packed(spec: LayerSpec) -> bool:
+    """Whether both formats have what the attend kernel takes. It gives parameters to neither."""
+    keys, values = (kernels(fmt) for fmt in spec.formats)
+    return hasattr(keys, "scores") and hasattr(values, "add")
 
 
 def kernels(fmt: Format) -> ModuleType:
