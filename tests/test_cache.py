@@ -317,6 +317,7 @@ def test_presets():
         *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
         *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
+        *("fp8", "snapmla", "mla"),
     ]
     for name in lb.preset_names():
         preset = lb.get_preset(name)

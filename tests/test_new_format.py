@@ -247,25 +247,40 @@ def test_interpreted():
     assert " passed" in done.stdout
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=str)
-def test_small_codebook(method, options, monkeypatch):
-    """Every byte and the tokens of the reference."""
+def check_triton(options, monkeypatch, device: str) -> tuple:
+    """Texts and states, by the reference and by Triton's kernels."""
     import codebook_kernels
 
     from hf_lowbit_kv.triton_kernels import common, registry
 
     monkeypatch.setitem(registry.KERNELS, codebook.Codebook, codebook_kernels)
-    ours, _ = models_of(1)
-    ids, mask = left_padded(2, 70)
-    texts, caches = [], []
+    common.launches.clear()
+    ours = models_of(1)[0].to(device)
+    ids, mask = (x.to(device) for x in left_padded(2, 70))
+    texts, states = [], []
     for name in ("torch", "triton"):
         cache = cache_for(ours, backend=name, **options)
         generate = {**GREEDY, "max_new_tokens": 6, "attention_mask": mask, "disable_compile": True}
         texts.append(ours.generate(ids, past_key_values=cache, **generate))
-        caches.append(cache)
-    assert torch.equal(*texts)
+        states.append(cache.packed_layers[0].store.state)
     assert common.launches["read_pages_kernel"] > 0
     assert "attend_kernel" not in common.launches
-    states = [cache.packed_layers[0].store.state for cache in caches]
+    return texts, states
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=str)
+def test_small_codebook(method, options, monkeypatch):
+    """Every byte and the tokens of the reference."""
+    texts, states = check_triton(options, monkeypatch, "cpu")
+    assert torch.equal(*texts)
     assert torch.equal(states[0].pool[0], states[1].pool[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_gpu_codebook(method, monkeypatch):
+    """Sums of squares may be fused there, so a few of the codes differ where two centroids are equally near."""
+    texts, states = check_triton({}, monkeypatch, "cuda")
+    assert torch.equal(*texts)
+    assert (states[0].pool[0] != states[1].pool[0]).float().mean() < 1e-3
