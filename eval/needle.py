@@ -58,7 +58,7 @@ def prompt(haystack: str, depth: float, needle: Needle) -> str:
     ends = [0, *(match.end() for match in re.finditer(r"[.?!]\s", haystack))]
     haystack = haystack[: ends[-1]]
     place = min(ends, key=lambda end: abs(end - depth * len(haystack)))
-    before, after = haystack[:place].rstrip(), haystack[place:].lstrip()
+    before, after = haystack[:place].strip(), haystack[place:].strip()
     return " ".join(part for part in (before, needle.fact, after) if part) + needle.question
 
 
@@ -154,16 +154,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 # ---- heat maps -------------------------------------------------------------------------------------------------------
 
 
-def heat_map(rows: Sequence[dict[str, Any]], preset: str) -> list[dict[str, Any]]:
-    """One preset's rows as a table: a line for each depth, a column for each length, and the mean log-probability of the
-    code in brackets, which tells more than found or not."""
-    own = [row for row in rows if row["preset"] == preset]
-    lines = []
-    for depth in dict.fromkeys(row["depth"] for row in own):
-        cells = [row for row in own if row["depth"] == depth]
-        shown = {str(row["length"]): f"{row['found']:.0%} ({row['logprob']:.1f})" for row in cells}
-        lines.append({"depth": f"{depth:.0%}"} | shown)
-    return lines
+def heat_map(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """The rows as a table: a line for each preset and depth, a column for each length. Behind the share of needles found
+    stands the mean log-probability of the code, which tells more than found or not."""
+    lines: dict[tuple[str, float], dict[str, str]] = {}
+    for row in rows:
+        start = {"preset": row["preset"], "depth": f"{row['depth']:.0%}"}
+        line = lines.setdefault((row["preset"], row["depth"]), start)
+        line[str(row["length"])] = f"{row['found']:.0%} ({row['logprob']:.1f})"
+    return list(lines.values())
 
 
 def check_picture(path: Path) -> None:

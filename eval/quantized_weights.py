@@ -113,7 +113,8 @@ def time_steps(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
     """Milliseconds of an eager decode step behind the tokens `ids` `[1, n]`, and bytes of the cache with these tokens."""
     token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
     if isinstance(cache, DynamicCache):
-        kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        layers: list[Any] = list(cache.layers)
+        kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     else:
         kv_bytes = cache.nbytes.codes + cache.nbytes.metadata + cache.nbytes.window
     times = []
