@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 huggingface = pytest.importorskip("lm_eval.models.huggingface")
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_lowbit_kv.eval import offline_tasks  # noqa: E402
 from hf_lowbit_kv.eval.lm_eval_model import LowBitLM  # noqa: E402
@@ -305,6 +306,12 @@ def test_offline_tasks_begin_with_shared_text(task_name, count):
     rows = getattr(offline_tasks, task_name)()["test"]
     assert len(rows) == count
     if task_name == "needle":
+        manager = TaskManager(include_path=str(offline_tasks.TASKS), include_defaults=False)
+        task = manager.load("needle")["tasks"]["needle"]
+        task.build_all_requests(limit=1)
+        prompt, code = task.instances[0].args
+        assert prompt.endswith(" is")
+        assert code == f" {rows[0]['answer']}"  # the space is the code's: after "is", not before a digit
         assert all(row["answer"] in row["query"] for row in rows)
         assert all(row["query"].index(row["answer"]) < len(row["query"]) * (row["depth"] + 0.2) for row in rows)
         return
