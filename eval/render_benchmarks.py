@@ -1,0 +1,223 @@
+"""Writes `docs/benchmarks.md` from the records: `python -m hf_lowbit_kv.eval.render_benchmarks [--check]`.
+
+Of several records of one measurement on one GPU the last one counts. GPUs stand side by side where they have records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
+
+PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
+SHAPES = {
+    "gqa_b8_32k": "batch 8, 32k tokens",
+    "gqa_b1_128k": "batch 1, 128k tokens",
+    "gqa_b32_8k": "batch 32, 8k tokens",
+    "mha_b8_8k": "32 KV heads, batch 8, 8k tokens",
+}
+MODES = {
+    "tuned": "compiled, tuned",
+    "compiled": "compiled",
+    "eager": "eager",
+    "recorded": "recorded",
+}
+INTRO = """# Benchmarks
+
+`python -m hf_lowbit_kv.eval.render_benchmarks` writes this page from the records in `eval/results/`. Do not edit it by hand.
+`eval/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
+"""
+
+Record = dict[str, Any]
+
+
+def render(folder: Path = RESULTS) -> str:
+    """The page, from the records in `folder`."""
+    sections = [
+        _decode(_load(folder, "decode")),
+        _generate(_load(folder, "generate")),
+        _batch(_load(folder, "batch")),
+        _memory(_load(folder, "memory")),
+        _prompt(_load(folder, "prefill")),
+    ]
+    return INTRO + "".join(f"\n{section}\n" for section in sections if section)
+
+
+def _load(folder: Path, kind: str) -> list[Record]:
+    return [record for path in sorted(folder.glob(f"{kind}-*.jsonl")) for record in read_records(path)]
+
+
+def _last(records: Iterable[Record], *keys: str) -> dict[tuple, Record]:
+    """The last record of each combination of these fields, in the order in which combinations first appear."""
+    found: dict[tuple, Record] = {}
+    for record in records:
+        found[tuple(record.get(key) for key in keys)] = record
+    return found
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _gpus(records: Iterable[Record]) -> list[str]:
+    return sorted({record["gpu"] for record in records})
+
+
+def _commits(records: Iterable[Record]) -> str:
+    named = ", ".join(f"`{commit[:7]}`" for commit in sorted({record["commit"] for record in records}))
+    return f"Commits of these records: {named}."
+
+
+def _decode(records: list[Record]) -> str | None:
+    usual = [r for r in records if (r["dtype"], r.get("query_length", 1), r["head_dim"]) == ("float16", 1, 128)]
+    usual = [r for r in usual if r["shape"] in SHAPES]
+    if not usual:
+        return None
+    found = _last(usual, "gpu", "shape", "preset", "backend")
+    columns = [(gpu, shape) for shape in SHAPES for gpu in _gpus(usual) if any(k[:2] == (gpu, shape) for k in found)]
+    rows, used = [], []
+    for preset in dict.fromkeys(key[2] for key in found):
+        cells = []
+        for place in columns:
+            both = [found.get((*place, preset, backend)) for backend in ("cuda", "triton")]
+            used += [record for record in both if record]
+            ratios = " / ".join("" if record is None else f"{record['ratio']:.2f}" for record in both)
+            limit = next((record["byte_limit_ratio"] for record in both if record), None)
+            cells.append(f"{ratios} ({limit:.1f})" if limit else "")
+        rows.append([f"`{preset}`", *cells])
+    heads = ["preset", *(f"{SHAPES[shape]}, {gpu.removeprefix('NVIDIA ')}" for gpu, shape in columns)]
+    return f"""## Decode attention
+
+How many times faster than the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run: CUDA kernels / Triton
+kernels. The number in brackets is what the bytes allow. One query token, float16, 32 query heads, head_dim 128; 8 KV heads
+where the column does not say otherwise. An empty side has no record. `python -m hf_lowbit_kv.eval.bench_decode`
+
+{_table(heads, rows)}
+
+{_commits(used)}"""
+
+
+def _milliseconds(record: Record) -> str:
+    return f"{record['step_ms']:.1f} ({record['limit_ms']:.1f})"
+
+
+def _generate(records: list[Record]) -> str | None:
+    if not records:
+        return None
+    found = _last(records, "gpu", "model", "cache", "mode", "backend", "batch", "tokens")
+    places = sorted({(key[5], key[6]) for key in found})
+    heads = ["GPU, model, cache, step", *(f"{batch} x {tokens}" for batch, tokens in places)]
+    rows = []
+    for row in dict.fromkeys(key[:5] for key in found):
+        gpu, model, cache, mode, backend = row
+        name = f"{gpu.removeprefix('NVIDIA ')}, {model}, `{cache}`, {MODES.get(mode, mode)}" + (
+            f", {backend}" if backend else ""
+        )
+        rows.append(
+            [name, *(_milliseconds(found[(*row, *place)]) if (*row, *place) in found else "" for place in places)]
+        )
+    return f"""## Steps of generate
+
+Median milliseconds of a decode step. The number in brackets is the time to read weights and cache once. Random weights,
+bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.bench_generate`
+
+{_table(heads, rows)}
+
+{_commits(found.values())}"""
+
+
+def _batch(records: list[Record]) -> str | None:
+    if not records:
+        return None
+    found = _last(records, "gpu", "model", "cache", "prompt", "new_tokens", "budget").values()
+    rows = [
+        [
+            r["gpu"].removeprefix("NVIDIA "),
+            r["model"],
+            f"`{r['cache']}`",
+            f"{r['prompt']} + {r['new_tokens']}",
+            f"{r['budget'] / 1e9:.0f} GB",
+            str(r["rows"]),
+            f"{r['throughput']:.0f}",
+        ]
+        for r in found
+    ]
+    heads = ["GPU", "model", "cache", "prompt + written tokens", "memory", "rows", "tokens a second"]
+    return f"""## Largest batch
+
+The most rows that fit into the memory, weights included, and the throughput with them.
+`python -m hf_lowbit_kv.eval.bench_batch`
+
+{_table(heads, rows)}
+
+{_commits(found)}"""
+
+
+def _memory(records: list[Record]) -> str | None:
+    if not records:
+        return None
+    found = _last(records, "gpu", "preset", "batch", "tokens", "prefill_chunk").values()
+    rows = [
+        [
+            r["gpu"].removeprefix("NVIDIA "),
+            f"`{r['preset']}`",
+            f"{r['batch']} x {r['tokens']}",
+            "whole" if r["prefill_chunk"] is None else f"chunks of {r['prefill_chunk']}",
+            f"{r['nbytes'] / 1e9:.1f}",
+            f"{r['growth'] / 1e9:.1f}",
+        ]
+        for r in found
+    ]
+    heads = ["GPU", "preset", "batch x tokens", "prompt read", "cache, GB", "peak above the model, GB"]
+    return f"""## Memory
+
+8B Llama 3.1 shape, bfloat16. In 16 bits, 8 x 32768 tokens take 34.4 GB. The peak is the allocator's during `generate`.
+A prompt that is read whole also needs memory for the model's own activations. `python -m hf_lowbit_kv.eval.bench_memory`
+
+{_table(heads, rows)}
+
+{_commits(found)}"""
+
+
+def _prompt(records: list[Record]) -> str | None:
+    found = _last((r for r in records if r["kind"] == "model"), "gpu", "cache", "backend", "tokens", "chunk")
+    if not found:
+        return None
+    chunks = sorted({key[4] for key in found}, key=lambda chunk: -(chunk or 10**9))
+    rows = []
+    for row in dict.fromkeys(key[:4] for key in found):
+        cells = [found.get((*row, chunk)) for chunk in chunks]
+        shown = ["" if r is None else f"{r['seconds']:.3f} ({r['cost']:.2f})" for r in cells]
+        rows.append([row[0].removeprefix("NVIDIA "), f"`{row[1]}`", str(row[3]), *shown])
+    heads = ["GPU", "cache", "tokens", *("whole" if chunk is None else f"chunks of {chunk}" for chunk in chunks)]
+    return f"""## Reading a prompt
+
+Seconds, and in brackets the ratio to `DynamicCache` that reads the prompt whole. 8 layers of the 8B Llama 3.1 shape, bfloat16.
+`python -m hf_lowbit_kv.eval.bench_prompt`
+
+{_table(heads, rows)}
+
+{_commits(found.values())}"""
+
+
+def main(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if the page is not current.")
+    ] = False,
+) -> None:
+    """Write docs/benchmarks.md from the records."""
+    text = render()
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        typer.echo(f"{PAGE.name} is not current: python -m hf_lowbit_kv.eval.render_benchmarks", err=True)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)
