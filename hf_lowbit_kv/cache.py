@@ -29,6 +29,7 @@ from .formats import Format, parse_format
 from .implementation import warn_if_dense
 from .layer import LowBitLayer
 from .ledger import Ledger
+from .overrun import OverrunError, OverrunWatch
 from .pages import LayerSpec
 from .per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from .reading import DIRECT, Side, parse_reading, sides_of
@@ -145,7 +146,9 @@ class LowBitCache(Cache):
             specs.values(), key=lambda found: counted[found]
         )  # what most layers store; of equals, the first
         self.preset, self.config = preset, config
-        self._first_packed = packed[0]
+        self._first_packed, self._overrun = packed[0], OverrunWatch()
+        # the first that has no room left, where they differ: all get the same tokens
+        self._narrowest = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
 
@@ -160,9 +163,23 @@ class LowBitCache(Cache):
     def _first(self) -> LowBitLayer:
         return self.layers[self._first_packed]  # type: ignore[return-value]
 
+    def check_overrun(self, wait: bool = True) -> None:
+        """Raise where a preallocated cache got tokens for which it had no room, as compiled and recorded steps do.
+
+        Args:
+            wait: for the steps that are queued on the device. Else the newest count that has arrived decides.
+
+        Raises:
+            OverrunError: tokens are lost. `reset()` makes the cache usable again.
+        """
+        layer = self.layers[self._narrowest]
+        if layer.store is not None and layer.max_cache_len is not None:  # type: ignore[union-attr]
+            self._overrun.check(layer.store.state.lost, layer.max_cache_len, wait)  # type: ignore[union-attr]
+
     @property
     def nbytes(self) -> CacheBytes:
-        """Bytes allocated, by kind. Reads lengths from the device."""
+        """Bytes allocated, by kind. Reads lengths from the device; raises as `check_overrun` does."""
+        self.check_overrun()
         parts = dict.fromkeys(BYTE_KINDS, 0)
         for layer in self.layers:
             if not isinstance(layer, LowBitLayer):
@@ -201,11 +218,13 @@ class LowBitCache(Cache):
         transform = "" if self.spec.key_transform.identity else f"transform={self.spec.key_transform}, "
         if not self.spec.value_transform.identity:
             transform += f"value_transform={self.spec.value_transform}, "
-        index = self.layers.index(self.packed_layers[0])
-        return (
-            f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, "
-            f"{transform}bits={self.bits_per_value:.2f}, length={int(self.get_seq_length(index))}, bytes={int(self.nbytes)})"
-        )
+        try:
+            held = (
+                f"bits={self.bits_per_value:.2f}, length={int(self._first.get_seq_length())}, bytes={int(self.nbytes)}"
+            )
+        except OverrunError:
+            held = "overrun: tokens are lost"
+        return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{held})"
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
@@ -230,6 +249,17 @@ class LowBitCache(Cache):
         if layer_idx == self._first_packed and self._ledger is not None:
             self._ledger.packed(taken, tokens)
         return out
+
+    def get_seq_length(self, layer_idx: int = 0):
+        """Padded tokens seen so far: an integer, or of a preallocated cache a tensor. Raises as `check_overrun` does."""
+        if not torch.compiler.is_compiling():
+            self.check_overrun(wait=False)
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int):
+        if not torch.compiler.is_compiling():
+            self.check_overrun(wait=False)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
@@ -296,6 +326,7 @@ class LowBitCache(Cache):
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
         super().reset()
+        self._overrun.forget()
         self._ledger = Ledger()
         if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17

@@ -18,8 +18,10 @@ import torch
 
 from .spec import LayerSpec as LayerSpec
 
-#: fields of `LayerState` that no operation writes to
-READ_ONLY = ("page_table", "page_address", "parameters")
+#: fields of `LayerState` that operations leave as they find them
+READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
+#: numbers of `LayerState.scratch` for each row and KV head
+SCRATCH = 32
 #: growing caches add pages by this many per row
 PAGES_PER_BLOCK = 8
 
@@ -47,6 +49,10 @@ class LayerState(NamedTuple):
     """int32 `[B, H]`: tokens stored, sink counted, padding not"""
     paged: torch.Tensor
     """int32 `[B, H]`: how many of them stand in pages"""
+    lost: torch.Tensor
+    """int32 `[B, H]`: tokens that came when the row had no room, and so were not stored"""
+    scratch: torch.Tensor
+    """int32 `[B * H * SCRATCH + 1]`: what a kernel's blocks count together; zeros before and after every operation"""
     parameters: list[torch.Tensor]
     """records, uint8 `[H or 1, bytes]`, one for each role that has parameters, in the order of `ROLES`; read only"""
 
@@ -61,7 +67,9 @@ class LayerState(NamedTuple):
 
     def rows(self, rows: slice) -> LayerState:
         """The state of some of the rows."""
-        chosen = {name: getattr(self, name)[rows] for name in self._fields if name not in ("pool", "parameters")}
+        chosen = {
+            name: getattr(self, name)[rows] for name in self._fields if name not in ("pool", "scratch", "parameters")
+        }
         return self._replace(**chosen)
 
 
@@ -108,9 +116,11 @@ class PagedStore:
             tail_v=window(spec.tail_size, head_dim_v),
             length=counters(),
             paged=counters(),
+            lost=counters(),
+            scratch=self._new_scratch(),
             parameters=list(parameters),
         )
-        self._add_pages(1 if capacity is None else max(spec.pages_for(capacity), 1))
+        self._add_pages(max(spec.pages_for(capacity or 0), 1))
         if capacity is not None:
             self._mark_static()
 
@@ -132,6 +142,9 @@ class PagedStore:
     @property
     def num_pages(self) -> int:
         return sum(block.shape[0] for block in self.state.pool)
+
+    def _new_scratch(self) -> torch.Tensor:
+        return torch.zeros(self.batch_size * self.num_heads * SCRATCH + 1, dtype=torch.int32, device=self.device)
 
     def _new_block(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
@@ -189,6 +202,7 @@ class PagedStore:
         state = self.state
         state.length.zero_()
         state.paged.zero_()
+        state.lost.zero_()
         state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
         self._refresh_addresses()
 
@@ -205,14 +219,14 @@ class PagedStore:
                 f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
                 f"{len(rows)} were asked for. Use a growing cache, or repeat the prompt before the first call."
             )
-        names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "page_table")
+        names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")
         chosen = {name: getattr(state, name)[rows] for name in names}
         if len(rows) == self.batch_size:
             for name, tensor in chosen.items():
                 getattr(state, name).copy_(tensor)
         else:
             self.batch_size = len(rows)
-            self.state = state._replace(**chosen)
+            self.state = state._replace(**chosen, scratch=self._new_scratch())
         self.own_pages()
 
     @torch.inference_mode(False)

@@ -200,29 +200,26 @@ def tail_index(state: LayerState, spec: LayerSpec) -> torch.Tensor:
     return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
 
 
-def max_length(spec: LayerSpec, pages: int) -> int:
-    """Tokens that a row with `pages` pages can hold."""
-    return spec.sink + pages * spec.page_size + (0 if spec.direct else spec.residual + spec.page_size - 1)
-
-
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
     """Store a chunk `[B, H, S, D]` (rows of `mask` False are padding and dropped), packing each page that is due.
 
-    Tokens for which a row has no room left are dropped.
+    Tokens for which a row has no room left are dropped, and counted in `lost`.
     """
     _, k, v = transformed(None, k, v, state, spec)
-    room = max_length(spec, state.page_table.shape[1])
+    room = spec.room(state.page_table.shape[1])
     for row in range(k.shape[0]):
         keys, values = k[row], v[row]
         if mask is not None:
             keys, values = keys[:, mask[row]], values[:, mask[row]]
         length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
-        fits = max(min(keys.shape[1], room - length), 0)
+        count = keys.shape[1]
+        fits = max(min(count, room - length), 0)
         keys, values = keys[:, :fits], values[:, :fits]
         to_sink = min(max(spec.sink - length, 0), fits)
         state.sink_k[row, :, length : length + to_sink] = keys[:, :to_sink]
         state.sink_v[row, :, length : length + to_sink] = values[:, :to_sink]
         state.length[row] = length + fits
+        state.lost[row] += count - fits
         tokens = max(length + fits - spec.sink, 0)
         state.paged[row] = max(paged, spec.paged_after(tokens))
         if fits > to_sink:

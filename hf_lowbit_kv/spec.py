@@ -109,6 +109,14 @@ class LayerSpec:
         """Pages that a row of `length` tokens (sink counted) needs."""
         return -(-self.paged_after(length - self.sink) // self.page_size)
 
+    def room_for(self, capacity: int) -> int:
+        """Tokens that a row can hold for which pages for `capacity` tokens were allocated."""
+        return self.room(max(self.pages_for(capacity), 1))
+
+    def room(self, pages: int) -> int:
+        """Tokens that a row with `pages` pages can hold."""
+        return self.sink + pages * self.page_size + (0 if self.direct else self.residual + self.page_size - 1)
+
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
         """Raise `ValueError` where a format or a transform cannot take streams of these widths."""
         self.reading.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)

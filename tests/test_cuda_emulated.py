@@ -158,16 +158,16 @@ def test_one_warp_takes_window_and_pages(launch, monkeypatch):
 
 
 def test_counters_stay_where_they_are(launch):
-    """Captured graphs keep their address."""
+    """Captured graphs keep their address; they are the layer's own."""
     case = fragment(Case(head_dim=256, groups=2))
     gen = kernels.generator(case, kernels.SEED)
     _, store = kernels.filled(case, gen, "cpu")
-    found = []
     for tokens in (4, 1, 100):
         step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
         launch.attend(step.q, step.k, step.v, None, store.state, case.spec, step.scaling)
-        found.append(launch._counters_for(store.state, 1))
-    assert all(counters is found[0] for counters in found)
+        row_blocks = -(-case.groups * tokens // 8)
+        assert launch._counters_for(store.state, row_blocks * case.heads * len(case.lengths) + 1) is store.state.scratch
+        assert not store.state.scratch.any()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,7 @@ def test_attend_transformed(case):
             [70, 0],
         ),
         (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
+        (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
     ],
     ids=str,
 )
@@ -212,6 +213,7 @@ STEPS = [
     (Case(keys="int4-token", values="int2-token", lengths=(130,), heads=1, residual=0, groups=20), 5),
     (Case(**KITTY, lengths=(91, 33), residual=5, transform="hadamard", dtype=torch.bfloat16), 34),
     (Case(head_dim=80, head_dim_v=96, lengths=(94,), capacity=100, sinks=True, softcap=20.0), 8),
+    (Case(lengths=(128, 130), capacity=100, heads=1, padded=True), 7),
     (Case(head_dim=256, lengths=(66,), heads=1, groups=16, residual=0, transform="hadamard"), 3),
     (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(**KITTY, **PAGES, lengths=(1950, 1950), heads=1), 2),

@@ -51,7 +51,7 @@ def _store_window(
 
 @triton.jit(do_not_specialize=["pages", "room"])
 def append_one_kernel(
-    k, v, mask, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, record_k, record_v,
+    k, v, mask, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, lost, record_k, record_v,
     k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d, mask_stride_b, heads, pages, room,
     record_stride_k, record_stride_v,
     ENCODE_K: tl.constexpr, ENCODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -72,8 +72,13 @@ def append_one_kernel(
     x_k = tl.load(new_k + channel_k * k_stride_d, mask=channel_k < DK, other=0.0)
     x_v = tl.load(new_v + channel_v * v_stride_d, mask=channel_v < DV, other=0.0)
     fits = stored < room
+    missing = stored >= room
     if HAS_MASK:
-        fits = fits & (tl.load(mask + b * mask_stride_b) != 0)
+        real = tl.load(mask + b * mask_stride_b) != 0
+        fits = fits & real
+        missing = missing & real
+    if missing:
+        tl.store(lost + bh, tl.load(lost + bh) + 1)
     if fits:
         first = stored - SINK
         after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
@@ -172,7 +177,7 @@ def window_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "room"])
 def counters_kernel(
-    length, paged, count, heads, tokens, room,
+    length, paged, lost, count, heads, tokens, room,
     SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Count a stored chunk. Grid (row * head)."""
@@ -182,3 +187,6 @@ def counters_kernel(
     )
     tl.store(length + bh, stored + fits)
     tl.store(paged + bh, after)
+    if HAS_ORDER:
+        tokens = tl.load(count + bh // heads)
+    tl.store(lost + bh, tl.load(lost + bh) + tokens - fits)

@@ -14,7 +14,6 @@ import triton
 
 from ..formats.base import FIELD_ALIGNMENT
 from ..pages import LayerSpec, LayerState
-from ..reference import max_length as row_capacity
 from ..reference import restored, transformed_by
 from ..transforms import Transform, base_order, hadamard
 from . import dense, prompt
@@ -275,7 +274,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
         return
     sides = _prepare(k, v, spec)
     pages = state.page_address.shape[1]
-    room = row_capacity(spec, pages)
+    room = spec.room(pages)
     common = {
         "SINK": spec.sink,
         "RESIDUAL": spec.residual,
@@ -302,7 +301,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
             append_one_kernel,
             (batch * heads,),
             *(k, v, k if mask is None else mask.view(torch.uint8), state.pool[0], state.page_address, *window),
-            *(state.length, state.paged, record_k, record_v, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
+            *(state.length, state.paged, state.lost, record_k, record_v, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
             *(0 if mask is None else mask.stride(0), heads, pages, room, *record_strides),
             device=k.device,
             HAS_MASK=mask is not None,
@@ -345,7 +344,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
     _launch(
         counters_kernel,
         (batch * heads,),
-        *(state.length, state.paged, count, heads, tokens, room),
+        *(state.length, state.paged, state.lost, count, heads, tokens, room),
         device=k.device,
         HAS_ORDER=mask is not None,
         num_warps=1,

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ..pages import LayerSpec, LayerState
-from ..reference import max_length as row_capacity
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, dot_type, padded_width
 from .common import launch as _launch
@@ -176,7 +175,7 @@ def attend(
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         position = mask.cumsum(1, dtype=torch.int32) - 1
         real = position[:, -1] + 1
-    capacity = row_capacity(spec, state.page_address.shape[1])
+    capacity = spec.room(state.page_address.shape[1])
     history = capacity if seen is None else min(capacity, seen)
     out = q.new_empty(batch, tokens, q_heads, head_dim_v)
     total = history + tokens

@@ -18,7 +18,10 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
   for (int j = 0; j < EACH_V; j++) new_v[j] = v[min(j * 256 + (int)threadIdx.x, DV - 1)];
   const bool real = !padding(a, b);
   const Counts n(a, bh);
-  if (n.fits == 0 || !real) return;
+  if (n.fits == 0 || !real) {
+    if (real && threadIdx.x == 0) a.lost[bh] += 1;
+    return;
+  }
   if (kept(a, n)) {
     u16 *place_k = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), *place_v = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
 #pragma unroll
@@ -57,4 +60,5 @@ extern "C" __global__ void append_counters(const __grid_constant__ AppendArgs a,
   if (bh >= count) return;
   const Counts n(a, bh);
   a.length[bh] = n.stored + n.fits; a.paged[bh] = n.after;
+  if (n.missing) a.lost[bh] += n.missing;
 }

@@ -21,7 +21,6 @@ import torch
 
 from ... import reference
 from ...pages import LayerSpec, LayerState
-from ...reference import max_length as row_capacity
 from ...reference import restored, transformed_by
 from ...toolchain import why_no_launcher
 from ...transforms import Fused, Transform
@@ -66,7 +65,7 @@ class _AttendArgs(ctypes.Structure):
 class _AppendArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "k v mask order count pool address sink_k sink_v tail_k tail_v".split()),
-        *((name, ctypes.c_void_p) for name in "length paged".split()),
+        *((name, ctypes.c_void_p) for name in "length paged lost".split()),
         *((name, ctypes.c_longlong) for name in "k_b k_h k_s v_b v_h v_s mask_b".split()),
         *((name, ctypes.c_int) for name in "heads tokens pages room sink tail residual".split()),
     ]
@@ -134,22 +133,10 @@ def _attend_module(
     return module, choice, module.integer("shared_bytes"), fused
 
 
-_counters: dict[tuple[torch.device, int, int], torch.Tensor] = {}
-
-
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
-    """At least `count` int32 zeros, which every launch leaves as zeros. One buffer a layer, because launches on one layer
-    follow each other, and large enough for all of them but long chunks, because captured graphs keep its address. Storing
-    the prompt allocates it, before a compiled step could allocate it inside a graph's memory; where a graph is being
-    captured and there is none yet, the graph zeroes its own."""
-    key = state.paged.device, state.paged.data_ptr(), state.paged.numel()  # where a layer was, another may be
-    found = _counters.get(key)
-    if found is None:
-        row_blocks = FUSED_ROWS["cuda"] // 8
-        found = torch.zeros(row_blocks * state.paged.numel() + 1, dtype=torch.int32, device=state.paged.device)
-        if not torch.cuda.is_current_stream_capturing():
-            _counters[key] = found
-    return found if count <= found.numel() else torch.zeros(count, dtype=torch.int32, device=state.paged.device)
+    """At least `count` int32 zeros, which every launch leaves as zeros: the layer's own, because launches on one layer follow
+    each other, and captured graphs keep the address. Long chunks, which have more blocks of query rows, get others."""
+    return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
 
 class _Factors(NamedTuple):
@@ -343,9 +330,9 @@ def _append_args(
     return _AppendArgs(
         *(_address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
-        *(state.length.data_ptr(), state.paged.data_ptr()),
+        *(state.length.data_ptr(), state.paged.data_ptr(), state.lost.data_ptr()),
         *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
-        *(*k.shape[1:3], pages, row_capacity(spec, pages), spec.sink, spec.tail_size, spec.residual),
+        *(*k.shape[1:3], pages, spec.room(pages), spec.sink, spec.tail_size, spec.residual),
     )
 
 
@@ -364,7 +351,6 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
     k, v = _rows(k), _rows(v)
     module = load("append.cu", append_defines(spec, head_dim_k, v.shape[-1], k.dtype), k.device)
     pages = state.page_address.shape[1]
-    _counters_for(state, 1)
     order = count = None
     if mask is not None and tokens > 1:
         # the places of the tokens that are no padding, in order

@@ -8,7 +8,7 @@ struct AppendArgs {
   u8* pool;
   const i64* address;
   u8 *sink_k, *sink_v, *tail_k, *tail_v;
-  int *length, *paged;
+  int *length, *paged, *lost;
   i64 k_b, k_h, k_s, v_b, v_h, v_s, mask_b;
   int heads, tokens, pages, room, sink, tail, residual;
 };
@@ -19,12 +19,12 @@ constexpr int SPACE = sizeof(EncodeKeys::Space) > sizeof(EncodeValues::Space) ? 
 
 // What storing a chunk does to a row's counters.
 struct Counts {
-  int stored, before, fits, after;
+  int stored, before, fits, after, missing;               // missing: tokens without room
   __device__ __forceinline__ Counts(const AppendArgs& a, int bh) : Counts(a, bh, a.length[bh], a.paged[bh]) {}
   __device__ __forceinline__ Counts(const AppendArgs& a, int bh, int length, int paged) {
     stored = length; before = paged;
     const int tokens = a.count ? a.count[bh / a.heads] : a.tokens;
-    fits = max(min(tokens, a.room - stored), 0);
+    fits = max(min(tokens, a.room - stored), 0); missing = tokens - fits;
     const int index = stored + fits - a.sink;
     after = max(before, DIRECT ? max(index, 0) : max(index - a.residual, 0) / PAGE * PAGE);
   }

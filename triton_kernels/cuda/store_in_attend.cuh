@@ -81,6 +81,7 @@ COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lan
     for (int j = 0; j < BATCH; j++) {
       const Counts n(a, first + 32 * j, length[j], paged[j]);
       if (real[j] && n.fits) { a.length[first + 32 * j] = n.stored + 1; a.paged[first + 32 * j] = n.after; }
+      else if (real[j]) a.lost[first + 32 * j] += 1;
     }
   }
   if (lane == 0) *arrived = 0;
