@@ -14,8 +14,8 @@ Granularity = Literal["token", "block", "static"]
 
 #: largest number of e4m3
 E4M3_MAX = 448.0
-#: the smallest absolute maximum that a scale is made of: zeros get a scale that divides
-LEAST = 2.0**-117
+#: the smallest scale: zeros get one that divides, and its reciprocal is far from overflowing
+LEAST_SCALE = 2.0**-60
 #: channels of a block with `granularity="block"`; a block spans a page's tokens in groups of as many
 BLOCK = 64
 
@@ -23,7 +23,7 @@ BLOCK = 64
 def scale_of(absmax: torch.Tensor) -> torch.Tensor:
     """float32: the largest magnitude (float32) becomes 448. A tensor as divisor: a GPU would multiply by a number's
     reciprocal, which rounds differently."""
-    return absmax.clamp(min=LEAST) / torch.full_like(absmax, E4M3_MAX)
+    return (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=LEAST_SCALE)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:

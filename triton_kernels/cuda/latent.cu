@@ -23,7 +23,6 @@ constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_
 constexpr int MASK_C = RANK % 128 == 0 ? 7 : 3, MASK_R = ROPE % 64 == 0 ? 7 : ROPE % 32 == 0 ? 3 : 1;
 constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
 constexpr float CODE = CONVERT ? 1.f : 256.f;                             // what a decoded number is too small by
-constexpr float LEAST_LOG = -64.f;                        // of a token's scale: smaller values do not show beside others
 static_assert(RANK % 64 == 0 && RANK <= 512 && ROPE % 16 == 0 && PAGE_TOKENS % BLOCK == 0, "");
 
 struct LatentArgs {
@@ -170,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
       u32 bits;
       lds<1>(&bits, stage + CODE_BYTES + ROPE_BYTES + token * 4);
       scale[i] = __uint_as_float(bits);
-      logarithm[i] = fmaxf(lg2(scale[i]), LEAST_LOG);
+      logarithm[i] = lg2(scale[i]);
       real[i] = block * BLOCK + token < length;
     }
     const float factor = a.scaling * LOG2E;
@@ -313,7 +312,7 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
   float most = 0.f;
   for (int x = thread; x < RANK; x += THREADS) most = fmaxf(most, fabsf(number(a.c, at + x)));
   most = reduce<true>(most, space, thread);
-  const float scale = __fdiv_rn(fmaxf(most, 6.018531076210112e-36f), 448.f);  // 2^-117: `formats.fp8.LEAST`
+  const float scale = fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f);  // 2^-60: `formats.fp8.LEAST_SCALE`
   for (int x = 4 * thread; x < RANK; x += 4 * THREADS) {
     u32 word = 0;
 #pragma unroll
