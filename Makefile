@@ -26,6 +26,7 @@ PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
+	$(BIN)/hf-lowbit-kv demo --model tests/data/tiny_mla --preset mla,snapmla --prompt "$$(head -c 1200 tests/data/tiny_mla/bible-held-out.txt)"
 
 test: $(VENV)/.ready $(OLDEST)/.ready
 	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"

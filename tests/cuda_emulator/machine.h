@@ -27,6 +27,7 @@ static unsigned draw() {
   return state >> 3;
 }
 static bool hasty;                                  // whether copies of this block may be done before they are waited for
+struct float4 { float x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 static Dim blockIdx, gridDim, blockDim;
 static int current, threads;                        // the running thread of the block, and their number

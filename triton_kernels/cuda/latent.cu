@@ -55,28 +55,46 @@ __device__ __forceinline__ float number(const u8* p, i64 i) { return to_float(re
 
 // Query rows of a tile, in the order in which lanes load them as right operands: 16 bytes a lane and 16 channels.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
+  constexpr int EACH = 16 / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
   float* size = reinterpret_cast<float*>(smem + SCALES_AT);
-  for (int i = warp; i < 16; i += WARPS) {
-    const int row = tile * 16 + i;
+  u32 content[EACH][WORDS], rope[EACH][MORE];
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {                        // all is asked for before anything is used
+    const int row = tile * 16 + warp + j * WARPS;
     const bool real = row < a.heads * a.tokens;
-    const i64 at = real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0;
+    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0));
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) content[j][k] = real ? ask(source + 32 * k + lane) : 0u;
+#pragma unroll
+    for (int k = 0; k < MORE; k++) rope[j][k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+  }
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int i = warp + j * WARPS;
     float most = 0.f;
-    for (int x = lane; x < RANK; x += 32) most = real ? fmaxf(most, fabsf(number(a.q, at + x))) : 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) most = fmaxf(most, fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
     const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 240u);  // the next power of two
     const float inverse = __uint_as_float((254 - exponent) << 23);
     if (lane == 0) size[i] = __uint_as_float(exponent << 23) * CODE * a.scaling * LOG2E;
     u8* target = smem + (i & 7) * 64 + (i >> 3) * 8;
-    for (int x = lane; x < RANK; x += 32) {
-      const int t = x % 16 / 4, y = x & 3;
-      const u32 value = pack_half(real ? number(a.q, at + x) * inverse : 0.f, 0.f);
-      *reinterpret_cast<u16*>(target + x / 16 * 512 + t * 16 + (CONVERT ? y : (y >> 1) + (y & 1) * 2) * 2) = (u16)value;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      const int x = 64 * k + 2 * lane, y = x & 3;         // channels x and x + 1
+      u8* at = target + x / 16 * 512 + x % 16 / 4 * 16;
+      const u32 pair = pack_half(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
+      if constexpr (CONVERT) *reinterpret_cast<u32*>(at + 2 * y) = pair;
+      else {                                              // 0, 2, 1, 3
+        *reinterpret_cast<u16*>(at + y) = (u16)pair;
+        *reinterpret_cast<u16*>(at + y + 4) = (u16)(pair >> 16);
+      }
     }
-    for (int x = lane; x < ROPE; x += 32) {
-      const int t = x % 8 / 2, y = (x & 1) + (x % 16 / 8) * 2;
-      const u16 value = real ? reinterpret_cast<const u16*>(a.q)[at + RANK + x] : (u16)0;
-      *reinterpret_cast<u16*>(target + (CHUNKS + x / 16) * 512 + t * 16 + y * 2) = value;
+#pragma unroll
+    for (int k = 0; k < MORE; k++) {
+      const int x = 64 * k + 2 * lane;
+      if (x < ROPE) *reinterpret_cast<u32*>(target + (CHUNKS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) = rope[j][k];
     }
   }
 }
@@ -102,6 +120,7 @@ __device__ __forceinline__ void copy_block(const LatentArgs& a, int b, int block
 // q.k of the warp's 16 tokens: content and RoPE part.
 __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32 stage, u32 queries, int warp, int lane) {
   const int token = 16 * warp + (lane & 15), side = lane >> 4;
+  float sums[2][2][4] = {};                               // two chains of products for each tile of rows
 #pragma unroll 4
   for (int p = 0; p < RANK / 32; p++) {
     u32 x[4], q[4], k[4];
@@ -111,10 +130,14 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
       lds<4>(q, queries + (2 * p + half) * 512 + lane * 16);
       k[0] = decoded_key(x[2 * half], false); k[1] = decoded_key(x[2 * half + 1], false);
       k[2] = decoded_key(x[2 * half], true); k[3] = decoded_key(x[2 * half + 1], true);
-      mma<false>(content[0], k, q[0], q[1]);
-      mma<false>(content[1], k, q[2], q[3]);
+      mma<false>(sums[half][0], k, q[0], q[1]);
+      mma<false>(sums[half][1], k, q[2], q[3]);
     }
   }
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) content[n][i] = sums[0][n][i] + sums[1][n][i];
 #pragma unroll
   for (int p = 0; p < ROPE / 16; p++) {
     u32 k[4], q[4];
@@ -326,11 +349,14 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
 
 __device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) { return a.mask && !a.mask[b * a.mask_b + token * a.mask_s]; }
 
-// Grid (query row, sequence), and with `stores` one block more a sequence, which stores the chunk.
+constexpr int SLICE = RANK % 128 == 0 ? 128 : 64, LANES = SLICE / 4, GROUPS = THREADS / LANES;
+
+// Grid (query row, sequence, slice of channels), and with `stores` one row more, whose first slice stores the chunk.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_constant__ LatentArgs a) {
-  __shared__ float space[WARPS];
+  __shared__ float space[WARPS], weight[MOST_TOKENS], factor[MOST_SPLITS], parts[GROUPS][SLICE];
   const int thread = threadIdx.x, row = blockIdx.x, b = blockIdx.y, rows = a.heads * a.tokens;
   if (row == rows) {
+    if (blockIdx.z) return;
     int place = a.length[b];
     for (int token = 0; token < a.tokens; token++)
       if (!padding(a, b, token) && place < a.room) store_token(a, b, token, place++, space, thread);
@@ -340,46 +366,52 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   }
   const int token = row / a.heads, head = row % a.heads, tiles = (rows + 15) / 16;
   const i64 slot = ((i64)b * tiles + row / 16) * a.splits, q = b * a.q_b + head * a.q_h + token * a.q_s;
-  constexpr int EACH = (RANK + THREADS - 1) / THREADS;
-  float m = LOWEST, l = 0.f, o[EACH] = {};
+  float most = LOWEST;
+  for (int j = 0; j <= token; j++) {                      // the chunk's own tokens
+    float s = 0.f;
+    if (!padding(a, b, j)) {
+      const i64 c = b * a.c_b + j * a.c_s, r = b * a.r_b + j * a.r_s;
+      for (int x = thread; x < RANK; x += THREADS) s += number(a.c, c + x) * number(a.q, q + x);
+      for (int x = thread; x < ROPE; x += THREADS) s += number(a.r, r + x) * number(a.q, q + RANK + x);
+      s = reduce<false>(s, space, thread) * a.scaling * LOG2E;
+      most = fmaxf(most, s);
+    } else s = -INF;
+    if (thread == 0) weight[j] = s;
+  }
+  const float* sums = a.sums + slot * 32 + row % 16;
+  for (int i = thread; i < a.splits; i += THREADS) most = fmaxf(most, sums[i * 32]);
+  most = reduce<true>(most, space, thread);
+  float l = 0.f;
+  for (int i = thread; i < a.splits; i += THREADS) {
+    const float f = ex2(sums[i * 32] - most), some = sums[i * 32 + 16];
+    factor[i] = some > 0.f ? f : 0.f;
+    l += f * some;
+  }
+  l = reduce<false>(l, space, thread);                    // and factors are there
+  const int group = thread / LANES, channel = blockIdx.z * SLICE + thread % LANES * 4;
+  float o[4] = {};
+#pragma unroll 8
+  for (int i = group; i < a.splits; i += GROUPS) {
+    const float f = factor[i];
+    if (f > 0.f) {
+      const float4 x = *reinterpret_cast<const float4*>(a.partial + ((slot + i) * 16 + row % 16) * RANK + channel);
+      o[0] += f * x.x; o[1] += f * x.y; o[2] += f * x.z; o[3] += f * x.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) parts[group][thread % LANES * 4 + i] = o[i];
+  __syncthreads();
+  if (thread >= SLICE) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) sum += parts[i][thread];
   for (int j = 0; j <= token; j++) {
-    if (padding(a, b, j)) continue;
-    const i64 c = b * a.c_b + j * a.c_s, r = b * a.r_b + j * a.r_s;
-    float s = 0.f, v[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int x = thread + i * THREADS;
-      v[i] = x < RANK ? number(a.c, c + x) : 0.f;
-      if (x < RANK) s += v[i] * number(a.q, q + x);
-    }
-    for (int x = thread; x < ROPE; x += THREADS) s += number(a.r, r + x) * number(a.q, q + RANK + x);
-    s = reduce<false>(s, space, thread) * a.scaling * LOG2E;
-    const float top = fmaxf(m, s), decay = ex2(m - top), p = ex2(s - top);
-    m = top; l = l * decay + p;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) o[i] = o[i] * decay + p * v[i];
+    const float p = ex2(weight[j] - most);
+    l += p;
+    if (p > 0.f) sum += p * number(a.c, b * a.c_b + j * a.c_s + blockIdx.z * SLICE + thread);
   }
-#pragma unroll 4
-  for (int split = 0; split < a.splits; split++) {
-    const float* sums = a.sums + (slot + split) * 32 + row % 16;
-    const float* partial = a.partial + ((slot + split) * 16 + row % 16) * RANK;
-    const float other = sums[0], some = sums[16];
-    if (some == 0.f) continue;
-    const float top = fmaxf(m, other), decay = ex2(m - top), f = ex2(other - top);
-    m = top; l = l * decay + f * some;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int x = thread + i * THREADS;
-      o[i] = o[i] * decay + f * (x < RANK ? partial[x] : 0.f);
-    }
-  }
-  const float inverse = l > 0.f ? 1.f / l : 0.f;
-  u16* out = reinterpret_cast<u16*>(a.out) + (((i64)b * a.tokens + token) * a.heads + head) * RANK;
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int x = thread + i * THREADS;
-    if (x < RANK) out[x] = (u16)pack_model(o[i] * inverse, 0.f);
-  }
+  const i64 at = (((i64)b * a.tokens + token) * a.heads + head) * RANK + blockIdx.z * SLICE + thread;
+  reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(l > 0.f ? sum / l : 0.f, 0.f);
 }
 
 // Grid (token of the chunk, sequence). Counters follow by themselves, `latent_counters`.

@@ -22,6 +22,8 @@ from .launch import _address, _properties, launches
 TOKENS = 8
 #: query rows (heads x tokens) that share one reading of the latent
 ROWS = 16
+#: shares of a sequence
+MOST_SPLITS = 512
 #: blocks of threads on a multiprocessor
 BLOCKS = 2
 THREADS = 128
@@ -75,6 +77,8 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
         "ROPE_AT": parts[0],
         "CONVERT": int(convert),
         "BF16": int(dtype == torch.bfloat16),
+        "MOST_TOKENS": TOKENS,
+        "MOST_SPLITS": MOST_SPLITS,
         "NT": 2,
         "SPREAD": 0,
     }
@@ -155,14 +159,15 @@ def _step(
         *(heads, tokens, pages, splits, row_capacity(spec, pages), int(store), scaling),
     )
     _launch(module, "latent_attend", (splits, batch, tiles), args, shared=shared)
-    _launch(module, "latent_merge", (heads * tokens + int(store), batch, 1), args)
+    slices = rank // (128 if rank % 128 == 0 else 64)  # `SLICE` in latent.cu
+    _launch(module, "latent_merge", (heads * tokens + int(store), batch, slices), args)
     return out
 
 
 def split_count(processors: int, programs: int, tokens: int) -> int:
     """Shares that each of `programs` (sequences x tiles of query rows) is cut into: all blocks run at once, and none has
     fewer than two blocks of 64 tokens."""
-    return max(min(processors * BLOCKS // programs, tokens // 128), 1)
+    return max(min(processors * BLOCKS // programs, tokens // 128, MOST_SPLITS), 1)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
