@@ -2,6 +2,8 @@
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
 # make test-all  make test, then the long ones: the whole matrix of formats, and accuracy against its bands
 # make notebooks  every notebook, from top to bottom
+# make measure  adds what the accuracy records do not hold yet (hours from nothing)
+# make results  renders docs/results.md and its excerpts from the records, in seconds
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
 # make clean   removes what these made
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: demo test test-all notebooks gpu-test lint clean
+.PHONY: demo test test-all notebooks gpu-test measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -41,6 +43,12 @@ notebooks: $(VENV)/.ready
 
 gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu
+
+measure: $(VENV)/.ready
+	$(BIN)/python -m hf_lowbit_kv.eval.measure
+
+results: $(VENV)/.ready
+	$(BIN)/python -m hf_lowbit_kv.eval.report
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

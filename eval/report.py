@@ -34,6 +34,7 @@ ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT = "transcript"
 #: length at which bits are stated, with a 16-bit window and the bundled model's heads
 BITS_AT, HEAD_DIM = 32768, 64
+TITLE = f"SmolLM2-135M-Instruct, a transcript of 4096 tokens; bits at {BITS_AT} tokens"
 #: fields that every record has
 FIELDS = ("preset", "text", "definition", "kl", "kl_p99", "top1", "ppl", "ppl_full", "by_position", "context", "start")
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
@@ -228,11 +229,11 @@ def filled(page: str, rows: list[Row]) -> str:
 
 
 def points(rows: list[Row]) -> list[dict[str, Any]]:
-    """What the picture shows: presets with figures of the essays, presets that store the same once."""
+    """What the picture shows: presets with a record of the transcript, presets that store the same once."""
     shown: dict[tuple[float, float], dict[str, Any]] = {}
     for row in rows:
-        if row.essays is not None and row.bits < 16:
-            kl = row.essays["kl"]
+        if row.transcript is not None and row.bits < 16:
+            kl = row.transcript["kl"]
             shown.setdefault((row.bits, kl), {"preset": row.preset, "bits_per_value": row.bits, "kl": kl})
     return list(shown.values())
 
@@ -244,7 +245,7 @@ def digest(rows: list[Row]) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """The Pareto picture."""
-    figure = plot(points(rows), None, f"SmolLM2-135M-Instruct, two essays; bits at {BITS_AT} tokens")
+    figure = plot(points(rows), None, TITLE)
     figure.savefig(path, dpi=120, metadata={"Description": digest(rows)})
 
 
