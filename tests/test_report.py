@@ -1,0 +1,90 @@
+"""The tables in the documentation are those of the committed records, and records count only where they are of today's bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval import measure, report
+from hf_lowbit_kv.eval.results import read_records
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return report.load()
+
+
+def test_the_pages_are_current(rows):
+    for name in report.PAGES:
+        page = (report.ROOT / name).read_text(encoding="utf-8")
+        assert report.filled(page, rows) == page, f"{name} is not current: run `make results`"
+    assert report.digest(rows).encode() in (report.ROOT / report.PICTURE).read_bytes(), "run `make results`"
+
+
+def test_every_table_is_shown_somewhere():
+    pages = "".join((report.ROOT / name).read_text(encoding="utf-8") for name in report.PAGES)
+    assert all(f"<!-- results: {name} -->" in pages for name in report.TABLES)
+
+
+def test_the_committed_records_are_of_todays_bytes(rows):
+    """Otherwise a format has changed, and `make measure` is due."""
+    records = read_records(measure.OUT)
+    for preset in {record["preset"] for record in records}:
+        assert measure.definition(preset) in {record["definition"] for record in records if record["preset"] == preset}
+
+
+def test_a_definition_is_that_of_the_stored_bytes():
+    assert measure.definition("kivi-4") == measure.definition("bitdecoding-kc-4")
+    others = [measure.definition(name) for name in ("kivi-4", "kivi-4-sink", "kv4", "kivi-4-hadamard", "kivi-2")]
+    assert len(set(others)) == len(others)
+
+
+@pytest.fixture
+def record():
+    return {
+        "preset": "kivi-2", "text": "transcript", "definition": measure.definition("kivi-2"), "kl": 0.25, "kl_p99": 2.5,
+        "top1": 0.75, "ppl": 9.0, "ppl_full": 8.0, "by_position": [{"from": 512, "to": 4096, "kl": 0.25, "top1": 0.75}],
+        **measure.setting(),
+    }  # fmt: skip
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_what_counts(record, tmp_path):
+    """The newest record of today's bytes and setting; both essays, or an earlier record of both."""
+    essays = [record | {"text": text, "kl": kl} for text, kl in (("worked.txt", 0.1), ("popular.txt", 0.3))]
+    stale = record | {"definition": "other", "kl": 9.0}
+    records = [record | {"kl": 8.0}, record, stale, record | {"context": 1024, "kl": 7.0}]
+    earlier = written(tmp_path / "earlier.jsonl", record | {"texts": list(report.ESSAYS), "kl": 0.5})
+    (row,) = report.load(written(tmp_path / "one.jsonl", *records, essays[0]), earlier)
+    assert row.transcript == record
+    assert row.essays["kl"] == 0.5
+    assert row.bits == lb.get_preset("kivi-2").spec().bits_per_value(32768, 64)
+    (row,) = report.load(written(tmp_path / "both.jsonl", *records, *essays), earlier)
+    assert row.essays["kl"] == pytest.approx(0.2)
+    page = "a\n<!-- results: presets -->\nold\n<!-- end of results -->\nb\n"
+    assert "| `kivi-2` | 2.43 | 0.2000 | 2.50 | 0.750 | 0.2500 | 2.50 | 0.750 |" in report.filled(page, [row])
+    with pytest.raises(ValueError, match="table 'other' is not known; allowed: presets"):
+        report.filled(page.replace("presets", "other"), [row])
+
+
+def test_records_of_another_version_are_named(record, tmp_path):
+    del record["kl_p99"]
+    with pytest.raises(ValueError, match=r"new\.jsonl, record 1, lacks 'kl_p99': another version of the project wrote it"):
+        report.load(written(tmp_path / "new.jsonl", record), tmp_path / "none.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{}\nno", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.jsonl, line 2, is no JSON"):
+        read_records(tmp_path / "broken.jsonl")
+
+
+def test_only_what_is_missing_is_measured(record):
+    definitions = {"kivi-2": record["definition"], "kv8": "of kv8"}
+    found = measure.missing([record], definitions, ["transcript", "worked.txt"])
+    assert found == [("transcript", "kv8"), ("worked.txt", "kivi-2"), ("worked.txt", "kv8")]
+    changed = measure.missing([record], definitions | {"kivi-2": "other bytes"}, ["transcript"])
+    assert changed == [("transcript", "kivi-2"), ("transcript", "kv8")]
