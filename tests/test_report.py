@@ -1,4 +1,4 @@
-"""The tables in the documentation are those of the committed records, and records count only where they are of today's bytes."""
+"""The tables in the documentation are those of the committed records; records count only where they are of today's bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_what_counts(record, tmp_path):
 
 def test_records_of_another_version_are_named(record, tmp_path):
     del record["kl_p99"]
-    with pytest.raises(ValueError, match=r"new\.jsonl, record 1, lacks 'kl_p99': another version of the project wrote it"):
+    with pytest.raises(
+        ValueError, match=r"new\.jsonl, record 1, lacks 'kl_p99': another version of the project wrote it"
+    ):
         report.load(written(tmp_path / "new.jsonl", record), tmp_path / "none.jsonl")
     (tmp_path / "broken.jsonl").write_text("{}\nno", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 2, is no JSON"):
