@@ -230,21 +230,25 @@ class LowBitLM(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any):
         cache = self.new_cache()
-        # lm-eval gives `max_length`; the model's own limit of new tokens must not stand beside it
         out = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
         mask = generation_kwargs.get("attention_mask")
-        real = torch.full((len(context),), context.shape[1]) if mask is None else mask.sum(1).cpu()
-        written = out[:, context.shape[1] :].cpu()
-        share = self.shares[self._task or ""]
-        specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
-        for prompt, tokens in zip(real.tolist(), written, strict=True):
+        columns = context.shape[1]
+        real = torch.full((len(context),), columns) if mask is None else mask.sum(1).cpu()
+        chunk = generation_kwargs.get("prefill_chunk_size") or columns
+        in_last = columns - (columns - 1) // chunk * chunk  # tokens of the prompt's last pass, which sees them exactly
+        for prompt, tokens in zip(real.tolist(), out[:, columns:].cpu(), strict=True):
             ended = (tokens == self.eot_token_id).nonzero()[:, 0].tolist()
             count = ended[0] + 1 if ended else len(tokens)
-            for stored in range(prompt, prompt + count - 1):  # the prompt's own pass attends to it exactly
-                packed = sum(spec.paged_after(stored - spec.sink) for spec in specs if packs(spec))
-                share.add(packed / max(len(specs), 1), stored + 1)
-            share.add(0, prompt)
+            self._count(cache, max(prompt - in_last, 0), prompt)
+            for stored in range(prompt, prompt + count - 1):
+                self._count(cache, stored, stored + 1)
         return out
+
+    def _count(self, cache: Cache, stored: int, attended: int) -> None:
+        """Note that a position attended to so many tokens while the cache held `stored` of them."""
+        specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
+        packed = sum(spec.paged_after(stored - spec.sink) for spec in specs if packs(spec))
+        self.shares[self._task or ""].add(packed / max(len(specs), 1), attended)
 
 
 def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:

@@ -66,6 +66,8 @@ def evaluate(
         ValueError: an unknown task or preset, tasks in which nothing is read packed, data that cannot be fetched.
     """
     config = parse_options(tasks, options)
+    # some tasks (ruler) measure their texts with the model's tokenizer
+    config.metadata = {"tokenizer": lm.tokenizer.name_or_path} | config.metadata
     manager = _task_manager(config, tasks)
     rows = []
     for preset in presets:

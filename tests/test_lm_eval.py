@@ -32,7 +32,7 @@ from hf_lowbit_kv.eval.lm_eval_model import LowBitLM  # noqa: E402
 from hf_lowbit_kv.eval.lm_eval_run import comparison, parse_options  # noqa: E402
 
 ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk", "batch_size", "seconds"}
-SMALL_OVERRIDES = ["--override", "page_size=32", "--override", "residual=32", "--kv-chunk", 32]
+SMALL_OVERRIDES = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +155,18 @@ def test_generation_uses_a_fresh_cache_for_each_batch(folder):
     assert 0.5 < lm.packed_share["writing"] < 0.85
 
 
+def test_prompts_can_be_read_in_chunks(folder):
+    lm = lm_of(folder, "kivi-2")
+    (asked,) = requests("generate_until")[:1]
+    asked.args[1].update(max_gen_toks=1, prefill_chunk_size=50)
+    lm.generate_until([asked], disable_tqdm=True)
+    # 151 tokens: the last pass reads one, behind 150, of which (150 - 32) // 32 * 32 stand in pages
+    assert lm.packed_share["writing"] == pytest.approx(96 / 151)
+    asked.args[1].update(prefill_chunk_size=None)
+    with pytest.raises(ValueError, match="packed_share=0 for writing"):
+        lm_of(folder, "kivi-2").generate_until([asked], disable_tqdm=True)
+
+
 def test_presets_change_on_one_model(folder):
     lm = lm_of(folder)
     packed = logprobs(lm)
@@ -247,7 +259,7 @@ def test_one_table_over_presets(run, folder, task):
         (["--tasks", "needle", "--preset", "kivi-2", "--no-such", "1"], "'--no-such' is an option neither"),
         (["--tasks", "needle", "--preset", "kivi-2", "--use_cache", "x"], "--use_cache is not offered here"),
         (["--tasks", "needle", "--preset", "kivi-2", "--kv-chunk", "5000"], "kv_chunk=5000 is larger than"),
-        (["--tasks", "needle", "--preset", "kivi-2", "--override", "residual"], "is not of the form name=value"),
+        (["--tasks", "needle", "--preset", "kivi-2", "--set", "residual"], "it must be NAME=VALUE"),
         (["--tasks", "needle", "--preset", "kivi-2", "--device", "nowhere"], "'nowhere' cannot be used"),
     ],
 )

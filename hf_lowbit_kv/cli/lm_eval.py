@@ -15,7 +15,9 @@ from .common import (
     DtypeOption,
     JsonOption,
     ModelOption,
+    SetOption,
     check_device,
+    parse_overrides,
     print_json,
     print_table,
 )
@@ -30,9 +32,7 @@ def lm_eval(
     preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
     model: ModelOption = None,
     tokenizer: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="the model's")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(help="Argument of every preset's cache, e.g. residual=64; repeatable.")
-    ] = None,
+    overrides: SetOption = None,
     kv_chunk: Annotated[
         int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
     ] = 128,
@@ -67,9 +67,9 @@ def lm_eval(
     from ..eval.lm_eval_model import LowBitLM
     from ..eval.lm_eval_run import comparison, evaluate, parse_options, quiet
 
+    given = parse_overrides(overrides)
     quiet()
     parse_options(chosen, context.args)  # before the model is loaded
-    overrides = dict(_parse_override(text) for text in override or [])
     lm = LowBitLM(
         model,
         kv_chunk=kv_chunk,
@@ -80,8 +80,8 @@ def lm_eval(
         dtype=getattr(torch, dtype) if dtype else None,
     )
     for name in names:
-        lm.use(name, **overrides)  # raises for what a preset cannot do, before anything is measured
-    rows = evaluate(lm, presets, chosen, context.args, **overrides)
+        lm.use(name, **given)  # raises for what a preset cannot do, before anything is measured
+    rows = evaluate(lm, presets, chosen, context.args, **given)
     if lm.rank != 0:
         return
     if as_json:
@@ -93,16 +93,3 @@ def lm_eval(
 def _split(options: list[str]) -> list[str]:
     """Names from repeated and comma-separated options, each once."""
     return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))
-
-
-def _parse_override(text: str) -> tuple[str, int | float | str]:
-    """`"residual=64"` as `("residual", 64)`."""
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise ValueError(f"--override {text!r} is not of the form name=value")
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            pass
-    return name, value

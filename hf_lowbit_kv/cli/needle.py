@@ -14,7 +14,10 @@ from .common import (
     JsonOption,
     ModelOption,
     PresetOption,
+    SetOption,
+    all_presets,
     load,
+    parse_overrides,
     print_json,
     print_table,
     progress,
@@ -41,6 +44,7 @@ def needle(
         int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
     ] = 128,
     picture: Annotated[Path | None, typer.Option(help="PNG file for the heat maps.")] = None,
+    overrides: SetOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -50,9 +54,13 @@ def needle(
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
         task.check_picture(picture)
+    given = parse_overrides(overrides)
     loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded, given)
     with progress(task.steps(names, lengths)) as report:
-        rows = task.run(names, loaded, tokenizer, lengths, depths, trials, text, kv_chunk, report=report)
+        rows = task.run(
+            names, loaded, tokenizer, lengths, depths, trials, text, kv_chunk, report=report, overrides=given
+        )
     if picture is not None:
         task.draw(rows, picture)
     if as_json:
