@@ -17,7 +17,12 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"random data of TEST_SEED={os.environ['TEST_SEED']}; set it to repeat this run")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for mark in item.iter_markers("fast_if"):
+            if not mark.kwargs["wanted"](item.callspec.params):
+                item.add_marker("slow")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -1,0 +1,72 @@
+"""The README: its code runs, its links lead somewhere, and its figures are those of the records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from cases import tiny_models
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.results import RESULTS, read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_code_runs(monkeypatch, capsys):
+    """As it stands, with a tiny model in place of the one from the hub."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="7"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fast)
+
+    def from_pretrained(name, dtype, attn_implementation):
+        model, _ = tiny_models("llama")
+        model.set_attn_implementation(attn_implementation)
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "LowBitCache kivi-4-sink" in out
+    assert "lowbit_kv (reads packed pages)" in out
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(((?!https?://)[^)#]+)\)", TEXT)
+    assert len(links) > 8
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= 150
+
+
+def _rows() -> dict[str, list[str]]:
+    found = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|$", TEXT, re.MULTILINE)
+    return {preset: figures for preset, *figures in found}
+
+
+@pytest.mark.parametrize("preset", ["kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink"])
+def test_the_figures_are_those_of_the_records(preset):
+    bits, ratio, top1 = _rows()[preset]
+    assert bits == f"{lb.get_preset(preset).spec().bits_per_value(32768, 128):.2f}"
+    timed = preset.removesuffix("-sink")
+    setting = {"shape": "gqa_b8_32k", "preset": timed, "backend": "cuda", "dtype": "float16", "head_dim": 128}
+    setting |= {"query_length": 1, "gpu": "NVIDIA H200"}
+    ratios = [
+        record["ratio"]
+        for record in read_records(RESULTS / "decode-nvidia-h200.jsonl")
+        if setting.items() <= record.items()
+    ]
+    assert float(ratio) == pytest.approx(ratios[-1], abs=0.05, rel=0.03)  # rounded, and two runs differ
+    agreeing = [
+        record["top1"] for record in read_records(RESULTS / "perplexity-smollm2.jsonl") if record["preset"] == preset
+    ]
+    assert float(top1) == pytest.approx(100 * agreeing[-1], abs=0.06)
