@@ -7,6 +7,7 @@ import dataclasses
 import zlib
 
 import torch
+from spread import put_spread, spread_queries
 
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import parse_format
@@ -89,46 +90,6 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
     if case.value_offset is not None:
         out[1][..., 0] = case.value_offset
     return out[0], out[1]
-
-
-#: what fp16 has of scales: from its smallest number to a third of its largest
-SMALLEST, LARGEST = 2.0**-24, 2.0**14
-#: queries of cases with `spread` ask for so much of a channel, at most
-MOST_ASKED = 2.0**8
-
-
-def spread_scales(case: Case) -> torch.Tensor:
-    """`[D]`: each key channel's scale where keys are spread by channel; the same for every chunk."""
-    gen = torch.Generator().manual_seed(case.head_dim)
-    return SMALLEST * (LARGEST / SMALLEST) ** torch.rand(case.head_dim, generator=gen)
-
-
-def put_spread(case: Case, k: torch.Tensor, v: torch.Tensor, gen: torch.Generator) -> None:
-    """Overwrite `spread` keys or values `[B, H, S, D]`; of two tokens' values one has a mean of 1."""
-    size = SMALLEST * (LARGEST / SMALLEST) ** torch.rand(*v.shape[:3], 1, generator=gen)
-    side = v if case.spread == "values" else k
-    noise = 2 * torch.rand(side.shape, generator=gen) - 1
-    key_format, value_format = case.spec.formats
-    if case.spread == "keys":
-        k.copy_(noise * (size if key_format.tokenwise else spread_scales(case)))
-        return
-    if not value_format.tokenwise:
-        size = spread_scales(dataclasses.replace(case, head_dim=v.shape[-1])).expand_as(v)
-    mean = torch.rand(*v.shape[:3], 1, generator=gen).round()
-    v.copy_(mean + noise * size)
-    if value_format.tokenwise:
-        k.mul_(2.0**-4)
-        k[..., 0] = size[..., 0].log() / 8
-
-
-def spread_queries(case: Case, q: torch.Tensor) -> None:
-    """What of queries `[B, S, Hq, D]` goes with `put_spread`."""
-    key_format, value_format = case.spec.formats
-    if case.spread == "keys":
-        q.mul_(LARGEST**-1 if key_format.tokenwise else (1 / spread_scales(case)).clamp(max=MOST_ASKED))
-    elif value_format.tokenwise:  # weights are scales to the power of 0, -1/4, -1/2, ...
-        powers = torch.arange(q.shape[2]) % case.groups / 4
-        q[..., 0] = -8 * case.head_dim**0.5 * powers
 
 
 def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.Tensor:
@@ -376,44 +337,6 @@ def format_names() -> list[str]:
     affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
     return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
-
-
-_WHOLE = {"head_dim": 128, "page_size": 128, "residual": 0, "sink": 0, "heads": 1, "lengths": (768,)}
-#: formats in which a constant row of values has a scale of 0; all tokens are in pages
-CONSTANT_ROWS = [
-    Case(keys=keys, values=values, **_WHOLE)
-    for keys, values in (
-        ("int4-token", "int4-token"),
-        ("int2-channel", "int2-token"),
-        ("int8-token", "int4-token"),
-        ("int4-channel", "int2-token-g32"),
-    )
-]
-HEAVY_TOKEN = Case(keys="int8-token", values="int2-token", **_WHOLE | {"lengths": (64 * 128,)})
-
-
-def spread_cases(**options) -> list[Case]:
-    """Scales over twelve orders of magnitude within a page, and keys that are tiny altogether."""
-    keys = (
-        "int2-channel",
-        "int4-channel",
-        "int8-channel-g32",
-        "int2-channel-g32",
-        "int8-token",
-        "int4-token-g32",
-        "boosted2-r0.125",
-    )
-    values = ("int2-token", "int4-token", "int8-token", "int2-token-g32", "int4-token-g64", "int4-channel")
-    half, bf16 = torch.float16, torch.bfloat16
-    return [
-        *(Case(keys="int8-token", values=name, spread="values", **options) for name in values),
-        *(Case(keys=name, values="int8-token", spread="keys", **options) for name in keys),
-        *(Case(keys=name, values="int8-token", key_size=2.0**-power, dtype=dtype, **options)
-          for name in keys[:4] + keys[6:] for power, dtype in ((12, half), (14, bf16), (16, bf16))),
-    ]  # fmt: skip
-
-
-GPU_SPREAD = spread_cases(head_dim=128, page_size=128, residual=128, sink=32, lengths=(1000, 1, 417))
 
 
 def matrix() -> list[Case]:

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels as kernels
 from cases import tiny_models
-from kernel_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, Case, filled, generator, matrix, random_step, stores
+from kernel_cases import Case, filled, generator, matrix, random_step, stores
+from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
@@ -71,13 +72,13 @@ def test_scales_of_all_sizes(case, launch):
 @needs_gpu
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case, launch):
-    kernels.check_constant_rows(fragment(case))
+    check_constant_rows(kernels.attend_poisoned, fragment(case), "cuda", kernels.SEED)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
-    kernels.check_heavy_token(fragment(dataclasses.replace(HEAVY_TOKEN, lengths=(1 << 16,))))
+    check_heavy_token(kernels.attend_poisoned, fragment(dataclasses.replace(HEAVY_TOKEN, lengths=(1 << 16,))), "cuda")
 
 
 @pytest.mark.gpu

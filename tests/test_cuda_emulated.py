@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 import test_kernels as kernels
 from cases import SMALL_PAGES, tiny_models
-from kernel_cases import CONSTANT_ROWS, HEAVY_TOKEN, Case, check_steps, spread_cases
+from kernel_cases import Case, check_steps
+from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
@@ -102,12 +103,12 @@ def test_scales_of_all_sizes(case):
 
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case):
-    kernels.check_constant_rows(fragment(case))
+    check_constant_rows(kernels.attend_poisoned, fragment(case), "cpu", kernels.SEED)
 
 
 def test_a_heavy_token_in_a_page_leaves_the_others_their_part():
     """Weights of 2^-19 beside one of 0.8 are not lost."""
-    kernels.check_heavy_token(fragment(HEAVY_TOKEN))
+    check_heavy_token(kernels.attend_poisoned, fragment(HEAVY_TOKEN), "cpu")
 
 
 @pytest.mark.parametrize("case", LONG_CHUNKS, ids=str)

@@ -7,7 +7,6 @@ the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest te
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from pathlib import Path
@@ -19,8 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interpreted import PARTS, run_part
 from kernel_cases import (
-    CONSTANT_ROWS,
-    GPU_SPREAD,
     Case,
     assert_same_state,
     copy_state,
@@ -35,10 +32,10 @@ from kernel_cases import (
     real_queries,
     relative_error,
     rounding_bound,
-    spread_cases,
     store_for,
     stores,
 )
+from scale_cases import CONSTANT_ROWS, GPU_SPREAD, check_constant_rows, spread_cases
 
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
@@ -105,46 +102,6 @@ def check_attend(case: Case, seed: int = SEED) -> None:
     error, error_plain = relative_error(out, exact), relative_error(near, exact)
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
     assert error <= 2 * error_plain + 1e-6
-
-
-def attend_once(case: Case, k: torch.Tensor, v: torch.Tensor, query: torch.Tensor):
-    """What one query `[D]` gets of stored keys and values `[n, D]`, and what the reference gives: `[Dv]`, float32.
-
-    The step's own token, all zeros, counts too.
-    """
-    store, dev = store_for(case, "cpu"), store_for(case, DEVICE)
-    k, v = (x.to(case.dtype)[None, None] for x in (k, v))
-    reference.append(k, v, None, store.state, case.spec)
-    copy_state(store.state, dev.state)
-    new, q = torch.zeros(1, 1, 1, case.head_dim), query.to(case.dtype).float().expand(1, case.groups, 1, case.head_dim)
-    exact = reference.attend(q, new, new, None, store.state, case.spec, 1.0)
-    q, new = (x.to(DEVICE, case.dtype) for x in (q, new))
-    out = attend_poisoned(q, new, new, None, dev.state, case.spec, 1.0)
-    return out[0, 0, 0].float().cpu(), exact[0, 0, 0]
-
-
-def check_constant_rows(case: Case, seed: int = SEED) -> None:
-    """All tokens weigh the same. Every other one's value is 1 in all channels, the others' mean is 0: the output's is 0.5."""
-    tokens = case.lengths[0]
-    v = torch.linspace(-0.15, 0.15, case.head_dim)[torch.randperm(case.head_dim, generator=generator(case, seed))]
-    v = torch.where(torch.arange(tokens)[:, None] % 2 == 0, 1.0, v)
-    out, _ = attend_once(case, torch.zeros_like(v), v, torch.zeros(case.head_dim))
-    assert abs(out.mean() * (tokens + 1) / tokens - 0.5) < 2e-3
-
-
-def check_heavy_token(case: Case) -> None:
-    """One of n tokens weighs as much as 5 n others. Every other channel is -1 there and 1 elsewhere; the rest are 0."""
-    tokens = case.lengths[0]
-    k = torch.zeros(tokens, case.head_dim)
-    k[tokens - 256, 0] = 1.0
-    v = torch.arange(case.head_dim).remainder(2).float().expand(tokens, -1).clone()
-    v[tokens - 256] *= -1.0
-    query = torch.zeros(case.head_dim)
-    query[0] = math.log(5 * tokens)
-    out, exact = attend_once(case, k, v, query)
-    assert out[::2].abs().max() < 1e-3
-    assert (out[1::2] - (1 - 5) / 6).abs().max() < 5e-3
-    assert (out - exact).abs().max() < 1e-3
 
 
 def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
@@ -433,7 +390,9 @@ def test_small_scales_of_all_sizes(case):
 
 @needs_interpreter
 def test_small_constant_rows():
-    check_constant_rows(dataclasses.replace(CONSTANT_ROWS[0], page_size=64, lengths=(256,)))
+    check_constant_rows(
+        attend_poisoned, dataclasses.replace(CONSTANT_ROWS[0], page_size=64, lengths=(256,)), DEVICE, SEED
+    )
 
 
 @pytest.mark.gpu
@@ -447,7 +406,7 @@ def test_scales_of_all_sizes(case):
 @needs_gpu
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case):
-    check_constant_rows(case)
+    check_constant_rows(attend_poisoned, case, DEVICE, SEED)
 
 
 @pytest.mark.gpu
