@@ -11,8 +11,8 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
 - `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
-- `mode`: `eager`; `compiled`: as transformers compiles by itself; `tuned`: with `lb.generate`'s own settings, or with the
-  record's `compile_options`.
+- `mode`: `eager`; `recorded`: the eager step in a CUDA graph; `compiled`: as transformers compiles by itself; `tuned`: with
+  `lb.generate`'s own settings, or with the record's `compile_options`.
 """
 
 from __future__ import annotations
@@ -197,10 +197,11 @@ class Wanted(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Wanted:
         """From `NAME[:BACKEND]/MODE[@TOKENS]`: takes part at lengths up to TOKENS."""
-        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|compiled|tuned)(?:@(\d+))?", text)
+        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|compiled|tuned)(?:@(\d+))?", text)
         if match is None:
             raise ValueError(
-                f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, compiled or tuned"
+                f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, recorded, "
+                "compiled or tuned"
             )
         return cls(match[1], match[2], match[3], int(match[4]) if match[4] else None)
 
@@ -312,7 +313,7 @@ def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | N
     begin = time.perf_counter()
     made.compile()
     if made.mode != "eager":
-        console.print(f"{made.label}: compiled in {time.perf_counter() - begin:.0f} s")
+        console.print(f"{made.label}: ready in {time.perf_counter() - begin:.0f} s")
     return made
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.compiling import compile_config
 from hf_lowbit_kv.eval.packed_case import fill
 from hf_lowbit_kv.presets import get_preset
 
@@ -56,7 +57,7 @@ class Contender:
     Args:
         name: `kivi-2` or another preset, `DynamicCache`, `StaticCache`, `quanto-4`.
         mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
-            `compile_config`, or `lb.generate`'s settings.
+            `compile_config`, or `lb.generate`'s settings; `recorded`: the eager step in a CUDA graph.
         cache: filled by `set_back`.
         length: tokens it holds then.
     """
@@ -115,6 +116,7 @@ class Contender:
                 ):
                     window.copy_(source)
             set_length(self.cache, self.length)
+            self.cache.text = None
         elif isinstance(self.cache, StaticCache):
             layers: Any = self.cache.layers
             for layer in layers:
@@ -153,17 +155,18 @@ class Contender:
         """`generate` with this cache, greedily, to the end."""
         self._attach()
         options = {"do_sample": False, "pad_token_id": 0, **options}
-        if self.mode == "tuned":
-            options["compile_config"] = self.compile_config or lb.generation.compile_config()
-        elif self.mode == "compiled":
+        eager = options.pop("disable_compile", self.mode == "eager") or self.mode == "eager"
+        compiles = not eager and self.mode != "recorded" and self.model.device.type == "cuda"
+        if self.mode == "tuned" and compiles:
+            options["compile_config"] = self.compile_config or compile_config()
+        elif compiles:
             options["compile_config"] = CompileConfig()
         if self.ours and self.mode != "eager":
-            call: Any = functools.partial(lb.generate, self.model, progress=False)
+            step: Any = "eager" if eager else "recorded" if self.mode == "recorded" else None
+            call: Any = functools.partial(lb.generate, self.model, progress=False, step=step)
         else:
             call = self.model.generate
-            options.setdefault("disable_compile", self.mode == "eager")
-        if self.model.device.type != "cuda":
-            options.pop("compile_config", None)
+            options["disable_compile"] = eager
         return call(
             inputs=ids,
             attention_mask=torch.ones_like(ids),
@@ -219,7 +222,9 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
         get_preset(name)  # raises for what is not known
         preallocated = {"max_cache_len": capacity} if mode != "eager" else {}
         cache = lb.from_preset(name, model, backend=backend, **preallocated)
-    if mode != "eager" and not cache.is_compileable:
+    if mode == "recorded" and not isinstance(cache, lb.LowBitCache):
+        raise ValueError(f"mode={mode!r} is not possible with {name}: only lb.generate records steps")
+    if mode in ("compiled", "tuned") and not cache.is_compileable:
         raise ValueError(f"mode={mode!r} is not possible with {name}: the host compiles for preallocated caches")
     return Contender(name, mode, model, cache, batch, backend if isinstance(cache, lb.LowBitCache) else None)
 

@@ -11,6 +11,7 @@ Importing the package registers the attention implementation `lowbit_kv`.
 from .attention import register as _register
 from .cache import CacheBytes, LowBitCache
 from .doctor import doctor
+from .enable import disable, enable
 from .formats import Affine, Boosted, Dense, Format, Fp8, parse_format
 from .generation import generate, release
 from .implementation import ATTENTION_NAME
@@ -40,7 +41,9 @@ __all__ = [
     "MLAFP8Cache",
     "Preset",
     "Transform",
+    "disable",
     "doctor",
+    "enable",
     "from_preset",
     "generate",
     "get_preset",

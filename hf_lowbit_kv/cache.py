@@ -6,7 +6,7 @@ import collections
 import copy
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,13 @@ from .formats import Format, parse_format
 from .implementation import warn_if_dense
 from .layer import LowBitLayer
 from .ledger import Ledger
+from .models import unwrap
 from .overrun import OverrunError, OverrunWatch
 from .pages import LayerSpec
 from .per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
+from .presets import SINK_TOKENS
 from .reading import DIRECT, Side, parse_reading, sides_of
+from .sliding import RecordableSlidingLayer
 from .transforms import Transform, parse_transform
 
 #: layers of the host's that count their tokens, and those that keep a state in place of tokens
@@ -75,7 +78,8 @@ class LowBitCache(Cache):
     Args:
         model_or_config: the model it will be used with, or `model.config`.
         key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
-        sink: first tokens of a row kept in the model's dtype.
+            Without them it is the preset `kivi-4-sink`; without one of them that one is `kivi-4`'s.
+        sink: first tokens of a row kept in the model's dtype: 0, or without formats 32.
         residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
         page_size: tokens packed together.
         transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`, `"hadamard"`,
@@ -98,13 +102,18 @@ class LowBitCache(Cache):
         ImportError: `backend="triton"` without Triton.
     """
 
+    #: what decodes with this cache in place of the model, one token a step (`stepping.py`)
+    decoding_step: Callable[..., Any] | None = None
+    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
+    text: torch.Tensor | None = None
+
     def __init__(
         self,
         model_or_config: PreTrainedModel | PreTrainedConfig,
-        key_format: str | Format = "int2-channel",
-        value_format: str | Format = "int2-token",
+        key_format: str | Format | None = None,
+        value_format: str | Format | None = None,
         *,
-        sink: int = 0,
+        sink: int | None = None,
         residual: int = 128,
         page_size: int = 128,
         transform: str | Transform | None = None,
@@ -117,10 +126,14 @@ class LowBitCache(Cache):
         preset: str | None = None,
         reading: str | None = None,
     ):
+        if isinstance(model_or_config, torch.nn.Module):
+            model_or_config = unwrap(model_or_config)
         config = _text_config(model_or_config)
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
-        formats = parse_format(key_format), parse_format(value_format)
+        if sink is None:
+            sink = SINK_TOKENS if key_format is None and value_format is None else 0
+        formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
         found = sides_of(model_or_config, config)
@@ -301,6 +314,8 @@ class LowBitCache(Cache):
             layer.crop(-count)  # type: ignore[union-attr]
         if self._ledger is not None:
             self._ledger.crop(count)
+        if count and self.text is not None:
+            self.text = self.text[:, : int(self._first.get_seq_length())]
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in that order; packed pages are shared."""
@@ -312,6 +327,8 @@ class LowBitCache(Cache):
             if first.is_initialized and len(indices) != first.batch_size:
                 raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
             indices = indices.nonzero()[:, 0]
+        if self.text is not None:
+            self.text = self.text[indices.to(self.text.device)]
         # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
             layer.reorder_cache(indices)
@@ -327,7 +344,7 @@ class LowBitCache(Cache):
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
         super().reset()
         self._overrun.forget()
-        self._ledger = Ledger()
+        self._ledger, self.text = Ledger(), None
         if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
             made = _host_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
             for index in growing:
@@ -426,7 +443,11 @@ def _host_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     """The layers that the host itself would make."""
     if max_cache_len is None:
         return list(DynamicCache(config=config).layers)
-    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+    layers = list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+    for layer in layers:
+        if type(layer) is StaticSlidingWindowLayer:
+            layer.__class__ = RecordableSlidingLayer
+    return layers
 
 
 def _make_anew_for_other_rows(layer: Any, rows: int) -> None:

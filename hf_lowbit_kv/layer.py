@@ -311,6 +311,12 @@ class LowBitLayer(CacheLayerMixin):
             self._padding.note(seen - tokens, mask)
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
+    def advance(self) -> None:
+        """Count a token in Python that a replayed step has stored: on the device the replay counts by itself."""
+        self.taken += 1
+        self._seen_at_least += 1
+        self._in_tail = min(self._in_tail + 1, self.spec.residual)
+
     def _make_room(self, tokens: int, mode: str) -> None:
         """Count `tokens` more, and have pages for them."""
         self._count(tokens)

@@ -20,6 +20,12 @@ class Padding:
         self._noted: list[Noted] = []
         self._singles = 0  # how many of the last of these are of one token
 
+    def __copy__(self) -> Padding:
+        """With a list of its own: what is noted in one is not noted in the other."""
+        new = Padding()
+        new._noted, new._singles = list(self._noted), self._singles
+        return new
+
     def note(self, start: int | torch.Tensor, mask: torch.Tensor) -> None:
         """mask: bool `[B, n]`, False for padding, of positions `start` and up (a tensor where only the device knows)."""
         self._noted.append((start, mask))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from cases import SMALL_PAGES, left_padded
-from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_lowbit_kv as lb
@@ -31,6 +31,37 @@ class Collect(BaseStreamer):
 
     def end(self):
         self.ended = True
+
+
+class Watch(LogitsProcessor):
+    """From its third call on, whatever waits for the device raises."""
+
+    def __init__(self, first=3):
+        self.calls, self.first = 0, first
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == self.first:
+            torch.cuda.set_sync_debug_mode("error")
+        return scores
+
+
+class StopWatching(StoppingCriteria):
+    """Allows waiting again before the last step: the end of `generate` reads back what was written."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            torch.cuda.set_sync_debug_mode("default")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def graph_launches(call) -> int:
+    with torch.profiler.profile() as profiler:
+        call()
+    return [event.name() for event in profiler.profiler.kineto_results.events()].count("cudaGraphLaunch")
 
 
 MODES = {

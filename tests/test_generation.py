@@ -14,7 +14,8 @@ from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, ours, turns
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import generation
+from hf_lowbit_kv import compiling, kept, stepping
+from hf_lowbit_kv.kept import kept_caches
 
 pytestmark = pytest.mark.host
 
@@ -103,6 +104,16 @@ def test_streamer_sees_every_token(model):
     assert streamer.ended
 
 
+def test_inputs_may_be_keyword_arguments(model):
+    ids, mask = left_padded(2, 50)
+    named = {"input_ids": ids, "attention_mask": mask, **GREEDY}
+    want = lb.generate(model, {"input_ids": ids, "attention_mask": mask}, "kivi-4-sink", 12, **GREEDY)
+    assert torch.equal(lb.generate(model, **named, max_new_tokens=12), want)
+    assert torch.equal(lb.generate(model, **named, max_length=62), want)
+    config = GenerationConfig(max_length=62)
+    assert torch.equal(lb.generate(model, **named, generation_config=config), want)
+
+
 def test_inputs_may_be_ids_alone(model):
     ids, _ = left_padded(1, 50)
     out = lb.generate(model, ids, "kivi-2-sink", 12, cache_options=SMALL_PAGES, **GREEDY)
@@ -114,7 +125,7 @@ def test_a_cache_is_kept_and_serves_what_fits(model):
         ids, mask = left_padded(batch, tokens)
         out = ours(model, ids, mask, preset, return_dict_in_generate=True, **options)
         assert int(out.past_key_values.get_seq_length()) == tokens + 11
-        return out.past_key_values
+        return out.past_key_values.packed_layers[0]
 
     first = cache_of(300)
     assert first.get_max_length() == 512
@@ -127,12 +138,100 @@ def test_a_cache_is_kept_and_serves_what_fits(model):
     assert cache_of(20, batch=2) is not larger
     assert cache_of(600) is larger
     assert cache_of(20, preset="kivi-4") is not larger  # the third kind: the one used longest ago goes
-    assert len(generation._kept[model]) == generation.KEPT_CACHES
+    assert len(kept_caches(model).entries) == kept.KEPT_CACHES
+
+
+def test_a_returned_cache_belongs_to_its_holder(model):
+    ids, mask = left_padded(2, 60)
+
+    def held(**options):
+        return ours(model, ids, mask, return_dict_in_generate=True, **options).past_key_values
+
+    first = held()
+    layer, stored = first.packed_layers[0], int(first.get_seq_length())
+    ours(model, ids, mask, new_tokens=3)  # another cache
+    assert int(first.get_seq_length()) == stored
+    for preset in ("kivi-4", "kv8", "k8v4"):  # more than are kept
+        ours(model, ids, mask, preset)
+    assert int(first.get_seq_length()) == stored
+    lb.release(model)
+    assert int(first.get_seq_length()) == stored
+    first = held()
+    layer = first.packed_layers[0]
+    assert held().packed_layers[0] is not layer
+    del first
+    assert held().packed_layers[0] is layer
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_fails_gives_its_cache_back(model, error):
+    ids, mask = left_padded(2, 60)
+
+    def fail(input_ids, scores):
+        if input_ids.shape[1] == 65:
+            raise error
+        return scores
+
+    layer = ours(model, ids, mask, return_dict_in_generate=True).past_key_values.packed_layers[0]
+    with pytest.raises(error) as caught:  # what was raised refers to the call's frames, and they to the cache
+        ours(model, ids, mask, logits_processor=[fail])
+    out = ours(model, ids, mask, return_dict_in_generate=True)
+    assert out.past_key_values.packed_layers[0] is layer
+    assert torch.equal(out.sequences, growing(model, ids, mask))
+    del caught
+
+
+def test_a_call_within_a_call_takes_another_cache(model):
+    ids, mask = left_padded(2, 60)
+    want, seen = ours(model, ids, mask), []
+
+    def nested(input_ids, scores):
+        if not seen:
+            seen.append(None)
+            seen.append(ours(model, ids, mask))
+        return scores
+
+    assert torch.equal(ours(model, ids, mask, logits_processor=[nested]), want)
+    assert torch.equal(seen[1], want)
+    assert len(kept_caches(model).entries) == 2
+
+
+def test_threads_may_go_on_with_their_own_caches(model):
+    """What one thread holds is not emptied by the calls of others."""
+
+    def both_turns(seed):
+        ids, mask = left_padded(2, 60, seed=seed)
+        options = {"return_dict_in_generate": True, "max_cache_len": 256}
+        first = ours(model, ids, mask, **options)
+        ids = torch.cat([first.sequences, ids], dim=1)
+        mask = torch.cat([mask, torch.ones_like(ids[:, 60:])], dim=1)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return lb.generate(model, inputs, max_new_tokens=9, past_key_values=first.past_key_values, **GREEDY)
+
+    want = [both_turns(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(both_turns, range(4)))
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_the_environment_chooses_the_backend_of_each_call(model, monkeypatch):
+    ids, mask = left_padded(1, 20)
+
+    def backend():
+        return ours(model, ids, mask, return_dict_in_generate=True).past_key_values.packed_layers[0].backend
+
+    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "torch")
+    assert backend() == "torch"
+    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "cuda")
+    with pytest.raises((ImportError, ValueError), match="HF_LOWBIT_KV_BACKEND='cuda'"):
+        backend()
 
 
 def test_release_gives_the_memory_back(model):
     ids, mask = left_padded(1, 20)
-    cache = weakref.ref(ours(model, ids, mask, return_dict_in_generate=True).past_key_values)
+    out = ours(model, ids, mask, return_dict_in_generate=True)
+    cache = weakref.ref(out.past_key_values.packed_layers[0])
+    del out
     assert cache() is not None
     lb.release(model)
     gc.collect()
@@ -142,10 +241,10 @@ def test_release_gives_the_memory_back(model):
 
 def test_lengths_are_rounded_up_by_a_quarter_at_most():
     for tokens in (1, 512, 513, 5000, 131072, 131073, 10**6):
-        length = generation.cache_length(tokens)
+        length = kept.cache_length(tokens)
         assert tokens <= length < tokens + max(tokens / 4, 512)
-        assert generation.cache_length(length) == length
-    assert generation.cache_length(5000) == generation.cache_length(5100)
+        assert kept.cache_length(length) == length
+    assert kept.cache_length(5000) == kept.cache_length(5100)
 
 
 def test_a_second_turn_goes_on_with_the_cache(model):
@@ -166,7 +265,7 @@ def test_a_second_turn_goes_on_with_the_cache(model):
 
 def test_settings_may_come_from_a_generation_configuration(model):
     ids, mask = left_padded(1, 50)
-    config = lb.generation.host.GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
+    config = stepping.host.GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
     out = lb.generate(model, {"input_ids": ids, "attention_mask": mask}, "kivi-2", generation_config=config)
     assert out.shape == (1, 57)
 
@@ -175,11 +274,16 @@ def test_settings_may_come_from_a_generation_configuration(model):
     ("arguments", "message"),
     [
         ({"preset": "kivi-3"}, "preset='kivi-3' is not known; did you mean"),
-        ({"preset": None}, "preset=None: name one"),
         ({"max_new_tokens": None}, "max_new_tokens=None: the cache is allocated"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
-        ({"max_length": 70}, "max_length is not allowed: give max_new_tokens"),
-        ({"num_beams": 3}, "num_beams=3 is not allowed: transformers does not compile beam search"),
+        ({"max_length": 70}, "max_new_tokens=12 and max_length=70 are both given"),
+        ({"max_length": 50, "max_new_tokens": None}, "max_length=50 leaves nothing to write: the prompt has 50 tokens"),
+        ({"max_length": "70", "max_new_tokens": None}, "max_length='70' is not allowed"),
+        ({"step": "fast"}, "step='fast' is not known; allowed: 'recorded', 'compiled', 'eager'"),
+        ({"step": "eager", "compile_config": CompileConfig()}, "step='eager' and compile_config are both given"),
+        ({"step": "compiled", "disable_compile": True}, "step='compiled' and disable_compile=True are both given"),
+        ({"input_ids": torch.ones(1, 5)}, "inputs and input_ids are both given"),
+        ({"num_beams": 3}, "num_beams=3 is not allowed: a preallocated cache does not serve beam search"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is not allowed"),
         (
             {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
@@ -200,15 +304,18 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
         ({"past_key_values": "a cache"}, "preset, cache_options and max_cache_len describe a new cache"),
-        ({"past_key_values": "a cache", "preset": None, "max_cache_len": 99}, "max_cache_len describe a new cache"),
-        ({"past_key_values": "a cache", "preset": None}, "must be a low-bit cache made with max_cache_len"),
+        (
+            {"past_key_values": "a cache", "preset": "kivi-4-sink", "max_cache_len": 99},
+            "max_cache_len describe a new cache",
+        ),
+        ({"past_key_values": "a cache", "preset": "kivi-4-sink"}, "must be a low-bit cache made with max_cache_len"),
     ],
 )
 def test_bad_arguments(model, arguments, message):
     arguments = {"inputs": left_padded(1, 50)[0], "preset": "kivi-2", "max_new_tokens": 12} | arguments
     with pytest.raises(ValueError, match=message):
         lb.generate(model, **arguments)
-    assert not generation._kept.get(model)
+    assert not kept_caches(model).entries
 
 
 def test_a_turn_must_fit_the_cache(model):
@@ -222,6 +329,31 @@ def test_a_turn_is_the_whole_conversation(model):
     lb.generate(model, left_padded(1, 50)[0], max_new_tokens=2, past_key_values=cache)
     with pytest.raises(ValueError, match=r"inputs have 5 tokens, and past_key_values holds 5[0-9]: give the whole"):
         lb.generate(model, left_padded(1, 5)[0], max_new_tokens=2, past_key_values=cache)
+
+
+def test_a_turn_begins_with_what_is_stored(model):
+    """Padding aside: the stored ids are known, until the cache is emptied or filled by others."""
+    ids, mask = left_padded(2, 50)
+    cache = lb.from_preset("kivi-2", model, max_cache_len=200)
+
+    def turn(ids, mask):
+        return lb.generate(model, ids, attention_mask=mask, max_new_tokens=2, past_key_values=cache, **GREEDY)
+
+    written = turn(ids, mask)
+    more, more_mask = torch.cat([written, ids], dim=1), torch.cat([mask, torch.ones_like(written[:, :2]), mask], dim=1)
+    wrong = more.clone()
+    wrong[1, 20] += 1
+    with pytest.raises(ValueError, match=r"token 20 of row 1 is \d+, and \d+ is stored; give the whole conversation"):
+        turn(wrong, more_mask)
+    other_padding = more.clone()
+    other_padding[1, 3] = 9
+    written = turn(other_padding, more_mask)
+    cache.crop(-60)
+    wrong = written.clone()
+    wrong[:, -20:] = 9  # these are no longer stored
+    turn(wrong, torch.ones_like(wrong) * torch.cat([more_mask, torch.ones_like(wrong[:, -2:])], dim=1))
+    cache.reset()
+    turn(ids.flip(1), mask.flip(1) * 0 + 1)
 
 
 def test_cache_options_are_a_mapping(model):
@@ -263,32 +395,32 @@ def test_compiling_leaves_no_trace(model, capsys):
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)
-    generation._compile_first(model, cache, 2, options, progress=True)
+    compiling.compile_first(model, cache, 2, options, progress=True)
     assert torch.equal(torch.rand(3), want)
     assert int(cache.get_seq_length()) == 0
     err = capsys.readouterr().err
     assert "Compiling the decoding step of LlamaForCausalLM for kivi-2, 2 x 64 tokens (once)" in err
     assert "Compiled in" in err
-    generation._compile_first(model, cache, 2, options, progress=True)
+    compiling.compile_first(model, cache, 2, options, progress=True)
     assert not capsys.readouterr().err
     # without padding it is another step; where compiling fails, nothing is left behind either
     options = {"attention_mask": torch.ones(2, 20)}
     fail = pytest.MonkeyPatch()
     fail.setattr(model, "forward", None)
     with pytest.raises(TypeError):
-        generation._compile_first(model, cache, 2, options, progress=False)
+        compiling.compile_first(model, cache, 2, options, progress=False)
     fail.undo()
     assert int(cache.get_seq_length()) == 0
-    generation._compile_first(model, cache, 2, options, progress=True)
+    compiling.compile_first(model, cache, 2, options, progress=True)
     assert "Compiled in" in capsys.readouterr().err
 
 
 def test_stop_checks_are_deferred_only_inside():
-    check = generation.host.DeferredStopCheck.is_supported
+    check = stepping.host.DeferredStopCheck.is_supported
     cache = lb.from_preset("kivi-2", tiny_models("llama")[0], max_cache_len=64)
     cuda = torch.device("cuda")
     assert not check(cuda, cache, True, is_assistant=False)
-    with generation._deferred_stop_check():
+    with stepping.deferred_stop_check():
         assert check(cuda, cache, True, is_assistant=False)
         assert not check(cuda, cache, True, is_assistant=True)
         assert not check(torch.device("cpu"), cache, True, is_assistant=False)
@@ -315,7 +447,7 @@ def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
     results = []
     for deferred in (False, True):
         if deferred:
-            monkeypatch.setattr(generation.host.DeferredStopCheck, "is_supported", staticmethod(lambda *a, **k: True))
+            monkeypatch.setattr(stepping.host.DeferredStopCheck, "is_supported", staticmethod(lambda *a, **k: True))
             monkeypatch.setattr(torch, "Event", NoEvent)
         rows = slice(0, 1) if mode in ("eos", "streamer") else slice(0, 3)
         options = dict(MODES.get(mode, {}))

@@ -1,4 +1,4 @@
-"""`lb.generate` on a GPU: one graph a step, steps that do not wait, the eager tokens."""
+"""Compiled steps of `lb.generate` on a GPU: one graph a step, steps that do not wait, the eager tokens."""
 
 from __future__ import annotations
 
@@ -6,29 +6,17 @@ import pytest
 import torch
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
-from generation_cases import GREEDY, MODES, Collect, ours, turns
-from transformers import LogitsProcessor, StoppingCriteria
+from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.presets import preset_names
+
+#: what kernels a step launches does not depend on how it is launched; test_recording_gpu.py has all presets
+PRESETS = ("dense", "kivi-2-sink", "kv8", "kitty-hadamard")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # inductor's own
 ]
-
-
-class Watch(LogitsProcessor):
-    """From its third call on, whatever waits for the device raises."""
-
-    def __init__(self, first=3):
-        self.calls, self.first = 0, first
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == self.first:
-            torch.cuda.set_sync_debug_mode("error")
-        return scores
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +33,13 @@ def _allow_synchronising():
         torch.cuda.set_sync_debug_mode("default")
 
 
-class StopWatching(StoppingCriteria):
-    """Allows waiting again before the last step: the end of `generate` reads back what was written."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.length:
-            torch.cuda.set_sync_debug_mode("default")
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def graph_launches(call) -> int:
-    with torch.profiler.profile() as profiler:
-        call()
-    return [event.name() for event in profiler.profiler.kineto_results.events()].count("cudaGraphLaunch")
-
-
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", PRESETS)
 def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     torch._dynamo.reset()
     ids, mask = (x.cuda() for x in left_padded(2, 200))
     options = {"cache_options": None, "new_tokens": 100}
-    want = ours(gpu_model, ids, mask, preset, disable_compile=True, **options)
+    want = ours(gpu_model, ids, mask, preset, step="eager", **options)
+    options["step"] = "compiled"
     ours(gpu_model, ids, mask, preset, **options)  # compiles
     watch = Watch()
     got = ours(gpu_model, ids, mask, preset, logits_processor=[watch], stopping_criteria=[StopWatching(299)], **options)
@@ -89,11 +60,11 @@ def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
     counters.clear()
     for tokens in (100, 33, 100):
         ids, mask = (x.cuda() for x in left_padded(3, tokens))
-        want = ours(gpu_model, ids, mask, disable_compile=True, cache_options={"sink": 16})
-        assert torch.equal(ours(gpu_model, ids, mask, cache_options={"sink": 16}), want)
+        want = ours(gpu_model, ids, mask, step="eager", cache_options={"sink": 16})
+        assert torch.equal(ours(gpu_model, ids, mask, step="compiled", cache_options={"sink": 16}), want)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
-    options = {"cache_options": {"sink": 16}, "new_tokens": 12}
+    options = {"cache_options": {"sink": 16}, "new_tokens": 12, "step": "compiled"}
     assert graph_launches(lambda: ours(gpu_model, ids, mask, **options)) == 11
 
 
@@ -104,8 +75,17 @@ def test_gpu_modes(gpu_model, mode):
     ids, mask = (x.cuda() for x in left_padded(1, 100))
     options = MODES.get(mode, {})
     streamers = [Collect(), Collect()] if mode == "streamer" else [None, None]
-    eager = ours(gpu_model, ids, mask, disable_compile=True, new_tokens=60, streamer=streamers[0], **options)
-    out = ours(gpu_model, ids, mask, new_tokens=60, streamer=streamers[1], return_dict_in_generate=True, **options)
+    eager = ours(gpu_model, ids, mask, step="eager", new_tokens=60, streamer=streamers[0], **options)
+    out = ours(
+        gpu_model,
+        ids,
+        mask,
+        new_tokens=60,
+        step="compiled",
+        streamer=streamers[1],
+        return_dict_in_generate=True,
+        **options,
+    )
     assert torch.equal(out.sequences, eager)
     # a step beyond the end, which the deferred check takes, has left no trace
     assert int(out.past_key_values.get_seq_length()) == eager.shape[1] - 1
@@ -120,13 +100,13 @@ def test_gpu_second_turn_after_a_stop(gpu_model):
     counters = torch._dynamo.utils.counters
     counters.clear()
     results = []
-    for disable in (True, False):
+    for step in ("eager", "compiled"):
 
-        def generate(ids, mask, cache, disable=disable):
+        def generate(ids, mask, cache, step=step):
             kind = {"past_key_values": cache} if cache else {"preset": "kivi-2", "max_cache_len": 512}
             options = {
                 "return_dict_in_generate": True,
-                "disable_compile": disable,
+                "step": step,
                 "eos_token_id": [7, 14, 21],
                 **GREEDY,
             }

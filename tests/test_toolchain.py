@@ -155,14 +155,15 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
 
 
 def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
-    from hf_lowbit_kv import generation
+    from hf_lowbit_kv import call_options
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(generation, "why_not_launched", lambda: "Triton needs a C compiler")
-    with pytest.raises(RuntimeError, match="cannot be compiled: Triton needs a C compiler; disable_compile=True"):
-        lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3)
-    generation._check_options(model, {"disable_compile": True})
+    monkeypatch.setattr(call_options, "why_not_launched", lambda: "Triton needs a C compiler")
+    message = "cannot be compiled: Triton needs a C compiler; step='recorded' works without a compiler"
+    with pytest.raises(RuntimeError, match=message):
+        lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3, step="compiled")
+    assert call_options.which_step(model, None, {}) == "recorded"
 
 
 def test_preallocated_steps_without_a_compiler(monkeypatch):

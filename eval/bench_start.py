@@ -1,0 +1,150 @@
+"""How long a user waits for the first tokens in a fresh process: `python -m hf_lowbit_kv.eval.bench_start`.
+
+A model of the 8B Llama 3.1 shape with random weights writes from a random prompt. Each way to run the steps is measured in
+processes of its own: first with empty folders for compiled kernels (`cold`), then again with what the first one left.
+
+- `import_s`: from the start of the process until torch, transformers and this package are imported.
+- `first_token_s`, `tenth_token_s`: from the call of `lb.generate`, weights loaded, until that token is known.
+- `step_ms`: median of the steps after the tenth token, by the GPU's clock.
+- `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+#: folders of compiled kernels, each an environment variable
+FOLDERS = ("HF_LOWBIT_KV_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+NEW_TOKENS = 48
+_MARK = "bench_start: "
+
+
+def measure(started: float, how: str, preset: str, tokens: int, batch: int, device: str, tiny: bool) -> dict[str, Any]:
+    """One call of `lb.generate` in this process, which was started at `started` (seconds since the epoch)."""
+    import torch
+    from transformers import LogitsProcessor
+
+    import hf_lowbit_kv as lb
+    from hf_lowbit_kv.eval.bench_generate import shape_8b, weight_bytes
+    from hf_lowbit_kv.eval.bench_memory import random_model
+    from hf_lowbit_kv.eval.generate_case import StepClock
+    from hf_lowbit_kv.eval.results import device_name, provenance
+    from hf_lowbit_kv.eval.timing import read_bandwidth
+
+    import_s = time.time() - started
+    where = torch.device(device)
+    model = random_model(shape_8b(32, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=where)
+
+    def wait() -> None:
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+
+    class Known(LogitsProcessor):
+        """Notes when the first and the tenth token are known. It waits for these two alone."""
+
+        def __init__(self) -> None:
+            self.calls, self.seconds = 0, dict[int, float]()
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls in (1, 10):
+                wait()
+                self.seconds[self.calls] = time.perf_counter() - begin
+            return scores
+
+    known, clock = Known(), StepClock(where)
+    wait()
+    begin = time.perf_counter()
+    out = lb.generate(
+        *(model, ids, preset, NEW_TOKENS),
+        step=how,  # type: ignore[arg-type]
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        logits_processor=[known, clock],
+    )
+    steps = clock.steps_ms(skip=12)
+    nbytes = out.past_key_values.nbytes
+    moved = weight_bytes(model) + nbytes.codes + nbytes.metadata + nbytes.window
+    return {
+        "how": how,
+        "preset": preset,
+        "batch": batch,
+        "tokens": tokens,
+        "import_s": import_s,
+        "first_token_s": known.seconds[1],
+        "tenth_token_s": known.seconds[10],
+        "step_ms": statistics.median(steps),
+        "limit_ms": moved / read_bandwidth(where) * 1e3,
+        "gpu": device_name(where),
+        "model": "tiny" if tiny else "llama-8b-shape-32-layers",
+        **provenance(),
+    }
+
+
+def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
+    """The record of a process that finds compiled kernels below `folders` alone, and leaves its own there."""
+    places = {name: str(folders / name.lower()) for name in FOLDERS}
+    for place in places.values():
+        Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
+    command = [sys.executable, "-m", "hf_lowbit_kv.eval.bench_start", "--child", str(time.time()), *arguments]
+    done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return json.loads(lines[0].removeprefix(_MARK))
+
+
+def main(
+    how: Annotated[list[str] | None, typer.Option(help="recorded, compiled or eager; repeatable [recorded].")] = None,
+    preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-2",
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1000,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    child: Annotated[float | None, typer.Option(hidden=True, help="When the process was started.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/start-<device>.jsonl].")] = None,
+) -> None:
+    """Measure, print a table, and append a JSON line for each process."""
+    ways = how or ["recorded"]
+    if unknown := [way for way in ways if way not in ("recorded", "compiled", "eager")]:
+        raise typer.BadParameter(f"--how {unknown[0]!r} is not known; allowed: recorded, compiled, eager")
+    if child is not None:
+        print(_MARK + json.dumps(measure(child, ways[0], preset, tokens, batch, device, tiny)), flush=True)
+        return
+    from rich.table import Table
+
+    from hf_lowbit_kv.eval.results import append_record, results_path, wide_console
+
+    columns = ("how", "cold", "import_s", "first_token_s", "tenth_token_s", "step_ms", "limit_ms")
+    table, console = Table(*columns), wide_console()
+    for way in ways:
+        with tempfile.TemporaryDirectory() as folder:
+            for cold in (True, False):
+                arguments = ["--how", way, "--preset", preset, "--tokens", str(tokens), "--batch", str(batch)]
+                arguments += ["--device", device, *(["--tiny"] if tiny else [])]
+                record = {**in_a_fresh_process(Path(folder), arguments), "cold": cold}
+                if commit is not None:
+                    record["commit"] = commit
+                append_record(out or results_path("start", record["gpu"]), record)
+                shown = (record[name] for name in columns)
+                table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in shown))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    from hf_lowbit_kv.eval.results import run_command
+
+    run_command(main)

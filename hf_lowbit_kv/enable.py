@@ -1,0 +1,131 @@
+"""`enable`: every `generate` call of a model decodes with a low-bit cache, pipelines included."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.generation.configuration_utils import GenerationMode
+
+from . import recording
+from .cache import LowBitCache
+from .generation import DEFAULT_PRESET, lend_cache
+from .implementation import ATTENTION_NAME
+from .methods import from_preset
+from .models import unwrap
+
+#: attribute of an enabled model: what is enabled, the one in force last
+_ENABLED = "_lowbit_enabled"
+_HOOK = "_prepare_cache_for_generation"
+#: decoding loops of one token a step, which a preallocated cache serves
+_ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+@dataclass(eq=False)
+class Enabled:
+    """What `enable` returns: a context manager that undoes it."""
+
+    model: Any
+    preset: str
+    options: dict[str, Any]
+    implementations: dict[str, str] = field(default_factory=dict)
+    """attention implementations to restore, by sub-configuration"""
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        stack = vars(self.model).get(_ENABLED, [])
+        if self not in stack:  # undone by `disable`
+            return
+        index = stack.index(self)
+        if index + 1 < len(stack):  # not the one in force: what it would restore, the next one restores
+            stack[index + 1].implementations = self.implementations
+        else:
+            self.model.set_attn_implementation(self.implementations)
+        stack.remove(self)
+        if not stack:
+            _unhook(self.model)
+
+
+def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> Enabled:
+    """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
+
+        lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
+        with lb.enable(model, "kivi-2"): ...        # or inside a block
+
+    Calls that bring `past_key_values` or `cache_implementation` keep theirs. On a GPU the decoding steps of greedy search and
+    sampling are recorded, as in `lb.generate`; beam search and assisted decoding get a growing cache. The attention
+    implementation becomes `lowbit_kv`, and is restored at the end. Of two calls the later one is in force; leaving its
+    block restores the earlier one.
+
+    Args:
+        model: a causal language model; PEFT or `torch.compile` may wrap it.
+        preset: see `preset_names`.
+        **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
+
+    Raises:
+        ValueError: an unknown preset, an option out of range, or a model that low-bit caches cannot serve. TypeError: no
+            transformers model. Nothing has changed then.
+    """
+    inner: Any = unwrap(model)
+    if "max_cache_len" in cache_options:
+        raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
+    from_preset(preset, inner, **cache_options)  # raises for what cannot be served
+    enabled = Enabled(inner, preset, dict(cache_options), _implementations(inner))
+    text = inner.config.get_text_config(decoder=True)
+    subs = {name for name in inner.config.sub_configs if getattr(inner.config, name, None) is text}
+    inner.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
+    vars(inner).setdefault(_ENABLED, []).append(enabled)
+    vars(inner)[_HOOK] = types.MethodType(_prepare_cache, inner)  # a copied model's is bound to the copy
+    return enabled
+
+
+def disable(model: Any) -> None:
+    """Undo every `enable` of this model.
+
+    Raises:
+        ValueError: none is in force.
+    """
+    inner: Any = unwrap(model)
+    stack = vars(inner).get(_ENABLED, [])
+    if not stack:
+        raise ValueError(f"this {type(inner).__name__} is not enabled: there is nothing to disable")
+    inner.set_attn_implementation(stack[0].implementations)
+    stack.clear()
+    _unhook(inner)
+
+
+def _unhook(model: Any) -> None:
+    for name in (_ENABLED, _HOOK):
+        vars(model).pop(name, None)
+
+
+def _implementations(model: Any) -> dict[str, str]:
+    """Attention implementations in force, as `set_attn_implementation` takes them."""
+    config = model.config
+    subs = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
+    return {"": config._attn_implementation, **found}
+
+
+def _prepare_cache(
+    self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+) -> None:
+    """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
+    own = type(self)._prepare_cache_for_generation
+    given = model_kwargs.get("past_key_values") is not None or generation_config.cache_implementation is not None
+    if given or generation_config.use_cache is False:
+        own(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
+    enabled = getattr(self, _ENABLED)[-1]
+    if generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
+        model_kwargs["past_key_values"] = from_preset(enabled.preset, self, **enabled.options)
+        return
+    rows = batch_size * (generation_config.num_return_sequences or 1)
+    cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
+    cache.decoding_step = recording.recorded_step(cache, self.device)
+    for layer in cache.packed_layers:
+        layer.is_compileable = True  # masks are made before the step, which a recording needs
+    model_kwargs["past_key_values"] = cache

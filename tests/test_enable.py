@@ -1,0 +1,179 @@
+"""`lb.enable`: every `generate` call of a model, and pipelines, decode with a low-bit cache."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+from fake_graph import FakeGraph
+from generation_cases import GREEDY
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import recording
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture
+def model():
+    """A model that its user loaded as always."""
+    model = tiny_models("llama")[1]
+    yield model
+    lb.release(model)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    made: list[FakeGraph] = []
+
+    def make():
+        made.append(FakeGraph())
+        return made[-1]
+
+    monkeypatch.setattr(recording, "graphs_for", lambda device: make)
+    return made
+
+
+def written(model, **options):
+    ids, mask = left_padded(2, 200)
+    torch.manual_seed(1)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=12, **GREEDY | options)
+
+
+def cache_of(model, **options):
+    return written(model, return_dict_in_generate=True, **options).past_key_values
+
+
+def expected(preset="kivi-2", **options):
+    ours = tiny_models("llama")[0]
+    return written(ours, past_key_values=lb.from_preset(preset, ours), **options)
+
+
+def test_every_call_gets_a_cache_of_the_preset(model):
+    plain = written(model)
+    lb.enable(model, "kivi-2", sink=16)
+    cache = cache_of(model)
+    assert isinstance(cache, lb.LowBitCache)
+    assert (cache.preset, cache.spec.sink, cache.packed_layers[0].backend_shown != "") == ("kivi-2", 16, True)
+    assert cache_of(model) is not cache
+    lb.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert type(cache_of(model)) is DynamicCache
+    assert torch.equal(written(model), plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_tokens_of_a_cache_given(model, options):
+    results = []
+    for run in (expected, lambda **options: written(model, **options)):
+        with lb.enable(model, "kivi-2"):
+            results.append(run(**options))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_steps_are_recorded(model, graphs, options):
+    want = expected(**options)
+    with lb.enable(model, "kivi-2"):
+        for _ in range(2):  # what nobody holds serves the next call, with its recordings
+            assert torch.equal(written(model, **options), want)
+        assert [graph.replays for graph in graphs] == [21]
+        written(model, num_beams=3)
+        assert len(graphs) == 1
+
+
+def test_prompt_lookup_gets_a_growing_cache(model, graphs):
+    ids = left_padded(1, 40)[0].repeat(1, 5)
+    with lb.enable(model, "dense"):
+        got = model.generate(ids, max_new_tokens=12, prompt_lookup_num_tokens=3, **GREEDY)
+    assert torch.equal(got, model.generate(ids, max_new_tokens=12, **GREEDY))
+    assert not graphs
+
+
+def test_what_the_caller_asks_for_wins(model):
+    with lb.enable(model, "kivi-2"):
+        theirs = DynamicCache(config=model.config)
+        assert cache_of(model, past_key_values=theirs) is theirs
+        assert type(cache_of(model, cache_implementation="dynamic")) is DynamicCache
+        assert cache_of(model, use_cache=False) is None
+
+
+def test_nested_blocks_restore_the_outer_one(model):
+    with lb.enable(model, "kivi-2"):
+        with lb.enable(model, "kv8"):
+            assert cache_of(model).preset == "kv8"
+        assert cache_of(model).preset == "kivi-2"
+        assert model.config._attn_implementation == "lowbit_kv"
+    assert model.config._attn_implementation == "sdpa"
+    assert type(cache_of(model)) is DynamicCache
+
+
+def test_of_two_calls_the_later_wins_and_one_disable_undoes_both(model):
+    lb.enable(model, "kivi-2")
+    lb.enable(model, "kv8")
+    assert cache_of(model).preset == "kv8"
+    with lb.enable(model, "kivi-4"):
+        assert cache_of(model).preset == "kivi-4"
+    assert cache_of(model).preset == "kv8"
+    lb.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is not enabled: there is nothing to disable"):
+        lb.disable(model)
+
+
+def test_blocks_left_out_of_order(model):
+    outer, inner = lb.enable(model, "kivi-2"), lb.enable(model, "kv8")
+    outer.__exit__(None, None, None)
+    assert cache_of(model).preset == "kv8"
+    inner.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+    with lb.enable(model):
+        lb.disable(model)
+    assert type(cache_of(model)) is DynamicCache
+
+
+def test_a_copy_is_enabled_by_itself(model):
+    lb.enable(model, "kivi-2")
+    copied = copy.deepcopy(model)
+    lb.disable(model)
+    assert cache_of(copied).preset == "kivi-2"
+    assert torch.equal(written(copied), expected())
+    lb.disable(copied)
+    assert copied.config._attn_implementation == "sdpa"
+
+
+def test_an_exception_inside_the_block(model):
+    with pytest.raises(KeyError), lb.enable(model):
+        raise KeyError
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (["kivi-3"], {}, ValueError, "preset='kivi-3' is not known"),
+        (["kivi-2"], {"sink": -1}, ValueError, "sink=-1 is not allowed"),
+        (["kivi-2"], {"max_cache_len": 100}, ValueError, "max_cache_len is not allowed"),
+    ],
+)
+def test_what_cannot_be_enabled_changes_nothing(model, arguments, options, error, message):
+    before = set(vars(model))
+    with pytest.raises(error, match=message):
+        lb.enable(model, *arguments, **options)
+    assert (model.config._attn_implementation, set(vars(model))) == ("sdpa", before)
+
+
+def test_a_model_that_cannot_be_served():
+    config = GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=20, add_cross_attention=True, is_encoder_decoder=True
+    )
+    model = GPT2LMHeadModel(config)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        lb.enable(model)
+    with pytest.raises(TypeError, match="model must be a transformers model"):
+        lb.enable("gpt2")
+    assert model.config._attn_implementation == before
