@@ -138,6 +138,7 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
         read_chunks(inner, cache, options)
         with _recorded(inner, cache) if step == "recorded" else contextlib.nullcontext():
             out = generates(model).generate(**options)
+    cache.check_overrun()
     _remember(cache, out, options)
     return out
 
