@@ -26,11 +26,9 @@ from transformers.cache_utils import Cache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype
-from hf_lowbit_kv.eval.reading import Reader, Share, Text, packs
+from hf_lowbit_kv.eval.reading import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
-#: name of transformers' own full-precision cache, where a preset is expected
-FULL = "full"
 #: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s
 LOADER_ARGUMENTS = (
     *("cache_dir", "code_revision", "config", "device_map", "force_download", "ignore_mismatched_sizes"),

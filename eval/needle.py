@@ -18,10 +18,8 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.models import essay
-from hf_lowbit_kv.eval.reading import Reader, Text
+from hf_lowbit_kv.eval.reading import FULL, Reader, Text
 
-#: name of transformers' own full-precision cache in tables and records
-FULL = "full"
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (512, 1024, 2048)

@@ -24,6 +24,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_lowbit_kv.formats import Dense
 from hf_lowbit_kv.layer import LowBitLayer
 
+#: name of transformers' own full-precision cache in tables, records and options
+FULL = "full"
 #: a beginning of fewer tokens is not worth a forward pass of its own: every text reads it again
 MIN_SHARED = 16
 

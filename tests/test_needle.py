@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv import cli
-from hf_lowbit_kv.eval.needle import FULL, Needle, check_picture, clean, draw, heat_map, prompt, run, steps
+from hf_lowbit_kv.eval.needle import Needle, check_picture, clean, draw, heat_map, prompt, run, steps
+from hf_lowbit_kv.eval.reading import FULL
 
 WORDS = (
     "Some",

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..eval.reading import FULL
 from ..presets import get_preset
 from .common import (
     DTYPES,
@@ -21,9 +22,6 @@ from .common import (
     print_json,
     print_table,
 )
-
-#: name of transformers' own full-precision cache
-FULL = "full"
 
 
 def lm_eval(
