@@ -20,6 +20,7 @@ FORMATS = [
     ("int2-token-g32", "int4-channel"),
     ("int4-channel", "dense"),
     ("boosted2-r0.125", "int2-token"),
+    ("fp8", "fp8-static"),
 ]
 
 #: small pages, so that short prompts are packed

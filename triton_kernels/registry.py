@@ -30,14 +30,16 @@ from ..formats import Format
 from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.dense import Dense
+from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..spec import LayerSpec
-from . import affine, boosted, boosted_fragment, dense, fragment
+from . import affine, boosted, boosted_fragment, dense, fp8, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
     Boosted: boosted,
     Dense: dense,
+    Fp8: fp8,
 }
 
 #: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
