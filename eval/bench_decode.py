@@ -67,6 +67,7 @@ def measure(
     head_dim: int = 128,
     query_length: int = 1,
     rounds: int = 20,
+    per_head: bool = False,
 ) -> dict[str, Any]:
     """Check, then time one preset on one shape.
 
@@ -80,7 +81,7 @@ def measure(
         WrongResultError: the output or the packed bytes are wrong.
     """
     spec = get_preset(preset).spec()
-    geometry = (shape, storage_spec(spec, backend), head_dim, query_length, dtype, device)
+    geometry = (shape, storage_spec(spec, backend), head_dim, query_length, dtype, device, per_head)
     cases = [build(*geometry)]
     cases += [build(*geometry) for _ in range(sets_needed(cases[0].nbytes, device) - 1)]
     relerr, bound = attend_error(cases[0], backend)
@@ -107,38 +108,42 @@ def measure(
     step_ms, alone_ms, step_behind_ms = time_step(cases, backend, graph, device, rounds)
     nbytes = cases[0].nbytes
     fixed = {"fixed_order": True} if backend == "cuda" and fixed_order() else {}
-    return fixed | {
-        "shape": shape.name,
-        "preset": preset,
-        "keys": spec.key_format.name,
-        "values": spec.value_format.name,
-        "backend": backend,
-        "ms": ms,
-        "peer": peer,
-        "peer_ms": peer_ms,
-        "ratio": peer_ms / ms if peer_ms else None,
-        "byte_limit_ratio": peer_ms * 1e-3 * bandwidth / nbytes if peer_ms else None,
-        "relerr": relerr,
-        "append_ms": append_ms,
-        "append_share": append_ms / ms,
-        "pack_ms": pack_ms,
-        "pack_share": None if pack_ms is None else pack_ms / ms,
-        "step_ms": step_ms,
-        "step_append_ms": step_ms - alone_ms,
-        "step_append_share": step_ms / alone_ms - 1,
-        "behind_ms": behind_ms,
-        "behind_ratio": min(behind.values()) / behind_ms if behind else None,
-        "step_behind_ms": step_behind_ms,
-        "transform": str(spec.key_transform),
-        "transform_ms": None if bare_ms is None else ms - bare_ms,
-        "transform_share": None if bare_ms is None else ms / bare_ms - 1,
-        "bytes": nbytes,
-        "bandwidth": bandwidth,
-        "peers_ms": times,
-        "dtype": str(dtype).removeprefix("torch."),
-        "head_dim": head_dim,
-        "query_length": query_length,
-    }
+    return (
+        fixed
+        | {
+            "shape": shape.name,
+            "preset": preset,
+            "keys": spec.key_format.name,
+            "values": spec.value_format.name,
+            "backend": backend,
+            "ms": ms,
+            "peer": peer,
+            "peer_ms": peer_ms,
+            "ratio": peer_ms / ms if peer_ms else None,
+            "byte_limit_ratio": peer_ms * 1e-3 * bandwidth / nbytes if peer_ms else None,
+            "relerr": relerr,
+            "append_ms": append_ms,
+            "append_share": append_ms / ms,
+            "pack_ms": pack_ms,
+            "pack_share": None if pack_ms is None else pack_ms / ms,
+            "step_ms": step_ms,
+            "step_append_ms": step_ms - alone_ms,
+            "step_append_share": step_ms / alone_ms - 1,
+            "behind_ms": behind_ms,
+            "behind_ratio": min(behind.values()) / behind_ms if behind else None,
+            "step_behind_ms": step_behind_ms,
+            "transform": str(spec.key_transform),
+            "transform_ms": None if bare_ms is None else ms - bare_ms,
+            "transform_share": None if bare_ms is None else ms / bare_ms - 1,
+            "bytes": nbytes,
+            "bandwidth": bandwidth,
+            "peers_ms": times,
+            "dtype": str(dtype).removeprefix("torch."),
+            "head_dim": head_dim,
+            "query_length": query_length,
+        }
+        | ({"per_head": per_head} if spec.parameters(head_dim, head_dim, shape.kv_heads) else {})
+    )
 
 
 def fixed_order() -> bool:
@@ -273,6 +278,7 @@ def main(
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
+    per_head: Annotated[bool, typer.Option(help="Codebooks for each KV head, not for a layer.")] = False,
     low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
@@ -290,7 +296,7 @@ def main(
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
-    options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds}
+    options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds, "per_head": per_head}
     found = runs(shapes, presets, asked, low_bit, dtype=getattr(torch, dtype), device=where, **options)
     total = len(shapes) * len(presets) * len(asked)
     for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):

@@ -39,12 +39,14 @@ def compare(
     prompt: str,
     max_new_tokens: int,
     report: Callable[[str], None] = lambda name: None,
+    overrides: dict[str, Any] | None = None,
 ) -> tuple[Continuation, list[dict[str, Any]]]:
     """Continue `prompt` greedily, first with `DynamicCache`, then with each preset.
 
     Args:
         model: loaded with the attention implementation `lowbit_kv`.
         report: called with the name of each cache before it runs.
+        overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
         The full-precision continuation, and one row per preset: `preset, text, agreeing_tokens` (length of the common
@@ -56,7 +58,7 @@ def compare(
     rows = []
     for preset in presets:
         report(preset)
-        cache = lb.from_preset(preset, model)
+        cache = lb.from_preset(preset, model, **overrides or {})
         found = _continue(model, tokenizer, inputs, cache, max_new_tokens)
         rows.append(
             {

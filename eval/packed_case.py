@@ -125,8 +125,13 @@ class Case:
         return found
 
 
-def build(shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device) -> Case:
-    """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets."""
+def build(
+    shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device, per_head: bool = False
+) -> Case:
+    """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets.
+
+    per_head: whether each KV head has parameters of its own (codebooks), or a layer's heads share them.
+    """
     page = spec.page_size
     history = shape.tokens - query_length
     if history < spec.sink + spec.tail_size:
@@ -136,7 +141,9 @@ def build(shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype
         return torch.randn(*sizes, head_dim, device=device).to(dtype)
 
     heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
-    store = PagedStore(spec, *kv_heads, head_dim, head_dim, dtype, device, capacity=shape.tokens + 2 * page)
+    records = random_records(spec, head_dim, shape.kv_heads, per_head, torch.device(device))
+    geometry = spec, *kv_heads, head_dim, head_dim, dtype, device, shape.tokens + 2 * page
+    store = PagedStore(*geometry, parameters=records)
     case = Case(
         store,
         draw(*heads, query_length),
@@ -147,15 +154,31 @@ def build(shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype
     return case
 
 
+def random_records(
+    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool, device: torch.device
+) -> list[torch.Tensor]:
+    """A layer's records of random parameters: factors between 1/2 and 2, rotations, and anything else normally distributed."""
+    given = {}
+    for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
+        x = torch.randn(heads if per_head else 1, *sizes, device=device)
+        if name.endswith("factors"):
+            x = torch.exp2(x.clamp(-1, 1))
+        elif name.endswith("matrix"):
+            x = torch.linalg.qr(x)[0]
+        given[name] = x.to(dtype)
+    return spec.records(given, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+
+
 def fill(store: PagedStore, length: int) -> None:
     """Make every row hold `length` random tokens, by encoding whole pages at once. Channels differ in scale and offset,
     as those of real keys do."""
     state, spec = store.state, store.spec
     sides = zip(spec.formats, (store.head_dim_k, store.head_dim_v), strict=True)
     parts = spec.part_bytes(store.head_dim_k, store.head_dim_v, store.dtype)
-    first = 0
+    first, tensors = 0, spec.tensors(state)
     for (fmt, head_dim), size in zip(sides, parts, strict=True):
-        _fill_side(fmt, head_dim, state.pool[0][..., first : first + size], spec.page_size, store.dtype)
+        held = tensors["key_format" if first == 0 else "value_format"]
+        _fill_side(fmt, held, head_dim, state.pool[0][..., first : first + size], spec.page_size, store.dtype)
         first += size
     for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
         window.copy_(torch.randn_like(window, dtype=torch.float32))
@@ -163,7 +186,9 @@ def fill(store: PagedStore, length: int) -> None:
     state.paged.fill_(spec.paged_after(length - spec.sink))
 
 
-def _fill_side(fmt: Format, head_dim: int, pages: torch.Tensor, page_size: int, dtype: torch.dtype) -> None:
+def _fill_side(
+    fmt: Format, tensors: Any, head_dim: int, pages: torch.Tensor, page_size: int, dtype: torch.dtype
+) -> None:
     """`pages` `[n, H, part_bytes]` get random tokens, encoded."""
     count, heads, device = pages.shape[0], pages.shape[1], pages.device
     scale = (0.5 * torch.randn(heads, 1, head_dim, device=device)).exp()
@@ -172,7 +197,7 @@ def _fill_side(fmt: Format, head_dim: int, pages: torch.Tensor, page_size: int, 
     for low in range(0, count, slab):
         high = min(low + slab, count)
         x = torch.randn(high - low, heads, page_size, head_dim, device=device) * scale + offset
-        pages[low:high] = fmt.encode(x.to(dtype))
+        pages[low:high] = fmt.encode(x.to(dtype), parameters=tensors)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -258,7 +283,9 @@ def append_fault(case: Case, backend: str, steps: Callable[[], None] | None = No
         fault = f"{page} steps advanced the counters by {stored.unique().tolist()} and {packed.unique().tolist()}"
     elif tokens is not None:
         ids = state.page_table.gather(1, before[1][:, :1].long() // page)[:, 0].long()
-        expected = torch.cat([fmt.encode(x) for fmt, x in zip(spec.formats, tokens, strict=True)], dim=-1)
+        held = spec.tensors(state)
+        sides = zip(spec.formats, tokens, (held["key_format"], held["value_format"]), strict=True)
+        expected = torch.cat([fmt.encode(x, parameters=of) for fmt, x, of in sides], dim=-1)
         if differing := int((state.pool[0][ids] != expected).sum()):
             fault = f"{differing} of {expected.numel()} packed bytes differ from the format's"
     rewind(case, before)

@@ -10,12 +10,14 @@ Importing the package registers the attention implementation `lowbit_kv`.
 
 from .attention import register as _register
 from .cache import CacheBytes, LowBitCache
+from .calibration import calibrate
+from .calibration_file import Calibration
 from .doctor import doctor
 from .enable import disable, enable
-from .formats import Affine, Boosted, Dense, Format, Fp8, parse_format
+from .formats import Affine, Boosted, Codebook, Dense, Format, Fp8, parse_format
 from .generation import generate, release
 from .implementation import ATTENTION_NAME
-from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache, from_preset
+from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache, VecInferCache, from_preset
 from .pages import LayerSpec
 from .presets import Preset, get_preset, preset_names
 from .transforms import Hadamard, Transform, parse_transform
@@ -29,6 +31,8 @@ __all__ = [
     "Affine",
     "Boosted",
     "CacheBytes",
+    "Calibration",
+    "Codebook",
     "Dense",
     "Format",
     "Fp8",
@@ -41,6 +45,8 @@ __all__ = [
     "MLAFP8Cache",
     "Preset",
     "Transform",
+    "VecInferCache",
+    "calibrate",
     "disable",
     "doctor",
     "enable",

@@ -19,7 +19,7 @@ from typing import get_origin, get_type_hints
 import torch
 
 from . import cpu, reference
-from .formats import Affine, Boosted, Dense, Format, fragment
+from .formats import Affine, Boosted, Codebook, Dense, Format, fragment
 from .pages import READ_ONLY, LayerSpec, LayerState
 from .reading import READINGS
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
@@ -33,7 +33,7 @@ LAYOUTS = {"cuda": fragment.LAYOUTS}
 CUDA_CAPABILITY = (8, 0)
 #: dtypes of models, and formats of keys and of values, that they cover
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
-CUDA_FORMATS = ((Affine, Boosted, Dense), (Affine, Dense))
+CUDA_FORMATS = ((Affine, Boosted, Codebook, Dense), (Affine, Codebook, Dense))
 #: modules for a backend and a reading other than `separate`: operations as in `reference`, `why_not(spec)` and
 #: `why_not_widths(first, second)`. The backends `torch` and `cpu` attend to all readings by themselves
 READING_MODULES = {("cuda", "latent"): "hf_lowbit_kv.triton_kernels.cuda.latent"}

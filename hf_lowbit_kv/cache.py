@@ -7,6 +7,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from . import backend as ops
-from . import report
+from . import calibration_file, report
 from .arguments import check_count
 from .formats import Format, parse_format
 from .implementation import warn_if_dense
@@ -94,6 +95,8 @@ class LowBitCache(Cache):
         parameters: what calibration found: by layer index, tensors by full name (`"key_format.codebook"`); or an object with a
             method `for_layer(index)`. See `LayerSpec.parameters` for the names, shapes and dtypes that a layer takes.
         preset: name to show.
+        calibration: where `parameters` come from instead: a file that `hf-lowbit-kv calibrate` made for the model, a folder or
+            hub repository with one, or what `calibrate` returned. `None`: the user's own and the bundled ones are looked up.
         reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
@@ -125,6 +128,7 @@ class LowBitCache(Cache):
         parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None = None,
         preset: str | None = None,
         reading: str | None = None,
+        calibration: calibration_file.Calibration | str | Path | None = None,
     ):
         if isinstance(model_or_config, torch.nn.Module):
             model_or_config = unwrap(model_or_config)
@@ -146,12 +150,19 @@ class LowBitCache(Cache):
         sides = {index: found.get(index, DIRECT) for index in packed}
         _check_reading(reading, config, sides)
         specs = layer_specs(spec, per_layer, dense_layers, config, sides)
+        sizes = {
+            index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
+        }  # may differ (Gemma 4)
+        self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
+        if parameters is None:
+            parameters = calibration_file.parameters_for(calibration, model_or_config, specs, self.packed_sizes, preset)
+        elif calibration is not None:
+            raise ValueError("parameters= and calibration= exclude each other: give one of them")
         given = layer_parameters(parameters, specs)
         tp_size = _tp_size(model_or_config)
         for index, side in sides.items():
-            sizes = side.sizes(config.per_layer_config[index])  # layers may differ (Gemma 4)
-            check_layer(index, specs[index], sizes, given[index])
-            made = specs[index], config, sizes.heads, max_cache_len, backend, tp_size, side, given[index]
+            check_layer(index, specs[index], sizes[index], given[index])
+            made = specs[index], config, sizes[index].heads, max_cache_len, backend, tp_size, side, given[index]
             layers[index] = LowBitLayer(*made)
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())

@@ -112,3 +112,29 @@ class MLAFP8Cache(LowBitCache):
 
     def __init__(self, model, *, residual=0, **options):
         super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)
+
+
+class VecInferCache(LowBitCache):
+    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys smoothed and rotated.
+
+    Args:
+        calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one, or what
+            `calibrate` returned; `None`: the user's and the bundled calibrations are looked through.
+        key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
+        transform: of keys, as for `LowBitCache`.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self,
+        model_or_config,
+        *,
+        calibration=None,
+        key_format="vq-d4b8",
+        value_format="vq-d4b8",
+        transform="smooth+hadamard",
+        sink=32,
+        **options,
+    ):
+        options = {"calibration": calibration, "transform": transform, "sink": sink, **options}
+        super().__init__(model_or_config, key_format, value_format, **options)

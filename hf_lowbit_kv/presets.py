@@ -15,6 +15,8 @@ from .transforms import parse_transform
 
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
+#: of keys, in the presets of VecInfer: what was measured best (docs/vecinfer.md); the paper's is "smooth+hadamard"
+VECINFER_TRANSFORM = "hadamard"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ _PLAIN = {
         Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", residual=0, reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
+        Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
+        Preset("vecinfer-3", "vq-d4b12", "vq-d4b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
+        Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
+        Preset("vecinfer-1.5", "vq-d8b12", "vq-d8b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
+        Preset("vecinfer-1.25", "vq-d8b12", "vq-d8b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
+        Preset("million-2", "vq-d4b8", "vq-d4b8", "MILLION: keys as they are"),
         Preset("kitty", "boosted2-r0.125", "int2-token", "Kitty", sink=SINK_TOKENS),
         Preset("kitty-pro", "boosted2-r0.25", "int2-token", "Kitty-Pro", sink=SINK_TOKENS),
     )
@@ -102,6 +110,7 @@ _NAMES = (
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
     *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),
+    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
     *("fp8", "snapmla", "mla"),
 )
 #: what is listed; `get_preset` knows every name with suffixes besides

@@ -21,6 +21,7 @@ FORMATS = [
     ("int4-channel", "dense"),
     ("boosted2-r0.125", "int2-token"),
     ("fp8", "fp8-static"),
+    ("vq-d4b6", "vq-d8b5"),
 ]
 
 #: small pages, so that short prompts are packed
@@ -101,6 +102,22 @@ def tiny_models(family: str, **changes):
     ours.load_state_dict(theirs.state_dict())
     assert (theirs.config._attn_implementation, ours.config._attn_implementation) == (host, "lowbit_kv")
     return ours, theirs
+
+
+def random_parameters(model, spec):
+    """By layer, random tensors for what `spec` asks for; each layer and KV head has its own."""
+    config, gen = model.config, torch.Generator().manual_seed(7)
+    asked = spec.parameters(config.head_dim, config.head_dim, config.num_key_value_heads)
+    return {
+        layer: {name: torch.randn(shape, generator=gen).to(dtype) for name, shape, dtype in asked}
+        for layer in range(config.num_hidden_layers if asked else 0)
+    }
+
+
+def cache_of(model, formats, **options):
+    """A cache of these formats of keys and values, with random parameters where they take some."""
+    spec = lb.LayerSpec(*map(lb.parse_format, formats))
+    return lb.LowBitCache(model, *formats, parameters=random_parameters(model, spec), **options)
 
 
 def left_padded(batch: int, tokens: int, vocab_size: int = 160, seed: int = 0):

@@ -116,7 +116,7 @@ def parameters_for(case: Case, device: str) -> list[torch.Tensor]:
         x = torch.randn(shape, generator=gen)
         if name.endswith("matrix"):
             x = torch.linalg.qr(x)[0] + 0.1 * torch.eye(shape[-1])
-        given[name] = (x if name.endswith("matrix") else x.abs() + 0.5).to(dtype)
+        given[name] = (x if name.endswith(("matrix", "codebook")) else x.abs() + 0.5).to(dtype)
     local = slice(0, case.heads)
     return case.spec.records(given, case.dims, case.heads, local, torch.device(device))
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from cases import FORMATS, left_padded, tiny_models
+from cases import FORMATS, cache_of, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -46,7 +46,7 @@ def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_l
     ids, _ = left_padded(2, 120)
     ids = ids[:1]
     options = {**PAGES, "residual": residual, "max_cache_len": max_cache_len}
-    straight, detour = (lb.LowBitCache(model, *formats, **options) for _ in range(2))
+    straight, detour = (cache_of(model, formats, **options) for _ in range(2))
     wrong = torch.full((1, 5), 9)
     _prefill(model, straight, ids[:, :100])
     _prefill(model, detour, ids[:, :100])
@@ -77,7 +77,7 @@ def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monk
 @pytest.mark.parametrize("residual", [32, 0])
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
     ids, mask = left_padded(2, 130)
-    cache = lb.LowBitCache(model, *formats, **{**PAGES, "residual": residual}, sink=4)
+    cache = cache_of(model, formats, **{**PAGES, "residual": residual}, sink=4)
     _prefill(model, cache, ids, mask)
     before = _history(cache)
     cache.crop(-90)
@@ -237,12 +237,12 @@ def test_crop_everything_and_start_again(model):
 def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
     ids, mask = left_padded(2, 100)
     step, _ = left_padded(6, 60, seed=5)
-    repeated = lb.LowBitCache(model, *formats, **PAGES)
+    repeated = cache_of(model, formats, **PAGES)
     _prefill(model, repeated, ids, mask)
     one_copy = repeated.nbytes.codes
     repeated.batch_repeat_interleave(3)
     assert repeated.nbytes.codes == one_copy
-    separate = lb.LowBitCache(model, *formats, **PAGES)
+    separate = cache_of(model, formats, **PAGES)
     _prefill(model, separate, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0))
     mask = mask.repeat_interleave(3, 0)
     for start in range(0, 60, 20):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, SMALL_PAGES, left_padded, tiny_models
+from cases import FAMILIES, FORMATS, SMALL_PAGES, cache_of, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -113,10 +113,10 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
     ours, _ = llama
     ids, mask = left_padded(3, 100)
     options = {**SMALL_PAGES, **options}
-    together = _generate(ours, lb.LowBitCache(ours, *formats, **options), ids, mask)
+    together = _generate(ours, cache_of(ours, formats, **options), ids, mask)
     for row in range(3):
         start = 7 * row
-        cache = lb.LowBitCache(ours, *formats, **options)
+        cache = cache_of(ours, formats, **options)
         alone = _generate(ours, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
         assert torch.equal(together[row, start:], alone[0])
 
@@ -128,9 +128,9 @@ def test_other_attention_implementations_get_dense_tensors(llama, formats, imple
     ours, theirs = (copy.deepcopy(model) for model in llama)
     ids, mask = left_padded(2, 100)
     ids, mask = ids[:1], mask[:1]
-    want = _generate(ours, lb.LowBitCache(ours, *formats, **SMALL_PAGES), ids, mask)
+    want = _generate(ours, cache_of(ours, formats, **SMALL_PAGES), ids, mask)
     theirs.set_attn_implementation(implementation)
-    got = _generate(theirs, lb.LowBitCache(theirs, *formats, **SMALL_PAGES), ids, mask)
+    got = _generate(theirs, cache_of(theirs, formats, **SMALL_PAGES), ids, mask)
     assert torch.equal(got, want)
 
 

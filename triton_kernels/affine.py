@@ -63,6 +63,8 @@ class Params(NamedTuple):
     ptx: bool
     extract: tuple[str, ...]
     dequantize: tuple[str, ...]
+    #: whether plane `j` is every `planes`-th channel from `j` on
+    interleaved: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
@@ -240,7 +242,7 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: t
 
 @triton.jit
 def scores(
-    page, prepared, fetched, n0, valid, factor,
+    page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     words = _words(page, n0, valid, T == 1, BLOCK_N, P)
@@ -292,7 +294,7 @@ def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P
 
 @triton.jit
 def add(
-    page, weights, decay, acc, n0, valid,
+    page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     words = _words(page, n0, valid, T == 0, BLOCK_N, P)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, LOWEST, as_operand, load_plane, query_dot, value_dot
+from .common import LOG2E, LOWEST, as_operand, load_plane, plane_channels, query_dot, value_dot
 
 
 @triton.jit
@@ -41,13 +41,14 @@ def _start(BLOCK_M: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _walk_pages(
-    carried, q_rows, q_stride_d, rows_valid, pool, table, part, first, last, paged, factor, softcap,
+    carried, q_rows, q_stride_d, rows_valid, pool, table, part, record_k, record_v, first, last, paged, factor, softcap,
     PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, VALUE_AT: tl.constexpr, PAGE: tl.constexpr,
     OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DEFER: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Pages `first` to `last` of a row. table: its page addresses; part: bytes from a page to this head's share of it.
+    """Pages `first` to `last` of a row. table: its page addresses; part: bytes from a page to this head's share of it;
+    record_k, record_v: the KV head's parameters.
 
     DEFER: `l` and `z` are summed across the tile's columns once at the end, not in every tile.
     """
@@ -77,7 +78,9 @@ def _walk_pages(
         next_keys = FETCH_K(next_page, next_n0, next_valid, BLOCK_N, KP)
         next_values = FETCH_V(next_page + VALUE_AT, next_n0, next_valid, BLOCK_N, VP)
 
-        s = _capped(SCORES(page, prepared, keys, n0, valid, factor, DOT, BLOCK_N, T, KP), softcap, HAS_SOFTCAP)
+        s = _capped(
+            SCORES(page, record_k, prepared, keys, n0, valid, factor, DOT, BLOCK_N, T, KP), softcap, HAS_SOFTCAP
+        )
         s, inverse, offset = WEIGH(page + VALUE_AT, values, s, n0, valid, BLOCK_N, T, VP)
         if OPEN_PAGES:
             s = tl.where(tl.expand_dims(valid, 1 - T), s, float("-inf"))
@@ -96,7 +99,7 @@ def _walk_pages(
             sum_l = sum_l * decay + tl.sum(weights * inverse, T)
             if VP.offset:
                 sum_z = sum_z * decay + tl.sum(weights * offset, T)
-        acc = ADD(page + VALUE_AT, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, VP)
+        acc = ADD(page + VALUE_AT, record_v, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, VP)
         m, page, valid, keys, values = new_m, next_page, next_valid, next_keys, next_values
     # nothing was carried in: pages come first
     if DEFER:
@@ -196,7 +199,7 @@ def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, 
     for j in tl.static_range(VP.planes):
         x = (acc[j] * VP.units[j] + tl.expand_dims(z, T)) / tl.expand_dims(total, T)
         keep = tl.expand_dims(rows_valid, T) & tl.expand_dims(channel < VP.width, 1 - T)
-        tl.store(tl.expand_dims(rows, T) + tl.expand_dims(j * VP.width + channel, 1 - T), x.to(out_type), mask=keep)
+        tl.store(tl.expand_dims(rows, T) + tl.expand_dims(plane_channels(j, VP), 1 - T), x.to(out_type), mask=keep)
     if SPLIT:
         tl.store(lse_rows, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
@@ -206,7 +209,7 @@ def attend_kernel(
     q, k, v, mask, sinks, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, out, lse,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, mask_stride_b, mask_stride_s,
-    heads, tokens, pages, splits, scaling, softcap,
+    record_k, record_v, record_stride_k, record_stride_v, heads, tokens, pages, splits, scaling, softcap,
     PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
@@ -250,8 +253,9 @@ def attend_kernel(
         first = (total_pages * share // splits).to(tl.int32)
         last = (total_pages * (share + 1) // splits).to(tl.int32)
         carried = _walk_pages(
-            carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES, first, last, packed, factor,
-            softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP,
+            carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES,
+            record_k + h * record_stride_k, record_v + h * record_stride_v, first, last, packed, factor, softcap,
+            PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SOFTCAP,
             BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
     if (not SPLIT) or part < WINDOW_PARTS:

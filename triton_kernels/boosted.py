@@ -69,7 +69,7 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: t
 
 @triton.jit
 def scores(
-    page, prepared, fetched, n0, valid, factor,
+    page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     if P.count > 0:
@@ -191,7 +191,7 @@ def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P
 
 @triton.jit
 def add(
-    page, weights, decay, acc, n0, valid,
+    page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     p = weights.to(tl.float32 if DOT == tl.float32 else tl.float16)

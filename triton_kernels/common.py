@@ -80,12 +80,19 @@ def constants(params):
 
 @triton.jit
 def load_plane(rows, stride, rows_valid, j: tl.constexpr, P: tl.constexpr):
-    """Channels `j * width` and up of dense tokens: pointers `[N]` to their first channels -> `[N, padded]`."""
-    channel = tl.arange(0, P.padded)
+    """Plane `j` of dense tokens: pointers `[N]` to their first channels -> `[N, padded]`."""
     keep = rows_valid[:, None]
     if P.width != P.padded:
-        keep = keep & (channel < P.width)[None, :]
-    return tl.load(rows[:, None] + (j * P.width + channel)[None, :] * stride, mask=keep, other=0.0)
+        keep = keep & (tl.arange(0, P.padded) < P.width)[None, :]
+    return tl.load(rows[:, None] + plane_channels(j, P)[None, :] * stride, mask=keep, other=0.0)
+
+
+@triton.jit
+def plane_channels(j: tl.constexpr, P: tl.constexpr):
+    """The channels of plane `j`, `[padded]`: neighbours, or INTERLEAVED those that leave `j` when divided by the number of
+    planes."""
+    x = tl.arange(0, P.padded)
+    return x * P.planes + j if P.interleaved else j * P.width + x
 
 
 # The attend kernel works in one of two orientations. T is the axis of a tile of scores along which tokens run: with T = 1

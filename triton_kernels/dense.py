@@ -19,6 +19,8 @@ class Params(NamedTuple):
     max_block: int = 256
     encode_rows: int = 32
     offset: bool = False
+    #: whether plane `j` is every `planes`-th channel from `j` on
+    interleaved: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
@@ -38,7 +40,7 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def scores(
-    page, prepared, fetched, n0, valid, factor,
+    page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
@@ -52,7 +54,7 @@ def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P
 
 @triton.jit
 def add(
-    page, weights, decay, acc, n0, valid,
+    page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     v = _load(page, n0, valid, BLOCK_N, P).to(DOT)

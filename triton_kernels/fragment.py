@@ -35,6 +35,8 @@ class Params(NamedTuple):
     padded: int
     max_block: int
     planes: int = 1
+    #: whether plane `j` is every `planes`-th channel from `j` on
+    interleaved: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:

@@ -193,6 +193,7 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap,
     if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     sides = _prepare(k, v, spec)
+    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
     config = attend_config(
         rows, max(head_dim_k, head_dim_v), sides.key_width, sides.value_width, q.dtype == torch.float32
     )
@@ -213,6 +214,7 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap,
         *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
         *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
         *((0, 0) if mask is None else mask.stride()),
+        *(record_k, record_v, stride_k, stride_v),
         *(heads, tokens, pages, splits, scaling, 1.0 if softcap is None else softcap),
         device=q.device,
         PREPARE=sides.keys.prepare,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..pages import LayerSpec, LayerState
-from .common import constants, format_records, padded_width, takes_ptx
+from .common import constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader
 
@@ -44,7 +44,7 @@ def read_pages_kernel(
         keep = (valid & (place >= 0) & (place < count))[:, None] & (channel < P.width)[None, :]
         for j in tl.static_range(P.planes):
             x = DECODE(page, own, start % PAGE, valid, j, BLOCK_N, P)
-            tl.store(rows[:, None] + (j * P.width + channel)[None, :], x.to(out.dtype.element_ty), mask=keep)
+            tl.store(rows[:, None] + plane_channels(j, P)[None, :], x.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit

@@ -10,15 +10,16 @@ the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the other
 
 - `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a constant of the compilation.
   Templates read `planes`, `width` (channels a plane), `padded` (the next power of two, 16 at least), `units` (factor that
-  brings a plane of the accumulator to true size), `offset` (whether `weigh` returns one), `max_block` (largest tile of
-  tokens) and `encode_rows` (tokens that `encode` takes at a time).
+  brings a plane of the accumulator to true size), `interleaved` (see `common.plane_channels`), `offset` (whether `weigh`
+  returns one), `max_block` (largest tile of tokens) and `encode_rows` (tokens that `encode` takes at a time).
 - `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries as `scores` wants them, a tuple of tensors.
 - `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of what a tile needs per token, loaded one tile ahead.
-- `scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.
+- `scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.
 - `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are taken of s', which is s plus the
   binary logarithm of what the format multiplies a token's values with; `inverse` and `offset`, one a token or numbers,
   are what a weight counts for in the sum of weights and in the offset common to all channels.
-- `add(page, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane by plane.
+- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane by
+  plane.
 - `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the page,
   whose first token has index `base`; `source` is what `common.load_tokens` takes.
 - `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
@@ -29,21 +30,23 @@ from types import ModuleType
 from ..formats import Format
 from ..formats.affine import Affine
 from ..formats.boosted import Boosted
+from ..formats.codebook import Codebook
 from ..formats.dense import Dense
 from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..spec import LayerSpec
-from . import affine, boosted, boosted_fragment, dense, fp8, fragment
+from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
     Boosted: boosted,
+    Codebook: codebook,
     Dense: dense,
     Fp8: fp8,
 }
 
 #: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
-READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fragment}
+READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fragment, Codebook: codebook}
 
 
 def reader(fmt: Format) -> ModuleType:
@@ -52,7 +55,7 @@ def reader(fmt: Format) -> ModuleType:
 
 
 def attends_packed(spec: LayerSpec) -> bool:
-    """Whether both formats have what the attend kernel takes. It gives parameters to neither."""
+    """Whether both formats have what the attend kernel takes."""
     keys, values = (kernels(fmt) for fmt in spec.formats)
     return hasattr(keys, "scores") and hasattr(values, "add")
 

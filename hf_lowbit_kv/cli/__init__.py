@@ -11,13 +11,16 @@ from rich.text import Text
 
 from ..eval.demo import Continuation, compare, default_prompt
 from ..presets import Preset, get_preset, preset_names
+from .calibrate import calibrate
 from .common import (
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
     ModelOption,
     all_presets,
     load,
+    parse_overrides,
     print_json,
     print_table,
     progress,
@@ -37,6 +40,7 @@ app = typer.Typer(
 app.add_typer(eval_app, name="eval")
 app.command("doctor")(doctor)
 app.command("recommend")(recommend)
+app.command("calibrate")(calibrate)
 
 #: what the demo shows: from the closest to full precision to the fewest bits
 SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
@@ -100,6 +104,7 @@ def demo(
     model: ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default="part of an essay")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 40,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -111,9 +116,10 @@ def demo(
         raise ValueError("--prompt is empty; give it a text to continue")
     prompt = default_prompt() if prompt is None else prompt
     loaded, tokenizer = load(model, device, dtype)
-    names = names or all_presets(loaded)
+    changes = parse_overrides(None, calibration)
+    names = names or all_presets(loaded, changes)
     with progress(len(names) + 1) as report:
-        reference, rows = compare(names, loaded, tokenizer, prompt, max_new_tokens, report)
+        reference, rows = compare(names, loaded, tokenizer, prompt, max_new_tokens, report, changes)
     if as_json:
         print_json(rows)
     else:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..calibration_file import Calibration
 from ..eval.fitting import fitting_presets
 from ..eval.models import load_model
 from ..presets import get_preset
@@ -45,6 +46,13 @@ SetOption = Annotated[
         "--set", metavar="NAME=VALUE", help="Argument of from_preset for every preset, e.g. residual=64; repeatable."
     ),
 ]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        help="For presets that need one: a file of `hf-lowbit-kv calibrate`, or a folder or hub repository with one.",
+        show_default="looked up for the model",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
 
 
@@ -66,9 +74,10 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
     return names
 
 
-def parse_overrides(options: list[str] | None) -> dict[str, Any]:
-    """`--set` options as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text."""
-    overrides: dict[str, Any] = {}
+def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
+    """`--set` and `--calibration` as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text.
+    The calibration is read once."""
+    overrides: dict[str, Any] = {} if calibration is None else {"calibration": Calibration.load(calibration)}
     for option in options or []:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():

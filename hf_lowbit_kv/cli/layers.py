@@ -10,6 +10,7 @@ import typer
 from ..eval.layers import run
 from ..eval.models import default_texts
 from .common import (
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -36,12 +37,13 @@ def layers(
     context: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 2048,
     start: Annotated[int, typer.Option("--from", min=1, help="First token that counts.")] = 512,
     overrides: SetOption = None,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Error of attention in each layer alone, and how uneven its channels are."""
-    names, changes = resolve_presets(preset), parse_overrides(overrides)
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     names = names or all_presets(loaded, changes)
     source = text or default_texts()[0]

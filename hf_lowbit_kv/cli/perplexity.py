@@ -11,6 +11,7 @@ from ..eval.models import default_texts
 from ..eval.perplexity import run
 from ..eval.texts import Text, dataset_text
 from .common import (
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -52,6 +53,7 @@ def perplexity(
     windows: Annotated[int, typer.Option(min=0, help="Windows of each text, at most; 0: as many as it has.")] = 1,
     by_position: Annotated[bool, typer.Option(help="Print KL and top-1 by position too.")] = False,
     overrides: SetOption = None,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -64,7 +66,7 @@ def perplexity(
         )
     if text and dataset:
         raise ValueError("--text and --dataset exclude each other; give one of them")
-    changes = parse_overrides(overrides)
+    changes = parse_overrides(overrides, calibration)
     texts: list[Path | Text] = [*(text or default_texts())]
     if dataset:
         texts = [dataset_text(dataset, config, split, column, context * (windows or 10_000))]

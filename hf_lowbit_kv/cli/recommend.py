@@ -12,6 +12,7 @@ from ..eval.models import default_texts
 from ..eval.recommend import Budget, parse_size
 from ..eval.recommend import recommend as measure
 from .common import (
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -43,6 +44,7 @@ def recommend(
     ] = 2048,
     model: ModelOption = None,
     overrides: SetOption = None,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
@@ -53,7 +55,7 @@ def recommend(
     if bits is not None and bits <= 0:
         raise ValueError(f"--bits {bits:g} is not allowed; it must be above 0")
     budget = Budget(bits, None if cache_memory is None else parse_size(cache_memory), context, batch)
-    names, changes = resolve_presets(preset), parse_overrides(overrides)
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     source = text or default_texts()[0]
     rows = measure(loaded, tokenizer, source, budget, names, changes, tokens)

@@ -7,11 +7,12 @@ import functools
 from .affine import Affine
 from .base import HEAD_DIMS, Field, Format, Parameter
 from .boosted import Boosted
+from .codebook import Codebook
 from .dense import Dense
 from .fp8 import Fp8
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Fp8]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8]
 
 
 @functools.cache
@@ -30,4 +31,16 @@ def parse_format(format: str | Format) -> Format:
     return format if isinstance(format, Format) else _parse(format)
 
 
-__all__ = ["FORMATS", "HEAD_DIMS", "Affine", "Boosted", "Dense", "Field", "Format", "Fp8", "Parameter", "parse_format"]
+__all__ = [
+    "FORMATS",
+    "HEAD_DIMS",
+    "Affine",
+    "Boosted",
+    "Codebook",
+    "Dense",
+    "Field",
+    "Format",
+    "Fp8",
+    "Parameter",
+    "parse_format",
+]

@@ -86,6 +86,7 @@ static float __uint_as_float(unsigned x) { return from_bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits_of(x); }
 static int __float_as_int(float x) { return (int)bits_of(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
+static float __fsub_rn(float a, float b) { return a - b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fdividef(float a, float b) { return a * (1.f / b); }

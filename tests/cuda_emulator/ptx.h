@@ -32,6 +32,7 @@ static void check_waited() { if (!begun[current].empty()) fault("a copy that nob
 static void cp16(u32 s, const void* g, bool keep = true) { begin_copy(s, g, 16, keep); }
 static void cp16_if(bool real, u32 s, const void* g) { if (real) begin_copy(s, g, 16, true); }
 static void cp8(u32 s, const void* g, bool keep) { begin_copy(s, g, 8, keep); }
+static void cp4(u32 s, const void* g) { begin_copy(s, g, 4, true); }
 template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); used(a, 4 * V, races::WRITE); memcpy(shared_memory + a, x, 4 * V); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); used(a, 4 * V, races::READ); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
@@ -45,6 +46,12 @@ UNWATCHED static void count_up(bool does, int* counter, int& found) {
 }
 static void count_up_global(bool does, int* counter, int& found) { count_up(does, counter, found); }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
+
+template <int V> static void ldg(u32* r, const void* p) { if ((size_t)p % (4 * V)) fault("load from a misaligned address", 0); memcpy(r, p, 4 * V); }
+static u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
+static u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+static u32 byte_of(u32 x, int i) { return x >> 8 * i & 0xff; }
+static u32 funnel(u32 low, u32 high, int by) { return by ? low >> by | high << (32 - by) : low; }
 
 static float half_to_float(u32 h) { return _cvtsh_ss((u16)h); }
 static float bf16_to_float(u32 h) { return __uint_as_float(h << 16); }
@@ -99,3 +106,4 @@ template <bool BF> static void mma(float* c, const u32* a, u32 b0, u32 b1) {
   }
   __syncwarp();
 }
+static void mma_from(float* d, const u32* a, u32 b0, u32 b1, const float* c) { for (int i = 0; i < 4; i++) d[i] = c[i]; mma<false>(d, a, b0, b1); }

@@ -46,7 +46,16 @@ __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, i
 }
 #endif
 
-extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES;
+extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES;
+static_assert(!TABLES || TEAMS == 1 || SHARED_TABLES, "a block has one codebook a side");
+
+// Codebooks of a KV head, from parameters to shared memory.
+template <class F> __device__ __forceinline__ void fill_table(u32 at, const Parameter& x, int h, int thread) {
+  if constexpr (TableBytes<F>::value > 0) F::fill(at, x.data + h * x.stride, thread, TEAMS * WARPS * 32);
+}
+template <class F> __device__ __forceinline__ void find_table(F& format, u32 at, int lane) {
+  if constexpr (TableBytes<F>::value > 0) format.find(at, lane);
+}
 
 // The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
 struct Queries {
@@ -161,12 +170,18 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   int b, h;
   bool asked = even_row(a, here, b, h);
   if (asked) queries.load(a, b, h, row_block, warp, lane);  // ahead of all copies, of other blocks too
+  const u32 tables = shared_address(memory) + TEAMS * TEAM_BYTES;
+  if constexpr (TABLES && SHARED_TABLES) {                // of all heads: by the whole block
+    fill_table<Keys>(tables, a.tables[0], 0, threadIdx.x); fill_table<Values>(tables + KEY_TABLE, a.tables[1], 0, threadIdx.x);
+    commit();
+  }
   if (asked) asked = even_part(a, row_block, here, b, h, lane, part);
   if (!asked) {
     if (warp == 0) Plan(a, row_block, here, lane).next(parts[team], shares[team]);
     meet(team);
     part = parts[team];
   }
+  if constexpr (TABLES && SHARED_TABLES) { wait<0>(); __syncthreads(); }
   if (!part.some) {
 #if FUSED
     if (warp == 0) write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
@@ -179,6 +194,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   const u32 slots = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
   const float* size = reinterpret_cast<const float*>(smem + Q_BYTES);
   Warp w;
+  find_table(w.keys, tables, lane); find_table(w.values, tables + KEY_TABLE, lane);
+  int books = -1;                                         // of which KV head codebooks are in shared memory
   while (true) {
     if (thread == 0) taken = 0;
     const Row row = part.row;
@@ -200,10 +217,17 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #if TRANSFORMED
     if (both) transform_chunk(a, row, w0 + warp, w1, few, lane);
 #endif
+    const bool other = TABLES && !SHARED_TABLES && books != row.h;
+    if (other) {
+      fill_table<Keys>(tables, a.tables[0], row.h, thread); fill_table<Values>(tables + KEY_TABLE, a.tables[1], row.h, thread);
+      commit();
+      books = row.h;
+    }
     if (both) window.start(); else pages.start(w, item, slots);
     if (!asked) queries.settle();
     asked = false;
     queries.put(a, smem, row.h, warp, lane);
+    if (other) wait<0>();
     meet(team);
 #if FUSED
     // by the last warp: it has neither window nor pages, where there is not enough for all
@@ -219,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (both) {
       window.attend(w, row_block, rows_raw, scale);
       w.turn_to_pages();
+      if constexpr (Order<Values>::OWN) w.reorder(merge + warp * (WARP_BYTES / 4), lane);
       pages.start(w, item, slots);
     }
     pages.attend(w, rows, slots, a.softcap);
@@ -235,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i += EVERY) mine[row_of(i & 1) * MERGE_STRIDE + channel_of<DV>(k, i >> 1, g)] = w.o[k][n][i];
+        for (int i = 0; i < 4; i += EVERY) mine[row_of(i & 1) * MERGE_STRIDE + out_channel(k, i >> 1, g)] = w.o[k][n][i];
       if (g == 0)
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) { mine_ml[row_of(e)] = w.m[n][e]; mine_ml[ROWS + row_of(e)] = w.l[n][e]; }

@@ -29,6 +29,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24
 #define INF __int_as_float(0x7f800000)
 
+// A parameter of a layer: of KV head h, `stride * h` bytes from `data` on.
+struct Parameter { const u8* data; i64 stride; };
+
 struct Args {
   const u8 *q, *k, *v, *mask, *sinks, *pool;
   const i64* address;               // [B, pages]: bytes from pool
@@ -43,6 +46,7 @@ struct Args {
   const u8* raw_k;                  // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
   const float *q_scale, *k_scale;   // factors of channels, of KV head h at h * scale_h
   i64 raw_b, raw_h, raw_s, scale_h;
+  Parameter tables[2];              // codebooks of keys and values, or null
 };
 
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
@@ -55,6 +59,7 @@ __device__ __forceinline__ void cp16_if(bool real, u32 s, const void* g) {
 __device__ __forceinline__ void cp8(u32 s, const void* g, bool keep) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(s), "l"(g), "r"(keep ? 8 : 0));
 }
+__device__ __forceinline__ void cp4(u32 s, const void* g) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(s), "l"(g)); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -97,6 +102,20 @@ __device__ __forceinline__ float ex2(float x) { float r; asm("ex2.approx.ftz.f32
 __device__ __forceinline__ float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
+// The low halves of two words, and the high ones.
+__device__ __forceinline__ u32 low_halves(u32 a, u32 b) { u32 r; asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 high_halves(u32 a, u32 b) { u32 r; asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// Byte `i` of a word
+__device__ __forceinline__ u32 byte_of(u32 x, int i) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(0x4440 + i)); return r; }
+// 32 bits from bit `by` (below 32) of two words on
+__device__ __forceinline__ u32 funnel(u32 low, u32 high, int by) { u32 r; asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(by)); return r; }
+// `V` consecutive words that nobody writes
+template <int V> __device__ __forceinline__ void ldg(u32* r, const void* p) {
+  if constexpr (V == 4) asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
+  else if constexpr (V == 2) asm("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
+  else asm("ld.global.nc.u32 %0, [%1];" : "=r"(r[0]) : "l"(p));
+}
+
 // the model's dtype
 __device__ __forceinline__ float to_float(u32 x) { return BF16 ? bf16_to_float(x) : half_to_float(x); }
 __device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
@@ -131,6 +150,12 @@ template <bool BF> __device__ __forceinline__ void mma(float* c, const u32* a, u
   else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d = c + a b, of fp16
+__device__ __forceinline__ void mma_from(float* d, const u32* a, u32 b0, u32 b1, const float* c) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // Sum over the eight lanes that hold the same columns of an accumulator.

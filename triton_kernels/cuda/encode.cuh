@@ -17,6 +17,7 @@ struct Source {
   const int* order;
   i64 stride;
   int size, dim, first, skipped;
+  const u8* table;                  // the KV head's codebook, or null
   __device__ __forceinline__ const u16* token(int i) const {
     if (i < first) return tail + (i64)(i % size) * dim;
     int number = i - first + skipped;
@@ -101,3 +102,4 @@ template <int D> struct DenseEncoder {
 };
 
 #include "encode_boosted.cuh"
+#include "encode_codebook.cuh"

@@ -16,6 +16,7 @@ import torch
 from ...formats import Format
 from ...formats.affine import Affine
 from ...formats.boosted import SCORES, Boosted
+from ...formats.codebook import Codebook
 from ...formats.dense import Dense
 from ...formats.fragment import LAYOUTS
 from ...pages import LayerSpec
@@ -23,6 +24,9 @@ from ...transforms import Fused, base_order, hadamard
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
+#: bytes that copies of a codebook's entry fill, so that no lanes that are served together meet in a bank; and what a
+#: codebook may take of shared memory (the largest ones get fewer copies, one at least)
+LANES_BYTES, MOST_TABLE = 128, 64 * 1024
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
 
@@ -45,6 +49,8 @@ class _Structs(NamedTuple):
     #: bytes of 32 tokens, and of the metadata of a piece of so many tokens
     codes: int
     meta: Callable[[int], int]
+    #: bytes of a codebook in shared memory
+    table: int = 0
 
 
 def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> _Structs:
@@ -71,6 +77,8 @@ def _structs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, tra
             4 * head_dim * fmt.bits,
             meta,
         )
+    if isinstance(fmt, Codebook):
+        return _codebook(fmt, head_dim, transposed)
     if isinstance(fmt, Boosted) and not transposed:
         return _boosted(fmt, head_dim, page_size, dtype)
     raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
@@ -86,7 +94,22 @@ def _boosted(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype) ->
     )
 
 
+def _codebook(fmt: Codebook, head_dim: int, transposed: bool) -> _Structs:
+    copies = max(min(LANES_BYTES, MOST_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
+    arguments = f"{fmt.dim}, {fmt.bits}"
+    return _Structs(
+        f"CodebookKeys<{arguments}, {copies}, {head_dim}>",
+        f"CodebookValues<{arguments}, {copies}, {head_dim}>",
+        f"CodebookEncoder<{arguments}, {head_dim}, {str(transposed).lower()}>",
+        4 * head_dim * fmt.bits // fmt.dim,
+        lambda piece: 0,
+        2 * fmt.dim * copies << fmt.bits,
+    )
+
+
 def _bits(fmt: Format) -> int:
+    if isinstance(fmt, Codebook):
+        return -(-fmt.bits // fmt.dim)
     return fmt.bits if isinstance(fmt, (Affine, Boosted)) else 16
 
 
@@ -104,6 +127,7 @@ def choose(
     heads: int = 1,
     processors: int = 132,
     shared: int = SHARED,
+    per_head: bool = False,
 ) -> Choice:
     """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
     multiprocessor."""
@@ -116,18 +140,19 @@ def choose(
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
     long = (row_tiles == 1 or by_channel or isinstance(key, Boosted)) and widest <= 128 and spec.page_size >= 64
     piece = 64 if long and max(bits) <= 4 and plain else 32
-    sides = (
+    sides = tuple(
         _structs(fmt, dim, spec.page_size, dtype, transposed)
         for fmt, dim, transposed in zip(spec.formats, (head_dim_k, head_dim_v), (False, True), strict=True)
     )
     keys, values = (side.codes * piece // 32 + side.meta(piece) for side in sides)
     pieces = 2 * (keys + values)
+    tables = sum(side.table for side in sides)
     if by_channel and (key.group_size or spec.page_size) >= 2 * piece:
         pieces -= 4 * head_dim_k  # `SECOND` in affine_keys.cuh
     value = spec.formats[1]
     # what values' scales are made into: `SCRATCH` in affine_values.cuh
     handed = 12 * piece if isinstance(value, Affine) and value.axis == "token" and not _grouped(value) else 0
-    window = 64 * (head_dim_k + head_dim_v)  # `WINDOW_BYTES` in warp.cuh
+    window = 64 * (max(head_dim_k, head_dim_v) if tables else head_dim_k + head_dim_v)  # `WINDOW_BYTES` in warp.cuh
     merge = 8 * row_tiles * (head_dim_v + 3) * 4
     lifted = (by_channel and key.bits == 2) or isinstance(key, Boosted)  # `LIFT` in affine_keys.cuh
     queries = (3 if lifted else 2) * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
@@ -137,7 +162,7 @@ def choose(
     best, found = (0.0, 0.0), Choice(piece, 1, 1, row_tiles, spread)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
         need = queries + warps * -(-max(pieces + handed, window, merge) // 128) * 128
-        if teams * need + RESERVED > shared or warps * teams > most:
+        if teams * need + RESERVED + tables > shared or (per_head and teams > 1) or warps * teams > most:
             continue
         slots = processors * teams
         even = grid_size(slots, heads) % heads == 0
@@ -196,6 +221,7 @@ def attend_defines(
     transform: Fused | None = None,
     ordered: bool = False,
     fused: bool = False,
+    per_head: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
     ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well."""
@@ -218,6 +244,7 @@ def attend_defines(
             "SOFTCAP": int(softcap),
             "ORDERED": int(ordered),
             "FUSED": int(fused),
+            "SHARED_TABLES": int(not per_head),
         }
         | ({"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder} if fused else {})
         | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})

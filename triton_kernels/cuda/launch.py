@@ -26,6 +26,7 @@ from ...toolchain import why_no_launcher
 from ...transforms import Fused, Transform
 from .. import prompt
 from .. import read as unpacking
+from ..common import format_records
 from ..config import FUSED_ROWS
 from .compile import Module, load
 from .geometry import (
@@ -50,6 +51,15 @@ ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 launches: dict[str, int] = {}
 
 
+#: the formats' parameters, see `_tables`
+_TABLES = [
+    ("key_table", ctypes.c_void_p),
+    ("key_table_h", ctypes.c_longlong),
+    ("value_table", ctypes.c_void_p),
+    ("value_table_h", ctypes.c_longlong),
+]
+
+
 class _AttendArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
@@ -59,6 +69,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
         *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
+        *_TABLES,
     ]
 
 
@@ -68,6 +79,7 @@ class _AppendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "length paged lost".split()),
         *((name, ctypes.c_longlong) for name in "k_b k_h k_s v_b v_h v_s mask_b".split()),
         *((name, ctypes.c_int) for name in "heads tokens pages room sink tail residual".split()),
+        *_TABLES,
     ]
 
 
@@ -119,15 +131,16 @@ def _attend_module(
     transform: Fused | None,
     ordered: bool,
     store: bool,
+    per_head: bool,
     device: torch.device,
 ) -> tuple[Module, Choice, int, bool]:
     """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk: where `store` asks for it
     and it can."""
     properties = _properties(device)
     limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits)
+    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, per_head)
     fused = store and can_store(spec, head_dim_k, head_dim_v, choice)
-    options = {"transform": transform, "ordered": ordered, "fused": fused}
+    options = {"transform": transform, "ordered": ordered, "fused": fused, "per_head": per_head}
     defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
     module = load("attend.cu", defines, device)
     return module, choice, module.integer("shared_bytes"), fused
@@ -153,6 +166,24 @@ def _factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> _Factors:
         return _Factors()
     keys, queries = tensors[:2]
     return _Factors(queries.data_ptr(), keys.data_ptr(), keys.stride(0) if keys.shape[0] > 1 else 0)
+
+
+class _Tables(NamedTuple):
+    """The records of a layer's formats: addresses, and bytes from one KV head's to the next's (0: all heads share it)."""
+
+    keys: int
+    keys_stride: int
+    values: int
+    values_stride: int
+
+    @property
+    def per_head(self) -> bool:
+        return bool(self.keys_stride or self.values_stride)
+
+
+def _tables(state: LayerState, spec: LayerSpec) -> _Tables:
+    (keys, keys_stride), (values, values_stride) = format_records(state, spec)
+    return _Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
 def transform(
@@ -272,10 +303,10 @@ def _attend(
         sinks = sinks.contiguous() if sinks.dtype == q.dtype else sinks.float().contiguous()
         sink_kind = 1 if sinks.dtype == q.dtype else 2
     groups, device = q_heads // heads, q.device
-    rows = groups * tokens
+    rows, tables = groups * tokens, _tables(state, spec)
     module, choice, shared, fused = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store, device),
+        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store, tables.per_head, device),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
@@ -305,6 +336,7 @@ def _attend(
         *(scaling, 1.0 if softcap is None else softcap),
         *((0, 0, 0) if inside is None else (raw_k.data_ptr(), *inside.factors[:2])),
         *(*raw_k.stride()[:3], 0 if inside is None else inside.factors.stride),
+        *tables,
     )
     if fused:
         arrived = counters.data_ptr() + 4 * row_blocks * batch * heads
@@ -333,6 +365,7 @@ def _append_args(
         *(state.length.data_ptr(), state.paged.data_ptr(), state.lost.data_ptr()),
         *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
         *(*k.shape[1:3], pages, spec.room(pages), spec.sink, spec.tail_size, spec.residual),
+        *_tables(state, spec),
     )
 
 

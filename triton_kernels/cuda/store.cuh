@@ -11,6 +11,7 @@ struct AppendArgs {
   int *length, *paged, *lost;
   i64 k_b, k_h, k_s, v_b, v_h, v_s, mask_b;
   int heads, tokens, pages, room, sink, tail, residual;
+  Parameter tables[2];              // codebooks of keys and values, or null
 };
 
 using EncodeKeys = KEY_ENCODER;
@@ -56,11 +57,13 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
   source.size = a.tail; source.first = max(n.stored - a.sink, 0); source.skipped = min(max(a.sink - n.stored, 0), n.fits);
   if (side == 0) {
     source.tail = reinterpret_cast<const u16*>(a.tail_k) + (i64)bh * a.tail * DK; source.dim = DK;
+    source.table = a.tables[0].data + h * a.tables[0].stride;
     source.chunk = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h; source.stride = a.k_s;
     if (staged) stage<DK>(source, page * PAGE, crew, staged);
     EncodeKeys::encode(part, source, low, high, page * PAGE, crew, space);
   } else {
     source.tail = reinterpret_cast<const u16*>(a.tail_v) + (i64)bh * a.tail * DV; source.dim = DV;
+    source.table = a.tables[1].data + h * a.tables[1].stride;
     source.chunk = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h; source.stride = a.v_s;
     if (staged) stage<DV>(source, page * PAGE, crew, staged);
     EncodeValues::encode(part + VALUE_AT, source, low, high, page * PAGE, crew, space);

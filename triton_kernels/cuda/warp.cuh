@@ -5,9 +5,26 @@
 #include "affine_values.cuh"
 #include "boosted.cuh"
 #include "dense.cuh"
+#include "codebook.cuh"
 
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
+
+// What only some formats have: bytes of shared memory for a codebook, and an order of their own of a lane's channels.
+template <class F, class = void> struct TableBytes { static constexpr int value = 0; };
+template <class F> struct TableBytes<F, decltype((void)F::TABLE)> { static constexpr int value = F::TABLE; };
+template <class F, class = void> struct Order {
+  static constexpr bool OWN = false;
+  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return channel_of<DV>(k, j, g); }
+};
+template <class F> struct Order<F, decltype((void)F::OWN_ORDER)> {
+  static constexpr bool OWN = true;
+  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return F::channel(k, j, g); }
+};
+constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
+
+// Channel of a lane's sum `o[k][n][i]` over pages, j = i >> 1.
+__device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { return Order<Values>::channel(k, j, g); }
 
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
@@ -16,7 +33,9 @@ constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 // Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
 constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
-constexpr int WINDOW_BYTES = Dense<DK>::BLOCK + Dense<DV>::BLOCK;
+// Where codebooks leave little room, keys and values of a block of the window take turns in one place.
+constexpr bool NARROW = TABLES > 0;
+constexpr int WINDOW_BYTES = NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
 constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
@@ -91,6 +110,25 @@ struct Warp {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
+  }
+
+  // Sums in the order of the window become sums in the order of the pages. memory: of the warp, for ROWS rows.
+  __device__ __forceinline__ void reorder(float* memory, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    __syncwarp();
+#pragma unroll
+    for (int back = 0; back < 2; back++) {
+#pragma unroll
+      for (int k = 0; k < DV / 16; k++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            float& at = memory[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE + (back ? out_channel(k, i >> 1, g) : channel_of<DV>(k, i >> 1, g))];
+            if (back) o[k][n][i] = at; else at = o[k][n][i];
+          }
+      __syncwarp();
+    }
   }
 
   // Between window and pages, which sum up in another unit, and whose exponents have the scales of values in them: a sink's score would

@@ -8,6 +8,7 @@ struct Window {
   const Row& row;
   int first, stop, stride, lane;
   u32 space;
+  static constexpr int VALUES = NARROW ? 0 : Dense<DK>::BLOCK;  // place of values behind `space`
 
   // which: 0 keys, 1 values; i: number of the token in the window
   __device__ __forceinline__ const u8* locate(int which, int i, bool& keep) const {
@@ -29,11 +30,11 @@ struct Window {
     commit();
   }
   __device__ __forceinline__ void copy_values(int block) const {
-    Dense<DV>::copy(space + Dense<DK>::BLOCK, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
+    Dense<DV>::copy(space + VALUES, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
     commit();
   }
   __device__ __forceinline__ void start() const {
-    if (first < stop) { copy_keys(first); copy_values(first); }
+    if (first < stop) { copy_keys(first); if (!NARROW) copy_values(first); }
   }
 
   __device__ __forceinline__ void attend(Warp& w, int row_block, u32 rows, float scale) const {
@@ -48,10 +49,10 @@ struct Window {
     for (int block = first; block < stop; block += stride) {
       const bool more = block + stride < stop;
       float s[2][NT][4];
-      wait<1>(); __syncwarp();
+      wait<NARROW ? 0 : 1>(); __syncwarp();
       Dense<DK>::scores(s, space, rows, lane);
       __syncwarp();
-      if (more) copy_keys(block + stride); else commit();
+      if (NARROW) copy_values(block); else if (more) copy_keys(block + stride); else commit();
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int c = 32 * block + 4 * g + j - stored;    // token of the chunk
@@ -65,10 +66,10 @@ struct Window {
           }
       }
       w.subtract_maximum<2>(s);
-      wait<1>(); __syncwarp();
-      Dense<DV>::add(w.o, w.l, s, space + Dense<DK>::BLOCK, lane);
+      wait<NARROW ? 0 : 1>(); __syncwarp();
+      Dense<DV>::add(w.o, w.l, s, space + VALUES, lane);
       __syncwarp();
-      if (more) copy_values(block + stride); else commit();
+      if (NARROW && more) copy_keys(block + stride); else if (!NARROW && more) copy_values(block + stride); else commit();
     }
     wait<0>(); __syncwarp();
   }

@@ -1,0 +1,260 @@
+"""Calibration: a model reads texts, and of its keys and values are made the parameters that presets need (`calibrators`)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from .calibration_file import Calibration, describe_model
+from .calibrators import PAGE, Calibrator, calibrator_for
+from .formats import Format
+from .pages import LayerSpec
+from .presets import get_preset
+from .transforms import Transform
+
+#: windows that are read where nothing is said, by device
+SAMPLES = {"cpu": 64, "cuda": 256}
+#: fewer are refused
+FEWEST_SAMPLES = 8
+SIDES = ("keys", "values")
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    preset: str | LayerSpec | Sequence[str | LayerSpec] = "vecinfer-2",
+    *,
+    samples: int | None = None,
+    length: int = 512,
+    seed: int = 0,
+    per_head: bool | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Calibration:
+    """Make what `preset` needs for `model`, of its keys and values on `texts`.
+
+        calibration = lb.calibrate(model, tokenizer, [Path("book.txt").read_text()], "vecinfer-2")
+        calibration.save("vecinfer-2.safetensors")
+        cache = lb.from_preset("vecinfer-2", model, calibration="vecinfer-2.safetensors")
+
+    Args:
+        texts: strings of `length` tokens or more each. Use other texts than those you evaluate on.
+        preset: one or several names, or `LayerSpec`s of your own; they share what is the same.
+        samples: windows to read, drawn at random; `None`: 64 on a CPU and 256 on a GPU, or as many as there are.
+        length: tokens of a window.
+        seed: of all that is drawn at random.
+        per_head: whether each KV head gets a codebook of its own; `None`: up to 1024 entries.
+        progress: called with what is done, how far it is and how far it goes.
+
+    Raises:
+        ValueError: a preset without parameters, texts too short (says how many tokens are needed), keys or values that are not
+            finite. ImportError: on a CPU, without faiss.
+    """
+    asked = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
+    specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in asked}
+    jobs = [job for spec in specs.values() for job in _jobs(spec)]
+    if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
+        raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
+    windows = draw_windows(texts, tokenizer, samples, length, seed, model.device.type)
+    sizes = packed_sizes(model)
+    plan = _Plan(jobs, sizes, per_head, len(windows), length, seed)
+    shown = progress or (lambda what, done, total: None)
+    read_windows(model, windows, plan.see, plan.gradients, seed, lambda done: shown("reading", done, len(windows)))
+    tensors: dict[str, torch.Tensor] = {}
+    for number, layer in enumerate(plan.sizes):
+        tensors |= plan.fit(layer, seed)
+        shown("fitting", number + 1, len(plan.sizes))
+    source = {
+        "presets": list(specs),
+        "samples": len(windows),
+        "length": length,
+        "seed": seed,
+        "device": model.device.type,
+        "versions": {name: importlib.metadata.version(name) for name in ("hf-lowbit-kv", "torch", "transformers")},
+    }
+    return Calibration(tensors, describe_model(model, plan.sizes), source)
+
+
+class _Job(NamedTuple):
+    """What is calibrated together: a format, and the transform in front of it."""
+
+    side: str
+    transform: Transform
+    format: Format
+    #: tokens at the start of a text that are not stored so
+    skip: int
+
+
+def _jobs(spec: Any) -> Iterator[_Job]:
+    """Of a `LayerSpec`, what has parameters."""
+    pairs = (spec.key_transform, spec.key_format), (spec.value_transform, spec.value_format)
+    for side, (transform, fmt) in zip(SIDES, pairs, strict=True):
+        if transform.parameters(64, 1) or fmt.parameters(64, 1):
+            yield _Job(side, transform, fmt, spec.sink)
+
+
+class _Plan:
+    """The calibrators of all layers, and the tokens kept for them."""
+
+    def __init__(
+        self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None, windows: int, length: int, seed: int
+    ):
+        self.jobs = list({(job.side, job.transform, job.format): job for job in jobs}.values())
+        self.sizes, self.per_head = sizes, per_head
+        self.calibrators: dict[tuple[Any, ...], Calibrator] = {}
+        for layer, (heads, *dims) in sizes.items():
+            for job in self.jobs:
+                head_dim = dims[SIDES.index(job.side)]
+                for key, part in _parts(job):
+                    if part.parameters(head_dim, heads) and (layer, *key) not in self.calibrators:
+                        self.calibrators[(layer, *key)] = calibrator_for(part, head_dim, heads, per_head)
+        self.gradients = any(calibrator.gradients for calibrator in self.calibrators.values())
+        self.keep = self._choose(windows, length // PAGE, seed)
+        self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}
+        self.first = [page == 0 for window in self.keep for page in window]
+
+    def _choose(self, windows: int, pages: int, seed: int) -> list[list[int]]:
+        """Which pages of each window are kept: as many as the calibrators want, drawn at random, or all."""
+        wanted = max((calibrator.pages for calibrator in self.calibrators.values()), default=0)
+        spare = 1 + windows if any(job.skip for job in self.jobs) else 1  # a window's first page may be left out
+        order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))
+        chosen = sorted(order[: wanted + spare].tolist())
+        return [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
+
+    def see(self, window: int, layer: int, x: tuple, gradients: tuple) -> None:
+        """Keys and values of a window `[1, H, S, D]`, and their gradients."""
+        if layer not in self.sizes:
+            return
+        for side, tokens, gradient in zip(SIDES, x, gradients, strict=True):
+            pages = [tokens[0, :, PAGE * page : PAGE * (page + 1)] for page in self.keep[window]]
+            self.kept.setdefault((layer, side), []).extend(page.clone() for page in pages)
+            shown: set[Calibrator] = set()  # jobs may share a transform
+            for job in self.jobs:
+                if job.side == side:
+                    after = slice(job.skip, None)
+                    self._observe(
+                        layer, job, tokens[:, :, after], None if gradient is None else gradient[:, :, after], shown
+                    )
+
+    def _observe(self, layer: int, job: _Job, tokens: Any, gradient: Any, shown: set[Calibrator]) -> None:
+        for key, part in _parts(job):
+            if (found := self.calibrators.get((layer, *key))) is not None:
+                if found not in shown:
+                    found.observe(tokens, gradient)
+                shown.add(found)
+                return  # what stands behind it sees what it gives in `fit`
+            if isinstance(part, Transform):
+                tokens = part.map(tokens.float(), ())
+
+    def fit(self, layer: int, seed: int) -> dict[str, torch.Tensor]:
+        """The tensors of a layer, by their names in the file. Its tokens are forgotten."""
+        found = {}
+        for job in self.jobs:
+            pages = self.kept[layer, job.side]
+            if job.skip:
+                pages = [page for page, first in zip(pages, self.first, strict=True) if not first]
+            x = torch.stack(pages, 1).float()
+            for key, part in _parts(job):
+                tensors: Sequence[torch.Tensor] = ()
+                if (calibrator := self.calibrators.get((layer, *key))) is not None:
+                    try:
+                        tensors = calibrator.fit(x[:, : calibrator.pages or None], seed)
+                    except ValueError as error:
+                        raise ValueError(f"layer {layer}, {job.side}, {part}: {error}") from error
+                    for parameter, tensor in zip(part.parameters(1, 1), tensors, strict=True):
+                        found[".".join(("layers", str(layer), *key[:-1], parameter.name))] = tensor.cpu()
+                if isinstance(part, Transform):
+                    x = part.map(x.flatten(1, 2)[None], part.prepare(tensors))[0].view(x.shape)
+        for side in SIDES:
+            self.kept.pop((layer, side), None)
+        return found
+
+
+def _parts(job: _Job) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The stages of a job's transform, then its format; each with its key, which begins with its names in the file."""
+    stages = getattr(job.transform, "stages", (job.transform,))
+    for stage in stages:
+        yield (job.side, job.transform.name, stage.name), stage
+    yield (job.side, job.transform.name, job.format.name, job.format.name), job.format
+
+
+def packed_sizes(model: Any) -> dict[int, Any]:
+    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values."""
+    from .cache import LowBitCache
+
+    return LowBitCache(model, "dense", "dense").packed_sizes
+
+
+def draw_windows(
+    texts: Sequence[str], tokenizer: Any, samples: int | None, length: int, seed: int, device: str
+) -> list[torch.Tensor]:
+    """Windows of `length` tokens, int64 `[length]` each, drawn from texts without overlap; see `calibrate`."""
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of strings, not a string")
+    if length < 2 * PAGE:
+        raise ValueError(f"length={length} is not allowed; it must be {2 * PAGE} or more (tokens of a window)")
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples={samples} is not allowed; it must be 1 or more (windows)")
+    ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
+    windows = [window for x in ids for window in x[: len(x) // length * length].view(-1, length)]
+    needed = FEWEST_SAMPLES if samples is None else samples
+    if len(windows) < needed:
+        raise ValueError(
+            f"the texts are too short: {sum(map(len, ids))} tokens in {len(ids)} texts give {len(windows)} windows of "
+            f"{length}, and {needed} are needed, which is {needed * length} tokens"
+        )
+    count = min(len(windows), SAMPLES.get(device, SAMPLES["cuda"])) if samples is None else samples
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    return [windows[int(number)] for number in chosen]
+
+
+class Recorder(DynamicCache):
+    """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
+
+    def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor], None]):
+        super().__init__(config=config)
+        self._see = see
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self._see(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+def read_windows(
+    model: Any,
+    windows: Sequence[torch.Tensor],
+    see: Callable[[int, int, tuple, tuple], None],
+    gradients: bool = False,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Let the model read each window, and call `see(window, layer, (keys, values), (their gradients, or None))`.
+
+    gradients: whether to compute those of the sum, over positions, of log p(a token drawn from the model's distribution there).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for number, window in enumerate(windows):
+        seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+        def keep(layer: int, keys: torch.Tensor, values: torch.Tensor, seen: list = seen) -> None:
+            for x in (keys, values) if gradients else ():
+                x.retain_grad()
+            seen.append((layer, keys, values))
+
+        with torch.set_grad_enabled(gradients):
+            embedded = model.get_input_embeddings()(window[None].to(model.device)).detach().requires_grad_(gradients)
+            options = {"use_cache": True, "logits_to_keep": 0 if gradients else 1}
+            out = model(inputs_embeds=embedded, past_key_values=Recorder(model.config, keep), **options)
+        if gradients:
+            log_p = out.logits[0].float().log_softmax(-1)
+            uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
+            drawn = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)
+            log_p.gather(-1, drawn[:, None]).sum().backward()
+        for layer, keys, values in seen:
+            see(number, layer, (keys.detach(), values.detach()), (keys.grad, values.grad))
+        if progress is not None:
+            progress(number + 1)

@@ -1,0 +1,99 @@
+"""`hf-lowbit-kv calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..calibration import calibrate as run
+from ..calibration_file import Calibration, user_file
+from ..eval.models import calibration_texts
+from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
+
+
+def calibrate(
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset", "-p", help="Preset; repeat it or separate several by commas.", show_default="vecinfer-2"
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file; repeat it for several.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            show_default="the essays that accuracy is not measured on",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Windows to read.", show_default="64 on a CPU, 256 on a GPU")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    per_head: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-head/--per-layer",
+            help="Codebooks for each KV head, or for a layer.",
+            show_default="per head up to 1024 entries",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File to write.", show_default="the user's cache, where it is found by itself"
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Let a model read texts, and make the parameters that presets such as vecinfer-2 need for it.
+
+    A file that exists is added to: what was made before for other presets stays.
+    """
+    names = resolve_presets(preset or ["vecinfer-2"])
+    texts = [_read(path) for path in text or calibration_texts()]
+    loaded, tokenizer = load(model, device, dtype)
+    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, object] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)  # type: ignore[arg-type]
+            if not console.is_terminal and (done == total or done % 16 == 0):  # a log has no moving bar
+                console.print(f"{what} {done}/{total}")
+
+        found = run(
+            loaded,
+            tokenizer,
+            texts,
+            names,
+            samples=samples,
+            length=length,
+            seed=seed,
+            per_head=per_head,
+            progress=progress,
+        )
+    path = user_file(found.model) if out is None else out
+    if path.exists():
+        found = Calibration.load(path).merged(found)
+    found.save(path)
+    console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text {str(path)!r} is not UTF-8: {error}") from error

@@ -1,0 +1,242 @@
+"""Calibration on a tiny model: what is made, what the file refuses, and where caches find it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import tiny_config, tiny_models
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import calibration as calibrating
+from hf_lowbit_kv import calibration_file
+from hf_lowbit_kv.calibrators import CodebookCalibrator, SmoothCalibrator
+from hf_lowbit_kv.formats import Codebook
+from hf_lowbit_kv.kmeans import _lloyd, kmeans
+from hf_lowbit_kv.transforms import Smooth
+
+pytest.importorskip("faiss")
+
+#: small codebooks, so that little text serves
+PRESET = lb.Preset("tiny-vq", "vq-d4b4", "vq-d8b3", "for tests", sink=4, residual=32, transform="smooth+hadamard")
+
+
+class Tokenizer:
+    """A token for each character."""
+
+    def __call__(self, text, **options):
+        return type("Ids", (), {"input_ids": torch.tensor([[ord(letter) % 150 + 3 for letter in text]])})
+
+
+TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) for k in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "cache"))
+    for module in (lb.methods, calibrating):
+        known = module.get_preset
+        monkeypatch.setattr(
+            module, "get_preset", lambda name, known=known: PRESET if name == "tiny-vq" else known(name)
+        )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def made(model, **options):
+    return lb.calibrate(model, Tokenizer(), TEXTS, "tiny-vq", **{"samples": 8, "length": 256, **options})
+
+
+@pytest.fixture(scope="module")
+def calibration(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrating, "get_preset", lambda name: PRESET)
+        return made(model)
+
+
+def test_what_is_made(model, calibration):
+    assert calibration.contents() == [
+        "keys of smooth+hadamard",
+        "keys of smooth+hadamard.vq-d4b4",
+        "values of none.vq-d8b3",
+    ]
+    # the factors, from a plain pass over the same windows
+    windows = calibrating.draw_windows(TEXTS, Tokenizer(), 8, 256, 0, "cpu")
+    largest = torch.zeros(2, 2, 64)
+    for window in windows:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(window[None], past_key_values=cache)
+        for index, layer in enumerate(cache.layers):
+            largest[index] = largest[index].maximum(layer.keys[0, :, 4:].abs().amax(1))
+    for index in range(2):
+        factors = calibration.get(index, "keys", ("smooth+hadamard", "factors"))
+        torch.testing.assert_close(factors, largest[index].sqrt(), rtol=1e-5, atol=0)
+        assert calibration.get(index, "keys", ("smooth+hadamard", "vq-d4b4", "codebook")).shape == (2, 16, 4)
+
+
+def test_it_is_reproducible_and_depends_on_the_seed(model, calibration):
+    again, other = made(model), made(model, seed=1)
+    assert all(torch.equal(again.tensors[name], x) for name, x in calibration.tensors.items())
+    assert not all(torch.equal(other.tensors[name], x) for name, x in calibration.tensors.items())
+
+
+def test_codebooks_of_a_layer(model):
+    shared = made(model, per_head=False)
+    assert shared.get(0, "keys", ("smooth+hadamard", "vq-d4b4", "codebook")).shape == (1, 16, 4)
+    cache = lb.from_preset("tiny-vq", model, calibration=shared, page_size=32)
+    with torch.no_grad():
+        model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
+
+
+def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
+    """Through a file and a real cache: what is packed is entries of the layer's own codebooks."""
+    calibration.save(tmp_path / "x.safetensors")
+    cache = lb.from_preset("tiny-vq", model, calibration=tmp_path / "x.safetensors", page_size=32)
+    with torch.no_grad():
+        model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
+    assert cache.nbytes.parameters == 2 * (2 * (16 * 4 + 8 * 8) * 2 + 2 * 2 * 64 * 4)
+    for index, layer in enumerate(cache.layers):
+        read = lb.reference.read(layer.store.state, layer.spec, 200)
+        for x, side, fmt in zip(read, ("keys", "values"), ("vq-d4b4", "vq-d8b3"), strict=True):
+            transform = "smooth+hadamard" if side == "keys" else "none"
+            books = calibration.get(index, side, (transform, fmt, "codebook")).float()
+            packed = x[0, :, 4 : 4 + 128].unflatten(-1, (-1, books.shape[-1]))
+            for head in range(2):
+                known = (packed[head].flatten(0, 1)[:, None] == books[head % len(books)]).all(-1)
+                assert bool(known.any(-1).all())
+
+
+def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_path):
+    path = tmp_path / "new" / "x.safetensors"
+    calibration.save(path)
+    more = lb.calibrate(model, Tokenizer(), TEXTS, "million-2", samples=8, length=256)
+    lb.Calibration.load(path).merged(more).save(path)
+    found = lb.Calibration.load(path)
+    assert set(found.tensors) == set(calibration.tensors) | set(more.tensors)
+    assert all(torch.equal(found.tensors[name], x) for name, x in calibration.tensors.items())
+    for preset in ("tiny-vq", "million-2"):
+        lb.from_preset(preset, model, calibration=path)
+
+
+def test_caches_find_it(model, calibration):
+    with pytest.raises(ValueError, match=r"hf-lowbit-kv calibrate .*--preset tiny-vq"):
+        lb.from_preset("tiny-vq", model)
+    calibration.save(calibration_file.user_file(calibration.model))
+    cache = lb.from_preset("tiny-vq", model)
+    torch.testing.assert_close(
+        cache.layers[0].parameters["key_transform.factors"],
+        calibration.get(0, "keys", ("smooth+hadamard", "factors")),
+    )
+    with pytest.raises(ValueError, match="hf-lowbit-kv calibrate"):  # a configuration does not tell models apart
+        lb.from_preset("tiny-vq", model.config)
+    lb.from_preset("tiny-vq", model.config, calibration=calibration)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "layers 2 with 2 KV heads of 64, and the model has 3"),
+        ({"head_dim": 128}, "2 KV heads of 128"),
+        ({"num_key_value_heads": 1}, "1 KV heads of 64"),
+    ],
+)
+def test_another_model_is_refused(calibration, changes, reason):
+    with pytest.raises(ValueError, match=f"made for another model.*{reason}"):
+        lb.from_preset("tiny-vq", tiny_config("llama", **changes), calibration=calibration)
+
+
+def test_other_weights_and_families_are_refused(model, calibration):
+    torch.manual_seed(1)
+    other = type(model)(model.config)
+    with pytest.raises(ValueError, match="weights of the embedding do not"):
+        lb.from_preset("tiny-vq", other, calibration=calibration)
+    with pytest.raises(ValueError, match="model_type llama, and the model has mistral"):
+        lb.from_preset("tiny-vq", tiny_config("mistral"), calibration=calibration)
+    lb.from_preset("tiny-vq", model.half(), calibration=calibration)  # rounding does not make another model
+    model.float()
+
+
+def test_files_that_are_refused(calibration, tmp_path):
+    path = tmp_path / "x.safetensors"
+    calibration.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="may be truncated"):
+        lb.Calibration.load(path)
+    save_file({"a": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="no calibration"):
+        lb.Calibration.load(path)
+    save_file(
+        {"a": torch.zeros(1)}, path, {"format": "hf-lowbit-kv calibration", "version": "99", "model": json.dumps({})}
+    )
+    with pytest.raises(ValueError, match="version '99'"):
+        lb.Calibration.load(path)
+    with pytest.raises(FileNotFoundError, match="neither a file"):
+        lb.Calibration.load(tmp_path / "nothing.safetensors")
+
+
+def test_a_preset_that_the_file_lacks(model, calibration):
+    with pytest.raises(ValueError, match=r"holds no 'layers.0.keys.none.vq-d4b8.codebook'; it holds"):
+        lb.from_preset("million-2", model, calibration=calibration)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 100}, "too short.*100 are needed, which is 25600 tokens"),
+        ({"length": 3000, "samples": None}, "8 are needed, which is 24000 tokens"),
+        ({"length": 100}, "length=100 is not allowed"),
+        ({"samples": 0}, "samples=0 is not allowed"),
+    ],
+)
+def test_bad_input(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        made(model, **options)
+
+
+def test_presets_without_parameters_and_texts_that_are_no_list(model):
+    with pytest.raises(ValueError, match="'kivi-2' has no parameters"):
+        lb.calibrate(model, Tokenizer(), TEXTS, "kivi-2")
+    with pytest.raises(TypeError, match="list of strings"):
+        lb.calibrate(model, Tokenizer(), TEXTS[0], "tiny-vq")
+
+
+def test_keys_that_are_not_finite():
+    broken = tiny_models("llama")[0]
+    broken.model.layers[1].self_attn.k_proj.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="layer 1, keys, smooth: the keys are not all finite"):
+        made(broken)
+
+
+def test_dead_channels():
+    calibrator = SmoothCalibrator(Smooth(), 64, 1)
+    x = torch.randn(1, 1, 100, 64)
+    x[..., 5], x[..., 6] = 0.0, 1e-12
+    calibrator.observe(x, None)
+    (factors,) = calibrator.fit(x, 0)
+    assert factors[0, 5] == 1
+    assert factors[0, 6] == factors.max() * 1e-3
+    assert bool(factors.isfinite().all())
+
+
+@pytest.mark.parametrize("train", [kmeans, lambda *args: _lloyd(*args, 30)], ids=["faiss", "lloyd"])
+def test_k_means_finds_clusters(train):
+    gen = torch.Generator().manual_seed(0)
+    centers = torch.randn(16, 4, generator=gen) * 10
+    x = centers[torch.randint(0, 16, (8000,), generator=gen)] + 0.01 * torch.randn(8000, 4, generator=gen)
+    found = train(x, 64, 0)
+    assert found.shape == (64, 4)
+    assert bool(torch.cdist(x, found).amin(-1).max() < 1)
+
+
+def test_too_few_sub_vectors():
+    calibrator = CodebookCalibrator(Codebook(8, 12), 64, 1, True)
+    with pytest.raises(ValueError, match="1024 sub-vectors are too few for 4096 centroids"):
+        calibrator.fit(torch.randn(1, 1, 128, 64), 0)

@@ -1,0 +1,222 @@
+"""Device functions of `formats.codebook`, in all its layouts. The interface is described in `registry`.
+
+Plane `j` of a tile is channel `j` of every sub-vector, so that an entry of the codebook is looked up once for all its
+channels. The codebook stays in the L1 cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..formats import fragment
+from .common import as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
+
+#: sub-vectors of a token that `encode` takes at a time
+ENCODE_VECTORS = 16
+#: tokens whose indices are packed together
+BLOCK = tl.constexpr(32)
+
+
+class Params(NamedTuple):
+    dim: int
+    bits: int
+    #: sub-vectors of a token
+    width: int
+    padded: int
+    planes: int
+    units: tuple[float, ...]
+    max_block: int
+    #: 0: `planar-1`; 1, 2: `fragment-1`, `fragment-1t`, a lane's words in `chunks` loads of `vector`
+    order: int
+    chunks: int
+    vector: int
+    encode_vectors: int
+    encode_rows: int = 32
+    offset: bool = False
+    interleaved: bool = True
+    ptx: bool = False
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    count = head_dim // fmt.dim
+    order = ("planar-1", *fragment.LAYOUTS).index(fmt.layout)
+    chunks = vector = 1
+    if order:
+        ((_, _, (_, chunks, _, vector)),) = fmt.arrays(head_dim, page_size, dtype)
+    return Params(
+        dim=fmt.dim,
+        bits=fmt.bits,
+        width=count,
+        padded=padded_width(count),
+        planes=fmt.dim,
+        units=(1.0,) * fmt.dim,
+        max_block=page_size,
+        order=order,
+        chunks=chunks,
+        vector=vector,
+        encode_vectors=min(ENCODE_VECTORS, triton.next_power_of_2(count)),
+        ptx=ptx,
+    )
+
+
+@triton.jit
+def _indices(page, token, vector, keep, P: tl.constexpr):
+    """Indices (int32) of tokens of the page for sub-vectors of a token; shapes that broadcast; 0 where not keep."""
+    words = page.to(tl.pointer_type(tl.int32))
+    block, token = token // BLOCK, token % BLOCK
+    if P.order == 0:
+        number = token
+        first = (block * P.width + vector) * P.bits
+    elif P.order == 1:
+        channel = vector * P.dim
+        number = (channel // 32 * 8 + channel % 8) // P.dim * 4 + token % 4
+        lane = token // 4 * 4 + channel % 32 // 8
+        first = block * (P.chunks * 32 * P.vector) + lane * P.vector
+    else:
+        number = vector // 8 * 8 + (token >> 1 & 1) * 4 + (token & 1) * 2 + (token >> 2 & 1)
+        lane = vector % 8 * 4 + token // 8
+        first = block * (P.chunks * 32 * P.vector) + lane * P.vector
+    bit = number * P.bits
+    word, bit = bit // 32, bit % 32
+    x = tl.load(words + first + _word(word, P), mask=keep, other=0).to(tl.uint32, bitcast=True) >> bit
+    if 32 % P.bits:  # an index may end in the next word
+        more = keep & (bit + P.bits > 32)
+        above = tl.load(words + first + _word(word + 1, P), mask=more, other=0).to(tl.uint32, bitcast=True)
+        x = x | (above << ((32 - bit) % 32))
+    return (x & ((1 << P.bits) - 1)).to(tl.int32)
+
+
+@triton.jit
+def _word(word, P: tl.constexpr):
+    if P.order == 0:
+        return word
+    else:
+        return word // P.vector * (32 * P.vector) + word % P.vector
+
+
+@triton.jit
+def _tile(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed. Those of unused tokens are harmless."""
+    token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
+    if TRANSPOSED:
+        x = _indices(page, token[None, :], vector[:, None], (vector < P.width)[:, None] & (token >= 0)[None, :], P)
+    else:
+        x = _indices(page, token[:, None], vector[None, :], (vector < P.width)[None, :] & (token >= 0)[:, None], P)
+    return x
+
+
+@triton.jit
+def _entries(table, index, P: tl.constexpr):
+    """The entries of a tile of indices, as words of two channels, or of four."""
+    if P.dim == 2:
+        return (tl.load(table.to(tl.pointer_type(tl.int32)) + index),)
+    elif P.dim == 4:
+        return (tl.load(table.to(tl.pointer_type(tl.int64)) + index),)
+    else:
+        words = table.to(tl.pointer_type(tl.int64)) + 2 * index
+        return (tl.load(words), tl.load(words + 1))
+
+
+@triton.jit
+def _plane(words, j: tl.constexpr, P: tl.constexpr):
+    """Channel `j` of each entry, float16."""
+    each: tl.constexpr = min(P.dim, 4)
+    return (words[j // each] >> (16 * (j % each))).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    out = ()
+    for j in tl.static_range(P.planes):
+        out = out + (as_operand(load_plane(q_rows, stride, rows_valid, j, P).to(DOT), T),)
+    return out
+
+
+@triton.jit
+def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    return ()
+
+
+@triton.jit
+def scores(
+    page, record, prepared, fetched, n0, valid, factor,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    words = _entries(record, _tile(page, n0, T == 1, BLOCK_N, P), P)
+    s = query_dot(prepared[0], _plane(words, 0, P).to(DOT), None, T)
+    for j in tl.static_range(1, P.planes):
+        s = query_dot(prepared[j], _plane(words, j, P).to(DOT), s, T)
+    return s * factor
+
+
+@triton.jit
+def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    return s, 1.0, 0.0
+
+
+@triton.jit
+def add(
+    page, record, weights, decay, acc, n0, valid,
+    DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    words = _entries(record, _tile(page, n0, T == 0, BLOCK_N, P), P)
+    p = weights.to(DOT)
+    out = ()
+    for j in tl.static_range(P.planes):
+        out = out + (value_dot(p, _plane(words, j, P).to(DOT), acc[j] * tl.expand_dims(decay, T), T),)
+    return out
+
+
+@triton.jit
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    index = _tile(page, n0, False, BLOCK_N, P)
+    return tl.load(record.to(tl.pointer_type(tl.float16)) + index * P.dim + j).to(tl.float32)
+
+
+@triton.jit
+def _square(x, y, P: tl.constexpr):
+    """(x - y)^2, rounded twice: not to be fused with the addition that follows."""
+    if P.ptx:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; sub.rn.f32 t, $1, $2; mul.rn.f32 $0, t, t; }", "=f,f,f", [x, y], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (x - y) * (x - y)
+
+
+@triton.jit
+def encode(
+    page, record, source, start, stop, base,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Store a whole page; its token 0 has index `base`."""
+    table = record.to(tl.pointer_type(tl.float16))
+    words = page.to(tl.pointer_type(tl.int32))
+    token = tl.arange(0, BLOCK)
+    CHUNKS: tl.constexpr = (P.width + P.encode_vectors - 1) // P.encode_vectors
+    for i in range(stop // BLOCK * CHUNKS):
+        block = i // CHUNKS
+        vector = i % CHUNKS * P.encode_vectors + tl.arange(0, P.encode_vectors)
+        index = base + block * BLOCK + token[:, None]
+        keep = (vector < P.width)[None, :] & (token >= 0)[:, None]
+        x = ()
+        for c in tl.static_range(P.dim):
+            x = x + (load_tokens(source, index, (vector * P.dim + c)[None, :], keep, HAS_ORDER, TAIL),)
+        least = tl.full((BLOCK, P.encode_vectors), float("inf"), tl.float32)
+        code = tl.zeros((BLOCK, P.encode_vectors), tl.int32)
+        for entry in range(2**P.bits):
+            distance = _square(x[0], tl.load(table + entry * P.dim).to(tl.float32), P)
+            for c in tl.static_range(1, P.dim):
+                distance += _square(x[c], tl.load(table + entry * P.dim + c).to(tl.float32), P)
+            nearer = distance < least  # not of NaN
+            least = tl.where(nearer, distance, least)
+            code = tl.where(nearer, entry, code)
+        for w in tl.static_range(P.bits):
+            at = (token * P.bits - 32 * w)[:, None]
+            part = tl.where(at < 0, code >> tl.minimum(-at, 31), code << (tl.maximum(at, 0) & 31))
+            word = tl.sum(tl.where(at < 32, part, 0), 0)  # fields do not overlap: the sum is the union
+            tl.store(words + (block * P.width + vector) * P.bits + w, word, mask=vector < P.width)
