@@ -231,7 +231,10 @@ def filled(page: str, rows: list[Row]) -> str:
 def points(rows: list[Row]) -> list[dict[str, Any]]:
     """What the picture shows: presets with a record of the transcript, presets that store the same once."""
     shown: dict[tuple[float, float], dict[str, Any]] = {}
-    for row in rows:
+    listed = {
+        name: place for place, name in enumerate(lb.preset_names())
+    }  # of presets that store the same, the first listed
+    for row in sorted(rows, key=lambda row: listed.get(row.preset, len(listed))):
         if row.transcript is not None and row.bits < 16:
             kl = row.transcript["kl"]
             shown.setdefault((row.bits, kl), {"preset": row.preset, "bits_per_value": row.bits, "kl": kl})
@@ -245,8 +248,7 @@ def digest(rows: list[Row]) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """The Pareto picture."""
-    figure = plot(points(rows), None, TITLE)
-    figure.savefig(path, dpi=120, metadata={"Description": digest(rows)})
+    plot(points(rows), path, TITLE, metadata={"Description": digest(rows)})
 
 
 def main(
