@@ -252,8 +252,7 @@ def runs(
                 yield f"{shape.name} {other['preset']}", other, None
         for preset in presets:
             for asked in backends:
-                formats = get_preset(preset).spec().formats
-                backend = choose_backend(asked, device, options["dtype"], formats)
+                backend = choose_backend(asked, device, options["dtype"], get_preset(preset).spec())
                 what = f"{shape.name} {preset} {backend}"
                 record = fault = None
                 try:

@@ -23,7 +23,7 @@ import typer
 from rich.table import Table
 
 from hf_lowbit_kv import reference
-from hf_lowbit_kv.backend import why_not_cuda
+from hf_lowbit_kv.backends import BACKENDS, Served
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
 from hf_lowbit_kv.pages import LayerSpec, PagedStore
@@ -181,7 +181,11 @@ def main(
 ) -> None:
     """Check and time decode attention to FP8 latents on this GPU."""
     device = torch.device("cuda", 0)
-    reason = why_not_cuda(device, torch.bfloat16, ()) if torch.cuda.is_available() else "needs a GPU, and there is none"
+    reason = (
+        BACKENDS["cuda"].why_not(Served(device, torch.bfloat16))
+        if torch.cuda.is_available()
+        else "needs a GPU, and there is none"
+    )
     if reason is not None:
         raise typer.BadParameter(f"backend='cuda' {reason}")
     from hf_lowbit_kv.triton_kernels.cuda import latent

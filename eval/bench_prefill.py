@@ -159,7 +159,7 @@ def main(
     backends: list[str | None] = [*backend] if backend else [None]
     for name in preset or ["kivi-4"]:
         for asked in backends:
-            chosen = ops.choose_backend(asked, where, number, get_preset(name).spec().formats)
+            chosen = ops.choose_backend(asked, where, number, get_preset(name).spec())
             for measure, tokens, queries in work:
                 record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
                 record |= {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries}

@@ -109,10 +109,9 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec.formats)
-        layer = self.spec, *head_dims
-        self.backend = ops.choose_backend(asked, *served, layer)
-        self.backend_shown = ops.describe(asked, self.backend, *served, layer)
+        asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec, head_dims)
+        self.backend = ops.choose_backend(asked, *served)
+        self.backend_shown = ops.describe(asked, self.backend, *served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(

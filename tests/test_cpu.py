@@ -97,7 +97,7 @@ def test_outliers():
     gen = generator(case, SEED)
     store, _ = filled(case, gen, "cpu")
     step = random_step(case, gen)
-    off = (attention(case, step, store.state, cpu) - attention(case, step, store.state, reference)).norm(dim=-1)
+    off = (attention(case, step, store.state, cpu) - attention(case, step, store.state, reference)).abs()
     assert (off <= rounding_bound(step, store.state, case)).all()
 
 

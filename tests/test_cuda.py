@@ -24,8 +24,11 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_r
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import backends
 from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.pages import LayerSpec
 from hf_lowbit_kv.transforms import Fused
+from hf_lowbit_kv.triton_kernels.cuda import registry
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -49,7 +52,7 @@ def _half(cases):
     """Cases in the dtypes that these kernels compute in (`test_float32` covers the rest), and in formats that they cover."""
 
     def covered(case: Case) -> bool:
-        return case.dtype != torch.float32 and isinstance(case.spec.value_format, ops.CUDA_FORMATS[1])
+        return case.dtype != torch.float32 and type(case.spec.value_format) in registry.COVERED[1]
 
     return [case for case in cases if covered(case[0] if isinstance(case, tuple) else case)]
 
@@ -285,19 +288,19 @@ def compile_module():
 
 
 def test_missing_bindings(monkeypatch):
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: False)
-    with pytest.raises(ImportError, match=r"hf-lowbit-kv\[cuda\]"):
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    with pytest.raises(ImportError, match="cuda-bindings is not installed: "):
         ops.check_backend("cuda")
 
 
 def test_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
         ops.choose_backend("cuda", torch.device("cpu"))
 
 
 def test_old_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -306,8 +309,8 @@ def test_old_gpu(monkeypatch):
 
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
@@ -317,39 +320,44 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
     ):
-        ops.choose_backend("cuda", device, torch.float16, [plain, boosted])
-    assert ops.choose_backend("cuda", device, torch.float16, [boosted, plain]) == "cuda"
+        ops.choose_backend("cuda", device, torch.float16, LayerSpec(plain, boosted))
+    assert ops.choose_backend("cuda", device, torch.float16, LayerSpec(boosted, plain)) == "cuda"
 
 
 def test_default_on_a_gpu(monkeypatch):
     """`cuda` where it serves, else `triton`; and why."""
     found = {"capability": (9, 0), "compiler": None}
-    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: found["compiler"])
-    monkeypatch.setattr(ops, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: found["compiler"])
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.delenv(ops.VARIABLE, raising=False)
-    device, formats = torch.device("cuda"), Case().spec.formats
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    device, spec = torch.device("cuda"), Case().spec
 
-    def check(dtype, chosen, reason, formats=formats):
-        assert ops.choose_backend(None, device, dtype, formats) == chosen
-        said = ops.reason_for(None, chosen, device, dtype, formats)
+    def check(dtype, chosen, reason, spec=spec):
+        assert ops.choose_backend(None, device, dtype, spec) == chosen
+        said = backends.reason_for(None, chosen, device, dtype, spec)
         assert said is None if reason is None else reason in said
 
     check(torch.bfloat16, "cuda", None)
     check(torch.float32, "triton", "computes in")
-    check(torch.float16, "triton", "no kernels for values in format", [formats[0], parse_format("boosted2-r0.125")])
+    check(
+        torch.float16,
+        "triton",
+        "no kernels for values in format",
+        LayerSpec(spec.key_format, parse_format("boosted2-r0.125")),
+    )
     found["compiler"] = "needs NVRTC"
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
     check(torch.float16, "triton", "Tesla T4")
-    assert ops.reason_for("triton", "triton", device, torch.float16, formats) is None
+    assert backends.reason_for("triton", "triton", device, torch.float16, spec) is None
     found.update(capability=(9, 0))
-    monkeypatch.setenv(ops.VARIABLE, "triton")
-    assert ops.reason_for(None, "triton", device, torch.float32, formats) is None
-    monkeypatch.delenv(ops.VARIABLE)
-    monkeypatch.setattr(ops, "DEFAULT_ON_GPU", "triton")
+    monkeypatch.setenv(backends.VARIABLE, "triton")
+    assert backends.reason_for(None, "triton", device, torch.float32, spec) is None
+    monkeypatch.delenv(backends.VARIABLE)
+    monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
     check(torch.float16, "triton", None)
 
 
@@ -374,10 +382,10 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
     nvrtc = SimpleNamespace(nvrtcVersion=nvrtc_version, nvrtcGetSupportedArchs=lambda: (0, architectures))
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, supported))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver, nvrtc=nvrtc))
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
-    ops._why_no_compiler.cache_clear()
-    reason = ops._why_no_compiler((9, 0))
-    ops._why_no_compiler.cache_clear()
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    backends.why_no_compiler.cache_clear()
+    reason = backends.why_no_compiler((9, 0))
+    backends.why_no_compiler.cache_clear()
     assert reason is None if expected is None else expected in reason
 
 

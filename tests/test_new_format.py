@@ -20,7 +20,7 @@ from cases import left_padded, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend, formats
-from hf_lowbit_kv.pages import read_pages
+from hf_lowbit_kv.pages import LayerSpec, read_pages
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ def test_a_new_format_generates(registered, options):
 def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
-        backend.choose_backend("triton", torch.device("cuda"), torch.float16, [Sign()])
+        backend.choose_backend("triton", torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------------

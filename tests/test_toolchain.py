@@ -20,12 +20,12 @@ from cases import SMALL_PAGES, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import reference, toolchain
+from hf_lowbit_kv import backends, reference, toolchain
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-COMPILER = ops._why_no_compiler
+COMPILER = backends.why_no_compiler
 
 
 @pytest.fixture
@@ -102,15 +102,15 @@ def on_a_gpu(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.delenv(ops.VARIABLE, raising=False)
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     monkeypatch.setattr(ops, "choose_backend", lambda asked, device, *rest: real["choose_backend"](asked, gpu, *rest))
     monkeypatch.setattr(
         ops, "describe", lambda asked, chosen, device, *rest: real["describe"](asked, chosen, gpu, *rest)
     )
     monkeypatch.setattr(ops, "_module", lambda *chosen: reference)
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: None)
-    monkeypatch.setattr(ops, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
 
 
 def _summary(dtype=torch.float16) -> str:
@@ -125,14 +125,14 @@ def test_summary_of_the_default(on_a_gpu):
 
 
 def test_summary_without_bindings(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(ops, "_why_no_compiler", COMPILER.__wrapped__)
-    monkeypatch.setattr(ops, "_has_cuda_bindings", lambda: False)
+    monkeypatch.setattr(backends, "why_no_compiler", COMPILER.__wrapped__)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton (cuda needs cuda-bindings: pip install 'cuda-bindings==13.*')" in _summary()
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: "needs NVRTC, which is not there")
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: "needs NVRTC, which is not there")
     assert "triton (cuda needs NVRTC, which is not there)" in _summary()
 
 
@@ -141,13 +141,13 @@ def test_summary_where_cuda_does_not_serve_the_model(on_a_gpu):
 
 
 def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(ops, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: "Triton needs a C compiler")
     assert "cuda (slower with long chunks: Triton needs a C compiler)" in _summary()
 
 
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(ops, "why_not_launched", lambda: "Triton needs a C compiler")
-    monkeypatch.setattr(ops, "_why_no_compiler", lambda capability: "needs NVRTC")
+    monkeypatch.setattr(backends, "why_not_launched", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: "needs NVRTC")
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):

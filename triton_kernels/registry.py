@@ -25,6 +25,7 @@ the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the other
 - `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
 """
 
+from collections.abc import Iterable
 from types import ModuleType
 
 from ..formats import Format
@@ -60,12 +61,22 @@ def attends_packed(spec: LayerSpec) -> bool:
     return hasattr(keys, "scores") and hasattr(values, "add")
 
 
+def why_not(formats: Iterable[Format]) -> str | None:
+    """What keeps the kernels from these formats, or `None`."""
+    for fmt in formats:
+        if type(fmt) not in KERNELS:
+            return f"cannot serve: {_no_kernels(fmt)}"
+    return None
+
+
+def _no_kernels(fmt: Format) -> str:
+    names = sorted(cls.__name__ for cls in KERNELS)
+    return f"format {fmt.name!r} has no Triton kernels; formats with kernels: {names}. Use backend='torch'."
+
+
 def kernels(fmt: Format) -> ModuleType:
     """The module for `fmt`."""
     try:
         return KERNELS[type(fmt)]
     except KeyError:
-        names = sorted(cls.__name__ for cls in KERNELS)
-        raise ValueError(
-            f"format {fmt.name!r} has no Triton kernels; formats with kernels: {names}. Use backend='torch'."
-        ) from None
+        raise ValueError(_no_kernels(fmt)) from None
