@@ -1,7 +1,7 @@
 """The backends, what each of them covers, and which one a layer gets.
 
-The `backend=` argument of a cache chooses, else the environment variable `HF_LOWBIT_KV_BACKEND`, else what fits the device: on a
-GPU `cuda` where it serves the layer and `triton` where not, on a CPU `cpu`, elsewhere `torch`. A cache's `summary()` says
+The `backend=` argument of a cache chooses, else the environment variable `HF_LOWBIT_KV_BACKEND`, else what fits the device: on
+a GPU `cuda` where it serves the layer and `triton` where not, on a CPU `cpu`, elsewhere `torch`. A cache's `summary()` says
 which, and why not `cuda`. Nothing falls back silently: what was asked for and cannot run raises.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
