@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import backend as ops
+from . import backends
 from . import compiling, recording
 from .arguments import check_count
 from .cache import LowBitCache
@@ -188,7 +188,7 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     """An empty kept cache for `rows` rows of `tokens` tokens. It is free for other calls once it is dropped."""
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
-    surroundings = os.environ.get(ops.VARIABLE), torch.is_inference_mode_enabled()
+    surroundings = os.environ.get(backends.VARIABLE), torch.is_inference_mode_enabled()
     options = tuple((name, option(value)) for name, value in sorted(cache_options.items()))
     key = (get_preset(preset).name, rows, model.dtype, model.device, options, surroundings)
     return kept_caches(model).take(
