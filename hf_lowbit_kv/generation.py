@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import backends
-from . import compiling, recording
+from . import backends, compiling, recording
 from .arguments import check_count
 from .cache import LowBitCache
 from .call_options import (
