@@ -318,7 +318,7 @@ class LowBitCache(Cache):
         if count and not all(able):
             index = able.index(False)
             raise ValueError(
-                f"tokens_to_remove={-count} is not possible: layer {index}, transformers' "
+                f"tokens_to_remove={-count} is not possible: layer {index}, a "
                 f"{type(self.layers[index]).__name__}, does not keep what it would need"
             )
         for layer in itertools.compress(self.layers, able):

@@ -63,7 +63,7 @@ def test_arguments_of_the_wrong_type(model):
     with pytest.raises(TypeError, match="dense_layers=0 is not allowed; it must be a list"):
         lb.from_preset("kivi-2", model, dense_layers=0)
     for call in (lambda: lb.generate("gpt2", torch.tensor([[5]]), "kivi-2", 4), lambda: lb.release(None)):
-        with pytest.raises(TypeError, match="model must be a transformers model, not"):
+        with pytest.raises(TypeError, match=r"model must be a transformers model .*, not <class"):
             call()
 
 
@@ -379,7 +379,7 @@ def test_crop_beyond_what_is_stored(model):
 def test_crop_where_the_host_cannot():
     model, _ = tiny_models("gemma2")
     cache = filled(model, max_cache_len=100)
-    with pytest.raises(ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*StaticSlidingWindowLayer"):
+    with pytest.raises(ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*SlidingLayer, does not keep"):
         cache.crop(-3)
     cache.crop(0)
     assert all(int(cache.get_seq_length(index)) == 80 for index in range(2))
