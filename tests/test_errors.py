@@ -379,7 +379,9 @@ def test_crop_beyond_what_is_stored(model):
 def test_crop_where_the_host_cannot():
     model, _ = tiny_models("gemma2")
     cache = filled(model, max_cache_len=100)
-    with pytest.raises(ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*SlidingLayer, does not keep"):
+    with pytest.raises(
+        ValueError, match=r"tokens_to_remove=-3 is not possible: layer 0, .*SlidingLayer, does not keep"
+    ):
         cache.crop(-3)
     cache.crop(0)
     assert all(int(cache.get_seq_length(index)) == 80 for index in range(2))
