@@ -39,6 +39,10 @@ class Reading(ABC):
     def widths(self, first: int, second: int) -> tuple[int, int]:
         """Widths of the streams -> widths of a query and of an output of attention."""
 
+    def shown_widths(self, head_dim: int) -> tuple[int, int]:
+        """Widths of the streams to show a preset's bytes for, where no model is given."""
+        return head_dim, head_dim
+
     @abstractmethod
     def validate(self, formats: tuple[Format, Format], widths: tuple[int, int], page_size: int) -> None:
         """Raise `ValueError` where streams of these widths cannot be stored in these formats."""
@@ -71,6 +75,9 @@ class Latent(Reading):
     name = "latent"
     streams = ("latent", "RoPE part")
     transforms = False
+
+    def shown_widths(self, head_dim: int) -> tuple[int, int]:
+        return 512, 64  # DeepSeek-V2 and V3
 
     def join(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.cat([first, second.to(first.dtype)], dim=-1), first

@@ -199,13 +199,15 @@ class LayerSpec:
         )
 
     def bits_per_value(self, tokens: int, head_dim: int, dtype: torch.dtype = torch.float16) -> float:
-        """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail."""
+        """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail. head_dim: of keys and
+        values; a latent is counted with the widths of DeepSeek-V3 (`Reading.shown_widths`)."""
         if tokens <= 0:
             raise ValueError(f"tokens={tokens} is not allowed; it must be 1 or more")
         paged = self.paged_after(tokens - self.sink)
         pages = -(-paged // self.page_size)
-        dense = 2 * (tokens - paged) * head_dim * dtype.itemsize
-        return 8 * (pages * sum(self.part_bytes(head_dim, head_dim, dtype)) + dense) / (2 * tokens * head_dim)
+        widths = self.reading.shown_widths(head_dim)
+        dense = (tokens - paged) * sum(widths) * dtype.itemsize
+        return 8 * (pages * sum(self.part_bytes(*widths, dtype)) + dense) / (tokens * sum(widths))
 
 
 def _of_role(given: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.Tensor]:

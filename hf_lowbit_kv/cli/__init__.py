@@ -83,7 +83,7 @@ def presets(
 
 def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
     spec = preset.spec()
-    spec.validate(head_dim, head_dim)
+    spec.validate(*spec.reading.shown_widths(head_dim))
     return {
         "preset": preset.name,
         "keys": str(preset.key_format),
