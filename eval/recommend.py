@@ -58,8 +58,8 @@ def parse_size(text: str) -> int:
 
 
 def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int) -> dict[str, Size]:
-    """What each cache stores of `batch` rows of `context` tokens, as arithmetic: metadata and window are counted, the window in
-    16 bits. Layers that are not packed (sliding, recurrent) are not counted: no preset changes them."""
+    """What each cache stores of `batch` rows of `context` tokens, as arithmetic: metadata, window and parameters are counted,
+    the window in 16 bits. Layers that are not packed (sliding, recurrent) are not counted: no preset changes them."""
     dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     found = {}
@@ -75,7 +75,8 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
             pages = -(-paged // spec.page_size) * sum(spec.part_bytes(store.head_dim_k, store.head_dim_v, dtype))
             stored += store.num_heads * (pages + (context - paged) * width * dtype.itemsize)
             full += store.num_heads * context * width * dtype.itemsize
-        found[name] = Size(8 * dtype.itemsize * stored / full, batch * stored, batch * full)
+        stored = batch * stored + cache.nbytes.parameters  # codebooks and the like, whatever the number of rows
+        found[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
     return found
 
 
