@@ -52,7 +52,7 @@ def _half(cases):
     """Cases in the dtypes that these kernels compute in (`test_float32` covers the rest), and in formats that they cover."""
 
     def covered(case: Case) -> bool:
-        return case.dtype != torch.float32 and type(case.spec.value_format) in registry.COVERED[1]
+        return case.dtype != torch.float32 and registry.covered(case.spec.value_format, True)
 
     return [case for case in cases if covered(case[0] if isinstance(case, tuple) else case)]
 

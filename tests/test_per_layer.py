@@ -115,7 +115,7 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]='snapmla' does not fit.*'separate'"),
         ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, ValueError, "layer 3: group_size=128.*head_dim=64"),
         (
-            {"per_layer": {1: {"transform": "smooth"}}},
+            {"per_layer": {1: {"transform": "smooth"}}, "parameters": {}},
             ValueError,
             r"layer 1: parameters: key_transform.factors is missing",
         ),

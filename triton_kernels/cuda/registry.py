@@ -1,24 +1,41 @@
-"""Which formats the CUDA kernels attend to, and on which side: a new format adds a line here and its structs to `geometry`.
+"""Which module tells the CUDA kernels of a page format: a new format is one file and one line here.
 
-Importing this needs neither a GPU nor a compiler.
+Such a module has `SIDES`, whether the format may be that of keys, and of values; and `needs(fmt, head_dim, page_size, dtype,
+transposed)`, see `needs.Needs` (transposed: values). Importing this needs neither a GPU nor a compiler.
 """
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
 
 from ...formats import Format
 from ...formats.affine import Affine
 from ...formats.boosted import Boosted
 from ...formats.codebook import Codebook
 from ...formats.dense import Dense
+from . import affine, boosted, codebook, dense
+from .needs import Needs
 
-#: as keys, as values
-COVERED: tuple[frozenset[type[Format]], frozenset[type[Format]]] = (
-    frozenset({Affine, Boosted, Codebook, Dense}),
-    frozenset({Affine, Codebook, Dense}),
-)
+KERNELS: dict[type[Format], ModuleType] = {Affine: affine, Boosted: boosted, Codebook: codebook, Dense: dense}
+
+
+def covered(fmt: Format, transposed: bool) -> bool:
+    """Whether there are kernels for keys, or for values (transposed), in that format."""
+    return type(fmt) in KERNELS and KERNELS[type(fmt)].SIDES[transposed]
 
 
 def why_not(keys: Format, values: Format) -> str | None:
     """What keeps the kernels from these formats, or `None`."""
-    for fmt, covered, side in zip((keys, values), COVERED, ("keys", "values"), strict=True):
-        if type(fmt) not in covered:
+    for fmt, transposed, side in ((keys, False, "keys"), (values, True, "values")):
+        if not covered(fmt, transposed):
             return f"has no kernels for {side} in format {fmt.name!r} yet"
     return None
+
+
+def needs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    """What the format needs on that side."""
+    if not covered(fmt, transposed):
+        raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
+    return KERNELS[type(fmt)].needs(fmt, head_dim, page_size, dtype, transposed)

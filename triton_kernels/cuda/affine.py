@@ -1,0 +1,39 @@
+"""`formats.affine` on the CUDA kernels: `affine_keys.cuh`, `affine_values.cuh`, `encode.cuh`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.affine import Affine
+from ...formats.fragment import LAYOUTS
+from .needs import Needs
+
+#: as keys, as values
+SIDES = (True, True)
+
+
+def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    if fmt.layout != LAYOUTS[transposed]:
+        raise ValueError(
+            f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.storage_spec"
+        )
+    channel = fmt.axis == "channel"
+    group = fmt.group_size or (page_size if channel else head_dim)
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    arguments = f"{fmt.bits}, {str(channel).lower()}, {group}, {head_dim}, {at['scale']}, {at['zero']}"
+
+    def meta(piece: int) -> int:
+        return 4 * head_dim * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
+
+    return Needs(
+        f"Affine{'Values' if transposed else 'Keys'}<{arguments}>",
+        f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
+        4 * head_dim * fmt.bits,
+        meta,
+        bits=fmt.bits,
+        grouped=fmt.group_size is not None,
+        longer=channel,
+        same_for=group if channel else 0,
+        scratch=12 if not channel and fmt.group_size is None else 0,
+        lifted=channel and fmt.bits == 2,
+    )

@@ -1,0 +1,27 @@
+"""`formats.boosted` on the CUDA kernels, as keys alone: `boosted.cuh`, `encode_boosted.cuh`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.boosted import SCORES, Boosted
+from .needs import Needs
+
+#: as keys, as values
+SIDES = (True, False)
+
+
+def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    count, columns = fmt.boosted(head_dim), fmt.columns(head_dim)
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    arguments = f"{columns}, {head_dim}, {at['high']}, {at['scale']}, {at['zero']}, {at['map']}"
+    return Needs(
+        f"BoostedKeys<{arguments}>",
+        f"BoostedEncoder<{count}, {arguments}, {SCORES.index(fmt.score)}, {fmt.seed}u>",
+        8 * (head_dim + columns),
+        lambda piece: 4 * head_dim + columns,
+        bits=fmt.bits,
+        longer=True,
+        lifted=True,
+        by_thread=True,
+    )

@@ -1,0 +1,27 @@
+"""`formats.codebook` on the CUDA kernels: `codebook.cuh`, `encode_codebook.cuh`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.codebook import Codebook
+from .needs import Needs
+
+#: as keys, as values
+SIDES = (True, True)
+#: bytes that copies of a codebook's entry fill, so that no lanes that are served together meet in a bank; and what a
+#: codebook may take of shared memory (the largest ones get fewer copies, one at least)
+LANES_BYTES, MOST_TABLE = 128, 64 * 1024
+
+
+def needs(fmt: Codebook, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    copies = max(min(LANES_BYTES, MOST_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
+    arguments = f"{fmt.dim}, {fmt.bits}"
+    return Needs(
+        f"Codebook{'Values' if transposed else 'Keys'}<{arguments}, {copies}, {head_dim}>",
+        f"CodebookEncoder<{arguments}, {head_dim}, {str(transposed).lower()}>",
+        4 * head_dim * fmt.bits // fmt.dim,
+        lambda piece: 0,
+        bits=-(-fmt.bits // fmt.dim),
+        table=2 * fmt.dim * copies << fmt.bits,
+    )

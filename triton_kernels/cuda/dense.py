@@ -1,0 +1,16 @@
+"""`formats.dense` on the CUDA kernels: `dense.cuh`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.dense import Dense
+from .needs import Needs
+
+#: as keys, as values
+SIDES = (True, True)
+
+
+def needs(fmt: Dense, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    struct = f"Dense{'Values' if transposed else 'Keys'}<{head_dim}>"
+    return Needs(struct, f"DenseEncoder<{head_dim}>", 64 * head_dim, lambda piece: 0)

@@ -1,0 +1,38 @@
+"""What a format tells the CUDA kernels: the names of its C++ structs, and what they need of a multiprocessor.
+
+A format's module (`affine`, `boosted`, ...) makes these records; `geometry` plans with them and knows no format by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Needs(NamedTuple):
+    """Of one format on one side (keys or values), at one size of heads and pages."""
+
+    struct: str
+    """C++ struct that attends"""
+    encoder: str
+    """C++ struct that packs pages"""
+    codes: int
+    """bytes of 32 tokens' codes"""
+    meta: Callable[[int], int]
+    """tokens of a piece -> bytes of their scales, zero points, maps"""
+    bits: int = 16
+    """of a number, rounded up"""
+    table: int = 0
+    """bytes of a codebook in shared memory"""
+    grouped: bool = False
+    """whether scales change inside a page or a head, which takes registers"""
+    longer: bool = False
+    """whether registers allow pieces of 64 tokens with two tiles of query rows, too"""
+    same_for: int = 0
+    """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in affine_keys.cuh)"""
+    scratch: int = 0
+    """values: bytes a token that scales are made into (`SCRATCH` in affine_values.cuh)"""
+    lifted: bool = False
+    """keys: whether queries are kept a third time (`LIFT` in affine_keys.cuh)"""
+    by_thread: bool = False
+    """whether packing takes a thread for every channel"""
