@@ -170,9 +170,18 @@ class Cuda(Backend):
         if spec.reading.name == "separate":
             from hf_lowbit_kv.triton_kernels.cuda.registry import why_not
 
-            return why_not(*spec.formats)
+            return why_not(*spec.formats) or (self._why_no_layout(spec, widths) if widths else None)
         module = self.operations(spec.reading.name)
         return module.why_not(spec) or (module.why_not_widths(*widths) if widths else None)
+
+
+    def _why_no_layout(self, spec: LayerSpec, widths: tuple[int, int]) -> str | None:
+        """What keeps pages for heads of these sizes from being stored in the order that the kernels read."""
+        try:
+            storage_spec(spec, self.name).validate(*widths)
+        except ValueError as error:
+            return f"does not take these heads: {error}"
+        return None
 
 
 #: every backend, by name

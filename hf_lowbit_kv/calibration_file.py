@@ -29,7 +29,7 @@ FILE_NAME = "calibration.safetensors"
 MARKS, TOLERANCE = 64, 0.02
 
 
-@dataclass
+@dataclass(eq=False)
 class Calibration:
     """Parameters of transforms and formats for one model.
 

@@ -45,6 +45,7 @@ def generate(
     past_key_values: LowBitCache | None = None,
     max_cache_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
+    calibration: Any = None,
     progress: bool = True,
     **options: Any,
 ) -> Any:
@@ -71,6 +72,7 @@ def generate(
         past_key_values: a preallocated cache to go on with. Without it a kept cache is emptied and used.
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
+        calibration: for presets that need one, as for `LowBitCache`.
         progress: tell on stderr when a step is compiled.
         **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
             `compile_config` implies `step="compiled"`.
@@ -91,6 +93,8 @@ def generate(
     check_options(inner, options)
     if not isinstance(cache_options, Mapping | None):
         raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
+    if calibration is not None:
+        cache_options = {**(cache_options or {}), "calibration": calibration}
     rows, tokens = prompt_shape(inputs)
     new_tokens = new_tokens_of(inner, max_new_tokens, options, tokens)
     wanted = tokens + new_tokens

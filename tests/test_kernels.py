@@ -159,6 +159,8 @@ SMALL = [
     Case(lengths=(0, 0), heads=1, sinks=True),
     Case(capacity=140, lengths=(100, 90), heads=1),
     Case(keys="boosted2-r0.125", values="int2-token"),
+    Case(keys="vq-d4b8", values="vq-d2b5"),
+    Case(keys="vq-d8b12", values="int2-token", head_dim=80, lengths=(100,), groups=1, tokens=5, dtype=torch.bfloat16),
     Case(
         keys="boosted2-r0.25-variance",
         values="int2-token",
@@ -184,6 +186,7 @@ SMALL_STORES = [
     (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
+    (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),

@@ -85,7 +85,10 @@ class Codebook(Format):
         return (Parameter("codebook", (num_kv_heads, self.size, self.dim), torch.float16),)
 
     def in_lanes(self, head_dim: int) -> bool:
-        """Whether the lanes of a warp share the indices of 32 tokens evenly, in whole words, for keys and for values."""
+        """Whether the lanes of a warp share the indices of 32 tokens evenly, in whole words, for keys and for values; and
+        whether two codebooks fit into a multiprocessor's shared memory, which is what the layout is for."""
+        if self.bits > 12:
+            return False
         return head_dim % max(32, 8 * self.dim) == 0 and head_dim // self.dim * self.bits % 32 == 0
 
     def validate(self, head_dim: int, page_size: int) -> None:
