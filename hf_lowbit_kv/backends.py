@@ -174,7 +174,6 @@ class Cuda(Backend):
         module = self.operations(spec.reading.name)
         return module.why_not(spec) or (module.why_not_widths(*widths) if widths else None)
 
-
     def _why_no_layout(self, spec: LayerSpec, widths: tuple[int, int]) -> str | None:
         """What keeps pages for heads of these sizes from being stored in the order that the kernels read."""
         try:
