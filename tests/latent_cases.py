@@ -152,6 +152,6 @@ def check_append(kernels, case: Case, chunks: list[int], device: str, seed: int)
 
 
 def compare(found: PagedStore, expected: PagedStore) -> None:
-    for name in ("length", "paged"):
+    for name in ("length", "paged", "lost"):
         assert torch.equal(getattr(found.state, name), getattr(expected.state, name)), name
     assert torch.equal(found.state.pool[0], expected.state.pool[0]), "packed bytes"

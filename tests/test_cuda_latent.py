@@ -115,6 +115,7 @@ def test_no_room_left(kernels):
         given = filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling
         kernels.step(*given)
     assert int(filled.store.state.length[0, 0]) == room
+    assert int(filled.store.state.lost[0, 0]) == 60 + 8 - room
 
 
 @pytest.mark.skipif(GPU, reason="races are seen in the emulator")

@@ -29,7 +29,7 @@ struct LatentArgs {
   const u8 *q, *c, *r, *mask;       // queries [B, Hq, S, RANK + ROPE]; the chunk's content [B, S, RANK] and RoPE part [B, S, ROPE]
   u8* pool;
   const i64* address;               // [B, pages]: bytes from pool
-  int *length, *paged;              // [B]
+  int *length, *paged, *lost;       // [B]; lost: tokens for which there was no room
   u8* out;                          // [B, S, Hq, RANK]
   float *partial, *sums;            // [B, tiles, splits, 16, RANK] and, maximum and sum, [B, tiles, splits, 2, 16]
   const int *order, *count;         // padded chunk: places of the tokens that are no padding [B, S], and their number [B]
@@ -357,11 +357,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   const int thread = threadIdx.x, row = blockIdx.x, b = blockIdx.y, rows = a.heads * a.tokens;
   if (row == rows) {
     if (blockIdx.z) return;
-    int place = a.length[b];
-    for (int token = 0; token < a.tokens; token++)
-      if (!padding(a, b, token) && place < a.room) store_token(a, b, token, place++, space, thread);
+    int place = a.length[b], lost = 0;
+    for (int token = 0; token < a.tokens; token++) {
+      if (padding(a, b, token)) continue;
+      if (place < a.room) store_token(a, b, token, place++, space, thread);
+      else lost++;
+    }
     __syncthreads();                                      // all have read the length
-    if (thread == 0) a.length[b] = a.paged[b] = place;
+    if (thread == 0) { a.length[b] = a.paged[b] = place; if (lost) a.lost[b] += lost; }
     return;
   }
   const int token = row / a.heads, head = row % a.heads, tiles = (rows + 15) / 16;
@@ -425,5 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_append(const __grid
 extern "C" __global__ void latent_counters(const __grid_constant__ LatentArgs a, int batch) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= batch) return;
-  a.length[b] = a.paged[b] = min(a.length[b] + (a.count ? a.count[b] : a.tokens), a.room);
+  const int length = a.length[b] + (a.count ? a.count[b] : a.tokens);
+  a.length[b] = a.paged[b] = min(length, a.room);
+  if (length > a.room) a.lost[b] += length - a.room;
 }

@@ -14,7 +14,6 @@ import torch
 from ... import reference
 from ...formats import Dense, Fp8
 from ...pages import LayerSpec, LayerState
-from ...reference import max_length as row_capacity
 from .compile import Module, load
 from .launch import _address, _properties, launches
 
@@ -37,7 +36,7 @@ class _Args(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in "q c r mask pool address length paged out partial sums order count".split()
+            for name in "q c r mask pool address length paged lost out partial sums order count".split()
         ),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s c_b c_s r_b r_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "heads tokens pages splits room stores".split()),
@@ -145,7 +144,22 @@ def _step(
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
-    given = q, k, v, mask, state.pool[0], state.page_address, state.length, state.paged, out, partial, sums, None, None
+    given = (
+        q,
+        k,
+        v,
+        mask,
+        state.pool[0],
+        state.page_address,
+        state.length,
+        state.paged,
+        state.lost,
+        out,
+        partial,
+        sums,
+        None,
+        None,
+    )
     args = _Args(
         *(_address(x) for x in given),
         *(
@@ -156,7 +170,7 @@ def _step(
             v.stride(2),
             *((0, 0) if mask is None else mask.stride()),
         ),
-        *(heads, tokens, pages, splits, row_capacity(spec, pages), int(store), scaling),
+        *(heads, tokens, pages, splits, spec.room(pages), int(store), scaling),
     )
     _launch(module, "latent_attend", (splits, batch, tiles), args, shared=shared)
     slices = rank // (128 if rank % 128 == 0 else 64)  # `SLICE` in latent.cu
@@ -192,6 +206,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
         state.page_address,
         state.length,
         state.paged,
+        state.lost,
         None,
         None,
         None,
@@ -201,7 +216,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
     args = _Args(
         *(_address(x) for x in given),
         *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),
-        *(1, tokens, pages, 1, row_capacity(spec, pages), 1, 1.0),
+        *(1, tokens, pages, 1, spec.room(pages), 1, 1.0),
     )
     _launch(module, "latent_append", (tokens, batch, 1), args)
     _launch(module, "latent_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))
