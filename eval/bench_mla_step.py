@@ -139,8 +139,7 @@ def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> No
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)
         ops.append(c, r, None, layer.store.state, layer.spec, layer.backend)
-        layer._count(tokens)
-        layer._seen_at_least = tokens
+        layer.restore(layer.snapshot()._replace(seen=tokens, mode="packed"))
 
 
 def main(

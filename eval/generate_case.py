@@ -19,6 +19,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.compiling import compile_config
 from hf_lowbit_kv.eval.packed_case import fill
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.progress import Progress
 
 #: tokens that a cache can take beyond those it is filled with
 HEADROOM = 512
@@ -254,11 +255,6 @@ def set_length(cache: lb.LowBitCache, tokens: int) -> None:
     layers: list[Any] = cache.packed_layers
     for layer in layers:
         state, spec = layer.store.state, layer.store.spec
-        state.length.fill_(tokens)
-        state.paged.fill_(spec.paged_after(tokens - spec.sink))
-        layer._forget()
-        layer._mode, layer._seen_at_least = "packed", tokens
-        if isinstance(layer.cumulative_length, torch.Tensor):
-            layer.cumulative_length.fill_(tokens)
-        else:
-            layer.cumulative_length = tokens
+        length = torch.full_like(state.length, tokens)
+        paged = torch.full_like(state.paged, spec.paged_after(tokens - spec.sink))
+        layer.restore(Progress(length, paged, tokens, "packed"))

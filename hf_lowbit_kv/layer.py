@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import backend as ops
-from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
-from .padding import Padding
+from .implementation import ATTENTION_NAME, refuse_backward
+from .layer_checks import Checked, properties_of
 from .pages import LayerSpec, PagedStore
+from .progress import Counted
 from .reading import DIRECT, Side
-from .reference import unpack_into_tail
+from .reference import as_made, unpack_into_tail
 from .toolchain import why_not_launched
+from .view import LayerView as LayerView
 
 
-class LayerView(NamedTuple):
-    """What `update()` returns as keys and as values when our attention function is selected: the chunk, not stored
-    yet, and the layer that the attention function will attend to and store it in."""
-
-    layer: LowBitLayer
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def __getattr__(self, name: str):
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}"))
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
-
-    def __getitem__(self, index):  # a tuple's own would do something
-        raise TypeError(why_not_usable("cannot be indexed"))
-
-    def __add__(self, other):
-        raise TypeError(why_not_usable("cannot be added"))
-
-    def __mul__(self, other):
-        raise TypeError(why_not_usable("cannot be multiplied"))
-
-    def __rmul__(self, other):
-        return self * other
-
-
-class LowBitLayer(CacheLayerMixin):
+class LowBitLayer(Counted, Checked, CacheLayerMixin):
     """Stores one layer's keys and values packed. Made by `LowBitCache`.
 
     Args:
@@ -87,14 +60,6 @@ class LowBitLayer(CacheLayerMixin):
         # padded tokens seen: a tensor where addresses are fixed, so that a compiled step can advance it
         self.cumulative_length: int | torch.Tensor = 0 if max_cache_len is None else torch.tensor(0)
         self._forget()
-
-    def _forget(self) -> None:
-        self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
-        self.taken = 0  # tokens of eager passes
-        self.storing = False  # an eager pass is at work here; where the next one finds it so, that one was interrupted
-        self._seen_at_least = 0  # host's lower bound of `cumulative_length`; compiled steps do not count here
-        self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
-        self._padding = Padding()
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 
@@ -148,7 +113,7 @@ class LowBitLayer(CacheLayerMixin):
         return self._update(key_states, value_states)
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        mode, found = self._current_mode(), _properties(key_states, value_states)
+        mode, found = self._current_mode(), properties_of(key_states, value_states)
         if self.is_initialized and self._misfits(found) and int(self.get_seq_length()) == 0:
             self.is_initialized = False  # nothing stored: allocate anew
         self.check(key_states.shape[2], found)
@@ -226,21 +191,6 @@ class LowBitLayer(CacheLayerMixin):
         self.taken -= count
         self._seen_at_least = int(self.cumulative_length)
 
-    def check_crop(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` is to remove; raises where it cannot."""
-        try:
-            count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
-        except TypeError:
-            count = -1
-        if count < 0:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
-            )
-        # 0 comes from the host in every step, which must not wait for the device then
-        if count and count > int(self.get_seq_length()):
-            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
-        return count
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
         self.batch_select_indices(beam_idx)
@@ -301,45 +251,14 @@ class LowBitLayer(CacheLayerMixin):
 
     _step_growing = torch.compiler.disable(_step)
 
-    def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
-        """Keep what `crop` needs to know without asking the device."""
-        if mask is None:
-            self._in_tail += tokens
-        else:  # a row may have got none of these tokens
-            seen = self.cumulative_length if tokens == 1 else int(self.cumulative_length)
-            self._padding.note(seen - tokens, mask)
-        self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
-
-    def advance(self) -> None:
-        """Count a token in Python that a replayed step has stored: on the device the replay counts by itself."""
-        self.taken += 1
-        self._seen_at_least += 1
-        self._in_tail = min(self._in_tail + 1, self.spec.residual)
-
-    def _make_room(self, tokens: int, mode: str) -> None:
-        """Count `tokens` more, and have pages for them."""
-        self._count(tokens)
-        if torch.compiler.is_compiling():
-            return
-        self._mode, self.storing = mode, True
-        self._seen_at_least += tokens
-        self.taken += tokens
-        if self.max_cache_len is None:
-            self.store.reserve(self._seen_at_least)
-
-    def _count(self, tokens: int) -> None:
-        if isinstance(self.cumulative_length, torch.Tensor):
-            self.cumulative_length.add_(tokens)  # in place: a compiled step reads this address
-        else:
-            self.cumulative_length += tokens
-
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
         past = int(self.cumulative_length)
         self._make_room(key_states.shape[2], "dense")
         store = self.store
         out = (key_states, value_states)
         if past:
-            keys, values = self._untransformed(*ops.read(store.state, self.spec, past, self.backend))
+            keys, values = ops.read(store.state, self.spec, past, self.backend)
+            keys, values = as_made(keys, values, store.state, self.spec)
             out = (
                 refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
                 refuse_backward(torch.cat([values, value_states], dim=2), value_states),
@@ -348,75 +267,3 @@ class LowBitLayer(CacheLayerMixin):
         self._note_tail(key_states.shape[2], None)
         self.storing = False
         return out
-
-    def _untransformed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was read back `[B, H, n, D]`, as the model made it."""
-        tensors, spec, heads = self.spec.tensors(self.store.state), self.spec, keys.shape[1]
-        return (
-            spec.key_transform.inverse(keys, tensors["key_transform"], heads),
-            spec.value_transform.inverse(values, tensors["value_transform"], heads),
-        )
-
-    # ---- bad input ------------------------------------------------------------------------------------------------
-
-    def check(self, tokens: int | None, found: dict[str, Any]) -> None:
-        """Raise, before anything changes, where this layer could not take a chunk of so many tokens (`None`: not known) with
-        these properties (some of `_properties`)."""
-        mode = self._current_mode()
-        if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
-            raise ValueError(
-                f"model_type={self.config.model_type!r} has layers that attend to other layers' keys and values "
-                f"(num_kv_shared_layers={self.config.num_kv_shared_layers}), which attn_implementation={ATTENTION_NAME!r} "
-                "cannot serve. Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns "
-                "dense tensors."
-            )
-        if tokens is not None and not torch.compiler.is_compiling():
-            self._check_capacity(tokens)
-        if not self.is_initialized:
-            return
-        for what, (new, old) in self._misfits(found).items():
-            if int(self.get_seq_length()) > 0:
-                raise ValueError(
-                    f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
-                )
-        if self._mode not in (None, mode):
-            raise ValueError(
-                f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
-                f"tokens stored under {'lowbit_kv' if self._mode == 'packed' else 'another one'}: reset() it first"
-            )
-
-    def _misfits(self, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Which of a chunk's properties are not those of the store, and what these are."""
-        store = self.store
-        held = {
-            "batch size": store.batch_size,
-            "number of KV heads": store.num_heads,
-            "key head_dim": store.head_dim_k,
-            "value head_dim": store.head_dim_v,
-            "dtype": self.dtype,
-            "device": self.device,
-        }
-        return {what: (new, held[what]) for what, new in found.items() if new != held[what]}
-
-    def _check_capacity(self, tokens: int) -> None:
-        if self.max_cache_len is None:
-            return
-        if self.is_initialized and (tokens > 1 or self.device.type == "cpu"):
-            self._seen_at_least = int(self.cumulative_length)  # a prompt may wait for the device; a decode step may not
-        if self._seen_at_least + tokens > self.max_cache_len:
-            raise ValueError(
-                f"max_cache_len={self.max_cache_len} is too small: {self._seen_at_least} tokens are stored and "
-                f"{tokens} came in"
-            )
-
-
-def _properties(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
-    """What must not change while tokens are stored, of a chunk `[B, H, S, D]`."""
-    return {
-        "batch size": key_states.shape[0],
-        "number of KV heads": key_states.shape[1],
-        "key head_dim": key_states.shape[-1],
-        "value head_dim": value_states.shape[-1],
-        "dtype": key_states.dtype,
-        "device": key_states.device,
-    }

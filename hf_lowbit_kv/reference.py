@@ -109,6 +109,17 @@ def restored(out: torch.Tensor, state: LayerState, spec: LayerSpec) -> torch.Ten
     return spec.value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
+def as_made(
+    keys: torch.Tensor, values: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `read` gave, `[B, H, n, D]`, as the model made it."""
+    tensors, heads = spec.tensors(state), keys.shape[1]
+    return (
+        spec.key_transform.inverse(keys, tensors["key_transform"], heads),
+        spec.value_transform.inverse(values, tensors["value_transform"], heads),
+    )
+
+
 def with_transforms(transformed: Callable) -> Callable[[Callable], Callable]:
     """Makes `attend` of a function that takes queries, keys and values as they meet what is stored. transformed: a function
     such as the one of that name here."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from .implementation import describe
 
 if TYPE_CHECKING:
-    from .cache import LowBitCache
+    from .accounting import Accounted
 
 
-def rows(cache: LowBitCache) -> dict[str, str]:
+def rows(cache: Accounted) -> dict[str, str]:
     """Label to text. Reads lengths from the device."""
     from rich.filesize import decimal
 
-    from .cache import BYTE_KINDS
+    from .accounting import BYTE_KINDS
 
     nbytes, layers, spec = cache.nbytes, cache.packed_layers, cache.spec
     ready = [layer for layer in layers if layer.store is not None]
@@ -42,11 +42,11 @@ def rows(cache: LowBitCache) -> dict[str, str]:
     }
 
 
-def _title(cache: LowBitCache) -> str:
+def _title(cache: Accounted) -> str:
     return f"{type(cache).__name__} {cache.preset or ''}".strip()
 
 
-def as_text(cache: LowBitCache) -> str:
+def as_text(cache: Accounted) -> str:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -59,7 +59,7 @@ def as_text(cache: LowBitCache) -> str:
     return out.getvalue()
 
 
-def as_html(cache: LowBitCache) -> str:
+def as_html(cache: Accounted) -> str:
     lines = "".join(
         f"<tr><th style='text-align: left'>{html.escape(label)}</th><td style='text-align: left'>{html.escape(text)}</td></tr>"
         for label, text in rows(cache).items()
