@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: demo test test-all notebooks gpu-test measure results lint clean
+.PHONY: calibrations demo test test-all notebooks gpu-test measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -54,6 +54,11 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the bundled model's codebooks: 10 minutes on two cores
+calibrations: $(VENV)/.ready
+	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
+		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct.safetensors
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -61,10 +62,7 @@ TRANSFORMS = ("none", "smooth", "hadamard", "smooth+hadamard", "hadamard+smooth"
 ROWS = (
     *(Row("transform", transform=transform) for transform in TRANSFORMS),
     *(Row("transform at 1.5 bits", "vq-d8b12", "vq-d8b12", transform) for transform in TRANSFORMS),
-    *(
-        Row("one codebook a layer", transform=transform, per_head=False)
-        for transform in ("hadamard", "smooth+hadamard")
-    ),
+    *(Row("a codebook a KV head", transform=how, per_head=True) for how in ("hadamard", "smooth+hadamard")),
     *(Row("no sink", transform=transform, sink=0) for transform in ("none", "hadamard", "smooth+hadamard")),
     Row("keys alone", values="dense"),
     Row("values alone", keys="dense", transform="none"),
@@ -91,11 +89,11 @@ def read(source: str) -> list[str]:
     return {"essays": essays, "first half": essays[:half], "second half": essays[half:]}[source]
 
 
-def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> list[dict[str, Any]]:
-    """Calibrate and score rows, those together that are calibrated together."""
-    found = []
-    for texts, per_head in dict.fromkeys((row.texts, row.per_head) for row in rows):
-        of = [row for row in rows if (row.texts, row.per_head) == (texts, per_head)]
+def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> Iterator[dict[str, Any]]:
+    """Calibrate and score rows, those of a group together that are calibrated alike."""
+    for kind in dict.fromkeys((row.group, row.texts, row.per_head) for row in rows):
+        of = [row for row in rows if (row.group, row.texts, row.per_head) == kind]
+        _, texts, per_head = kind
         calibration = lb.calibrate(
             model, tokenizer, read(texts), [row.spec for row in of], samples=64, per_head=per_head
         )

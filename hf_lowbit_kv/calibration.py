@@ -47,7 +47,7 @@ def calibrate(
         samples: windows to read, drawn at random; `None`: 64 on a CPU and 256 on a GPU, or as many as there are.
         length: tokens of a window.
         seed: of all that is drawn at random.
-        per_head: whether each KV head gets a codebook of its own; `None`: up to 1024 entries.
+        per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
         progress: called with what is done, how far it is and how far it goes.
 
     Raises:

@@ -15,8 +15,6 @@ from .transforms import Smooth
 
 #: tokens that are kept together
 PAGE = 128
-#: codebooks of more bits are shared by a layer's KV heads, unless told otherwise: they take long to make, and much room
-MOST_BITS_PER_HEAD = 10
 #: factors below this share of a head's largest are raised to it
 SMALLEST_FACTOR = 1e-3
 FP16_MAX = 65504.0
@@ -29,7 +27,7 @@ class Calibrator(ABC):
 
     Args:
         part: the transform or format. head_dim, num_kv_heads: of the layer.
-        per_head: whether each KV head gets parameters of its own; `None`: what suits.
+        per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
     """
 
     #: whether `observe` wants gradients of log p(a token drawn from the model)
@@ -78,7 +76,7 @@ class CodebookCalibrator(Calibrator):
 
     @property
     def separate(self) -> bool:
-        return self.part.bits <= MOST_BITS_PER_HEAD if self.per_head is None else self.per_head
+        return bool(self.per_head)  # one codebook a layer is the paper's choice, and faster where rows are short
 
     @property
     def pages(self) -> int:

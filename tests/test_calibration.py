@@ -57,7 +57,7 @@ def made(model, **options):
 def calibration(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrating, "get_preset", lambda name: PRESET)
-        return made(model)
+        return made(model, per_head=True)
 
 
 def test_what_is_made(model, calibration):
@@ -82,13 +82,13 @@ def test_what_is_made(model, calibration):
 
 
 def test_it_is_reproducible_and_depends_on_the_seed(model, calibration):
-    again, other = made(model), made(model, seed=1)
+    again, other = made(model, per_head=True), made(model, per_head=True, seed=1)
     assert all(torch.equal(again.tensors[name], x) for name, x in calibration.tensors.items())
     assert not all(torch.equal(other.tensors[name], x) for name, x in calibration.tensors.items())
 
 
 def test_codebooks_of_a_layer(model):
-    shared = made(model, per_head=False)
+    shared = made(model)
     assert shared.get(0, "keys", ("smooth+hadamard", "vq-d4b4", "codebook")).shape == (1, 16, 4)
     cache = lb.from_preset("tiny-vq", model, calibration=shared, page_size=32)
     with torch.no_grad():

@@ -43,7 +43,7 @@ def calibrate(
         typer.Option(
             "--per-head/--per-layer",
             help="Codebooks for each KV head, or for a layer.",
-            show_default="per head up to 1024 entries",
+            show_default="per layer",
         ),
     ] = None,
     out: Annotated[

@@ -76,7 +76,11 @@ def choose(
     best, found = (0.0, 0.0), Choice(piece, 1, 1, row_tiles, spread)
     for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
         need = queries + warps * -(-max(pieces + values.scratch * piece, window, merge) // 128) * 128
-        if teams * need + RESERVED + tables > shared or (per_head and teams > 1) or warps * teams > most:
+        if (
+            teams * need + RESERVED + tables > shared
+            or (tables and teams > (1 if per_head else 2))
+            or warps * teams > most
+        ):
             continue
         slots = processors * teams
         even = grid_size(slots, heads) % heads == 0
