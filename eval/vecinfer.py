@@ -114,10 +114,7 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
             means = mean_row(each, position_edges(512, context))
             del means["by_position"]
             texts_kl = {path.stem: round(x.means()["kl"], 5) for path, x in zip(default_texts(), each, strict=True)}
-            found.append(
-                row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": texts_kl}
-            )
-    return found
+            yield row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": texts_kl}
 
 
 def main(
