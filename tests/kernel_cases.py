@@ -100,7 +100,7 @@ def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.
 
 def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
     geometry = case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity
-    store = PagedStore(*geometry, parameters=parameters_for(case, device))
+    store = PagedStore(*geometry, parameters=records_for(case.spec, case.dims, case.heads, device))
     if case.capacity is None:
         store.reserve(min(case.lengths))  # rows' pages lie in several blocks
         store.reserve(max(case.lengths) + case.tokens)
@@ -109,16 +109,15 @@ def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
     return store
 
 
-def parameters_for(case: Case, device: str) -> list[torch.Tensor]:
+def records_for(spec: LayerSpec, dims: tuple[int, int], heads: int, device: str = "cpu") -> list[torch.Tensor]:
     """Records of random parameters, always the same ones; each differs from head to head."""
     gen, given = torch.Generator().manual_seed(7), {}
-    for name, shape, dtype in case.spec.parameters(*case.dims, case.heads):
+    for name, shape, dtype in spec.parameters(*dims, heads):
         x = torch.randn(shape, generator=gen)
         if name.endswith("matrix"):
             x = torch.linalg.qr(x)[0] + 0.1 * torch.eye(shape[-1])
         given[name] = (x if name.endswith(("matrix", "codebook")) else x.abs() + 0.5).to(dtype)
-    local = slice(0, case.heads)
-    return case.spec.records(given, case.dims, case.heads, local, torch.device(device))
+    return spec.records(given, dims, heads, slice(0, heads), torch.device(device))
 
 
 def poison_state(state: LayerState) -> None:

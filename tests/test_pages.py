@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from cases import FORMATS
+from kernel_cases import records_for
 
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv.formats import Affine, parse_format
@@ -32,7 +33,8 @@ def _spec(formats, sink=0, residual=32):
 
 
 def _store(spec, batch=1, capacity=None):
-    return PagedStore(spec, batch, HEADS, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", capacity)
+    parameters = records_for(spec, (HEAD_DIM, HEAD_DIM), HEADS)
+    return PagedStore(spec, batch, HEADS, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", capacity, parameters)
 
 
 def _tokens(batch, count, seed=0):
@@ -92,13 +94,16 @@ def test_what_is_stored_is_what_came_in(formats, window):
     row = _row(store)
     expected = max(333 - spec.sink - spec.residual, 0)
     assert row["paged"] == (expected if spec.direct else expected // PAGE * PAGE)
-    for fmt, x, out in zip(spec.formats, (k, v), (row["k"], row["v"]), strict=True):
+    for side, x in (("key", k), ("value", v)):
+        fmt, own = getattr(spec, f"{side}_format"), spec.tensors(store.state)[f"{side}_format"]
+        out = row[side[0]]
         paged = spec.sink + row["paged"]
         full = spec.sink + row["paged"] // PAGE * PAGE
         exact = torch.cat([x[0, :, : spec.sink], x[0, :, paged:]], dim=1)
         assert torch.equal(torch.cat([out[:, : spec.sink], out[:, paged:]], dim=1), exact)
-        tokens = x[0, :, spec.sink : full].unflatten(1, (-1, PAGE))
-        decoded = fmt.decode(fmt.encode(tokens), HEAD_DIM, PAGE, x.dtype).flatten(1, 2)
+        tokens = x[0, :, spec.sink : full].unflatten(1, (-1, PAGE)).transpose(0, 1)  # [pages, H, PAGE, D]
+        pages = fmt.encode(tokens, x.dtype, own)
+        decoded = fmt.decode(pages, HEAD_DIM, PAGE, x.dtype, own).transpose(0, 1).flatten(1, 2)
         assert torch.equal(out[:, spec.sink : full], decoded.half())
 
 
