@@ -246,7 +246,8 @@ def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> 
             continue
         state, other = layer.store.state, first.state
         for target, source in zip([*state.pool, *state[3:]], [*other.pool, *other[3:]], strict=True):
-            target.copy_(source)
+            if isinstance(target, torch.Tensor):  # parameters are a list, and are read alone
+                target.copy_(source)
     set_length(cache, tokens)
 
 

@@ -77,8 +77,8 @@ def test_records_tell_other_compiler_settings(tmp_path):
     assert [r.get("compile_options") for r in found] == [None, None, options, None]
     names = plot_generate.latest(out)[1, 300]
     assert set(names) == {
-        *("kivi-2, tuned (torch)", "StaticCache, compiled", "kv8, eager (torch)"),
-        "kivi-2, tuned (torch) {'combo_kernels': True}",
+        *("kivi-2, tuned (cpu)", "StaticCache, compiled", "kv8, eager (cpu)"),
+        "kivi-2, tuned (cpu) {'combo_kernels': True}",
     }
 
 
