@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from .calibration_file import Calibration, describe_model
-from .calibrators import PAGE, Calibrator, calibrator_for
+from .calibrator import PAGE, Calibrator
+from .calibrators import calibrator_for
 from .formats import Format
 from .pages import LayerSpec
 from .presets import get_preset
@@ -33,6 +34,7 @@ def calibrate(
     length: int = 512,
     seed: int = 0,
     per_head: bool | None = None,
+    gradients: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Make what `preset` needs for `model`, of its keys and values on `texts`.
@@ -48,6 +50,8 @@ def calibrate(
         length: tokens of a window.
         seed: of all that is drawn at random.
         per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
+        gradients: whether presets that weigh errors by gradients (eigen-*) may compute them. Without, calibration is cheaper
+            and less exact.
         progress: called with what is done, how far it is and how far it goes.
 
     Raises:
@@ -63,7 +67,8 @@ def calibrate(
     sizes = packed_sizes(model)
     plan = _Plan(jobs, sizes, per_head, len(windows), length, seed)
     shown = progress or (lambda what, done, total: None)
-    read_windows(model, windows, plan.see, plan.gradients, seed, lambda done: shown("reading", done, len(windows)))
+    see = plan.see, plan.gradients and gradients, seed
+    read_windows(model, windows, *see, lambda done: shown("reading", done, len(windows)))
     tensors: dict[str, torch.Tensor] = {}
     for number, layer in enumerate(plan.sizes):
         tensors |= plan.fit(layer, seed)

@@ -3,52 +3,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
-
 import torch
 
+from .calibrator import PAGE, Calibrator
+from .calibrators_static import EigenCalibrator, StaticCalibrator
 from .formats.codebook import Codebook
+from .formats.static import Static
 from .kmeans import MOST_POINTS, kmeans
 from .records import Parametrized
-from .transforms import Smooth
+from .transforms import Eigen, Smooth
 
-#: tokens that are kept together
-PAGE = 128
 #: factors below this share of a head's largest are raised to it
 SMALLEST_FACTOR = 1e-3
 FP16_MAX = 65504.0
-
-
-class Calibrator(ABC):
-    """Makes the parameters of one transform or format, for one layer and one side (keys or values).
-
-    `observe` sees every window that is read; `fit` then gets a selection of tokens.
-
-    Args:
-        part: the transform or format. head_dim, num_kv_heads: of the layer.
-        per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
-    """
-
-    #: whether `observe` wants gradients of log p(a token drawn from the model)
-    gradients: ClassVar[bool] = False
-
-    def __init__(self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None):
-        self.part, self.head_dim, self.num_kv_heads, self.per_head = part, head_dim, num_kv_heads, per_head
-
-    @property
-    def pages(self) -> int:
-        """Pages of 128 tokens that `fit` wants of each KV head, at most."""
-        return 0
-
-    def observe(self, tokens: torch.Tensor, gradients: torch.Tensor | None) -> None:  # noqa: B027
-        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. gradients: with respect to
-        them, or `None`. Nothing need be done."""
-
-    @abstractmethod
-    def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
-        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, 128, D]`, float32, as the transforms in
-        front give them. seed: of all that is drawn at random."""
 
 
 class SmoothCalibrator(Calibrator):
@@ -90,7 +57,12 @@ class CodebookCalibrator(Calibrator):
         return (torch.stack(books).clamp(-FP16_MAX, FP16_MAX).half(),)
 
 
-CALIBRATORS: dict[type[Parametrized], type[Calibrator]] = {Smooth: SmoothCalibrator, Codebook: CodebookCalibrator}
+CALIBRATORS: dict[type[Parametrized], type[Calibrator]] = {
+    Smooth: SmoothCalibrator,
+    Codebook: CodebookCalibrator,
+    Eigen: EigenCalibrator,
+    Static: StaticCalibrator,
+}
 
 
 def calibrator_for(part: Parametrized, head_dim: int, num_kv_heads: int, per_head: bool | None = None) -> Calibrator:

@@ -28,7 +28,8 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
         ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
     """
     preset = get_preset(name)
-    options: dict[str, Any] = {"sink": preset.sink, "residual": preset.residual, "transform": preset.transform}
+    fields = ("sink", "residual", "transform", "value_transform")
+    options: dict[str, Any] = {field: getattr(preset, field) for field in fields}
     options |= {"preset": preset.name, "reading": preset.reading, **overrides}
     names = ("group_size", "bits_k", "bits_v", "boost", "score")
     given = {name: value for name in names if (value := options.pop(name, None)) is not None}

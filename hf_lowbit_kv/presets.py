@@ -31,13 +31,25 @@ class Preset:
     sink: int = 0
     residual: int = 128
     transform: str = "none"
+    value_transform: str = "none"
     reading: str | None = None
     """what the model's layers must be read as; `None`: either"""
 
     def spec(self) -> LayerSpec:
         formats = parse_format(self.key_format), parse_format(self.value_format)
-        how = parse_transform(self.transform), parse_reading(self.reading or "separate")
-        return LayerSpec(*formats, self.sink, self.residual, key_transform=how[0], reading=how[1])
+        how = (
+            parse_transform(self.transform),
+            parse_transform(self.value_transform),
+            parse_reading(self.reading or "separate"),
+        )
+        return LayerSpec(
+            *formats, self.sink, self.residual, key_transform=how[0], value_transform=how[1], reading=how[2]
+        )
+
+
+def _eigen(name: str, key_format: str, value_format: str) -> Preset:
+    note = "own: calibrated rotation, static steps"
+    return Preset(name, key_format, value_format, note, sink=SINK_TOKENS, transform="eigen", value_transform="hadamard")
 
 
 _PLAIN = {
@@ -57,6 +69,8 @@ _PLAIN = {
         Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", residual=0, reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
+        _eigen("eigen-2", "static-44422000", "static-2-t"),
+        _eigen("eigen-3", "static-64332222", "static-3-t"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-3", "vq-d4b12", "vq-d4b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
@@ -111,6 +125,7 @@ _NAMES = (
     *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),
     *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
+    *("eigen-2", "eigen-3"),
     *("fp8", "snapmla", "mla"),
 )
 #: what is listed; `get_preset` knows every name with suffixes besides

@@ -217,6 +217,15 @@ class Matrix(Transform):
 
 
 @dataclass(frozen=True)
+class Eigen(Matrix):
+    """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them costs."""
+
+    @property
+    def name(self) -> str:
+        return "eigen"
+
+
+@dataclass(frozen=True)
 class Chain(Transform):
     """Transforms one after the other, e.g. `"smooth+hadamard"`. Parameters carry the names of their transforms; each
     transform stands in a chain once."""
@@ -288,7 +297,7 @@ class Chain(Transform):
 
 
 #: every transform that is not a chain; a new one adds a line
-TRANSFORMS: dict[str, Transform] = {t.name: t for t in (Identity(), Hadamard(), Smooth(), Matrix())}
+TRANSFORMS: dict[str, Transform] = {t.name: t for t in (Identity(), Hadamard(), Smooth(), Matrix(), Eigen())}
 NONE = TRANSFORMS["none"]
 
 

@@ -318,14 +318,16 @@ def test_presets():
         *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
         *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
+        *("eigen-2", "eigen-3"),
         *("fp8", "snapmla", "mla"),
     ]
     for name in lb.preset_names():
         preset = lb.get_preset(name)
         assert preset.name == name
         assert preset.residual == (0 if preset.reading else 128)
-        assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "vecinfer")) else 0)
-        assert preset.transform == ("hadamard" if name.endswith("-hadamard") or name.startswith("vecinfer") else "none")
+        assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "vecinfer", "eigen")) else 0)
+        rotated = "hadamard" if name.endswith("-hadamard") or name.startswith("vecinfer") else "none"
+        assert preset.transform == ("eigen" if name.startswith("eigen") else rotated)
 
 
 def test_presets_with_suffixes():

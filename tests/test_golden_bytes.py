@@ -48,9 +48,19 @@ def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
     return hashlib.sha256(pages.numpy().tobytes()).hexdigest()[:16]
 
 
+def defined(preset: str) -> bool:
+    """Whether its bytes are defined to the last bit: a full matrix is multiplied as the device does."""
+    return not any(
+        parameter.name.endswith(".matrix") for parameter in lb.get_preset(preset).spec().parameters(64, 64, 1)
+    )
+
+
+NAMES = [name for name in lb.preset_names() if defined(name)]
+
+
 def cases() -> list[tuple[str, str, int, str]]:
     sizes = ((128, "float16"), (64, "bfloat16"), (96, "float16"))
-    presets = ((name, layout) for name in lb.preset_names() for layout in ("torch", "cuda"))
+    presets = ((name, layout) for name in NAMES for layout in ("torch", "cuda"))
     return [(*preset, *size) for preset in presets for size in sizes if fits(*preset, size[0])]
 
 
@@ -63,7 +73,7 @@ def fits(preset: str, layout: str, head_dim: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", lb.preset_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_packed_bytes_are_what_they_were(name):
     for preset, layout, head_dim, dtype in cases():
         if preset == name:

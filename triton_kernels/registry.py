@@ -35,8 +35,9 @@ from ..formats.codebook import Codebook
 from ..formats.dense import Dense
 from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
+from ..formats.static import Static
 from ..spec import LayerSpec
-from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment
+from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment, static
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
@@ -44,6 +45,7 @@ KERNELS: dict[type[Format], ModuleType] = {
     Codebook: codebook,
     Dense: dense,
     Fp8: fp8,
+    Static: static,
 }
 
 #: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone

@@ -46,6 +46,9 @@ def calibrate(
             show_default="per layer",
         ),
     ] = None,
+    gradients: Annotated[
+        bool, typer.Option(help="Weigh errors by gradients, for the presets that do (eigen-*).")
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -74,17 +77,8 @@ def calibrate(
             if not console.is_terminal and (done == total or done % 16 == 0):  # a log has no moving bar
                 console.print(f"{what} {done}/{total}")
 
-        found = run(
-            loaded,
-            tokenizer,
-            texts,
-            names,
-            samples=samples,
-            length=length,
-            seed=seed,
-            per_head=per_head,
-            progress=progress,
-        )
+        options = {"samples": samples, "length": length, "seed": seed, "per_head": per_head, "gradients": gradients}
+        found = run(loaded, tokenizer, texts, names, progress=progress, **options)  # type: ignore[arg-type]
     path = user_file(found.model) if out is None else out
     if path.exists():
         found = Calibration.load(path).merged(found)

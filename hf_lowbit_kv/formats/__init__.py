@@ -10,9 +10,10 @@ from .boosted import Boosted
 from .codebook import Codebook
 from .dense import Dense
 from .fp8 import Fp8
+from .static import Static
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Static]
 
 
 @functools.cache
@@ -42,5 +43,6 @@ __all__ = [
     "Format",
     "Fp8",
     "Parameter",
+    "Static",
     "parse_format",
 ]

@@ -1,0 +1,42 @@
+"""What makes the parameters of one transform or format: the base class. `calibrators` has the classes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+#: tokens that are kept together
+PAGE = 128
+
+
+class Calibrator(ABC):
+    """Makes the parameters of one transform or format, for one layer and one side (keys or values).
+
+    `observe` sees every window that is read; `fit` then gets a selection of tokens.
+
+    Args:
+        part: the transform or format. head_dim, num_kv_heads: of the layer.
+        per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
+    """
+
+    #: whether `observe` wants gradients of log p(a token drawn from the model)
+    gradients: ClassVar[bool] = False
+
+    def __init__(self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None):
+        self.part, self.head_dim, self.num_kv_heads, self.per_head = part, head_dim, num_kv_heads, per_head
+
+    @property
+    def pages(self) -> int:
+        """Pages of 128 tokens that `fit` wants of each KV head, at most."""
+        return 0
+
+    def observe(self, tokens: torch.Tensor, gradients: torch.Tensor | None) -> None:  # noqa: B027
+        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. gradients: with respect to
+        them, or `None`. Nothing need be done."""
+
+    @abstractmethod
+    def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
+        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, 128, D]`, float32, as the transforms in
+        front give them. seed: of all that is drawn at random."""

@@ -1,0 +1,229 @@
+"""Codes with static steps: no scale and no zero point in a page.
+
+Calibration measures each channel once, behind a transform that has made channels independent and sorted them by how much they
+matter ("eigen" for keys) or alike ("hadamard" for values). What is left for a page is its mean and the codes:
+
+    x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
+
+- `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
+- `mean` is the page's mean of what remains, in steps, one int8 a channel, in units of `mean_step(bits)`.
+- `bits` of a channel come from the pattern: `44422000` gives the first three eighths of the channels 4 bits, the last
+  three none.
+- `token_scale` (values alone) is `2 ** (k / 4)`, k in -8..7, from the token's root mean square.
+- `gain` undoes the shrinking of a minimum-error quantizer of Gaussian numbers.
+
+Codes are stored as planes of 4, 2 and 1 bits: 3 bits are a plane of 2 and one of 1. To a kernel a second plane is a few more
+channels whose query is multiplied by `2 ** shift`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from .affine import pack_words, unpack_words
+from .base import Format, Parameter, Tensors
+from .boosted import fold_sum
+
+#: mean squared error of the best uniform quantizer of unit Gaussian numbers, and its step, by bits
+ERROR = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.00349, 6: 0.00104}
+STEP = {0: 1.0, 1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041}
+#: planes that a code of so many bits is stored in, the high one first
+PLANES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
+#: a channel's mean is stored in steps of this, by bits: powers of two, so that products with codes are exact
+MEAN_STEP = {0: 1 / 8, 1: 1 / 8, 2: 1 / 8, 3: 1 / 4, 4: 1 / 2, 5: 1.0, 6: 2.0}
+MEAN_LEVELS = 127
+#: token scales are 2 ** (k / 4) for k from here to 15 more
+LOWEST_SCALE = -8
+
+
+class Plane(NamedTuple):
+    """Columns of one width: `channels` int64 `[n]`, and what a code's bits there are shifted by, int32 `[n]`."""
+
+    width: int
+    channels: torch.Tensor
+    shifts: torch.Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class Static(Format):
+    """Integers of static steps, with a mean a page.
+
+    Args:
+        pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
+        token_scale: whether each token has a scale of 4 bits (for values).
+
+    Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width (`planes`),
+    packed as in `affine`; `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8 `[page_size / 2]`: k + 8 of token
+    `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
+    """
+
+    grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t]'"
+
+    pattern: str
+    token_scale: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.pattern, str) or not re.fullmatch("[0-6]+", self.pattern):
+            raise ValueError(
+                f"pattern={self.pattern!r} is not allowed; it must be digits from 0 to 6, one for each group"
+            )
+        if not self.pattern.strip("0"):
+            raise ValueError(f"pattern={self.pattern!r} is not allowed: no channel would have a code")
+
+    @property
+    def name(self) -> str:
+        return f"static-{self.pattern}{'-t' if self.token_scale else ''}"
+
+    @classmethod
+    def parse(cls, name: str) -> Static | None:
+        match = re.fullmatch(r"static-(\d+)(-t)?", name)
+        return None if match is None else cls(match[1], match[2] is not None)
+
+    def validate(self, head_dim: int, page_size: int) -> None:
+        super().validate(head_dim, page_size)
+        if head_dim % len(self.pattern):
+            raise ValueError(
+                f"pattern={self.pattern!r} has {len(self.pattern)} groups, which do not divide head_dim={head_dim}"
+            )
+        for plane in self.planes(head_dim):
+            if len(plane.channels) * plane.width % 16:
+                raise ValueError(
+                    f"pattern={self.pattern!r} gives {len(plane.channels)} columns of {plane.width} bits with "
+                    f"head_dim={head_dim}, which do not fill words of 16 bits"
+                )
+
+    def bits(self, head_dim: int) -> torch.Tensor:
+        """Bits of each channel, int64 `[head_dim]`."""
+        digits = torch.tensor([int(digit) for digit in self.pattern])
+        return digits.repeat_interleave(head_dim // len(self.pattern))
+
+    def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
+        return tuple(Parameter(name, (num_kv_heads, head_dim), torch.float32) for name in ("center", "step"))
+
+    def planes(self, head_dim: int) -> tuple[Plane, ...]:
+        """The columns of a token, by width: 4, 2, 1; those of a width in the order of their channels."""
+        return _planes(self.pattern, head_dim)
+
+    def gain(self, head_dim: int) -> torch.Tensor:
+        """What a code's distance from the middle is multiplied with, float32 `[head_dim]`; 0 for channels without a code."""
+        return _per_bits(self.pattern, head_dim, functools.partial(_gain, token_scale=self.token_scale))
+
+    def mean_step(self, head_dim: int) -> torch.Tensor:
+        """Unit of the page's means, float32 `[head_dim]`."""
+        return _per_bits(self.pattern, head_dim, MEAN_STEP.__getitem__)
+
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        words = sum(len(plane.channels) * plane.width // 16 for plane in self.planes(head_dim))
+        scale = [("scale", torch.uint8, (page_size // 2,))] if self.token_scale else []
+        return [("codes", torch.int16, (page_size, words)), ("mean", torch.int8, (head_dim,)), *scale]
+
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
+        page_size, head_dim = x.shape[-2:]
+        center, step = (parameter[:, None, :] for parameter in parameters)
+        x = (x.float() - center) / step
+        bits = self.bits(head_dim).to(x.device)
+        # steps are powers of two and sums are folded: every backend rounds at the same places
+        unit = self.mean_step(head_dim).to(x.device)
+        mean = (fold_sum(x) * (1 / page_size) / unit).round().clamp(-MEAN_LEVELS, MEAN_LEVELS)
+        x = x - (mean * unit)[..., None, :]
+        arrays = {"mean": mean.to(torch.int8)}
+        if self.token_scale:
+            k = self.scale_of(x)
+            arrays["scale"] = k[..., 0::2] | k[..., 1::2] << 4
+            x = x / token_scales(x.device)[k.long()][..., None]
+        half = torch.where(bits > 0, 2.0 ** (bits - 1), 0.0)
+        codes = (x.floor() + half).clamp(min=0).minimum(2.0**bits - 1).to(torch.int32)
+        return arrays | {"codes": self._pack(codes)}
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
+        device = arrays["mean"].device
+        middle = (2.0 ** self.bits(head_dim) - 1).to(device) / 2
+        x = (self._unpack(arrays["codes"], head_dim).float() - middle) * self.gain(head_dim).to(device)
+        if self.token_scale:
+            k = torch.stack([arrays["scale"] & 15, arrays["scale"] >> 4], -1).flatten(-2)
+            x = x * token_scales(device)[k.long()][..., None]
+        mean = arrays["mean"].float() * self.mean_step(head_dim).to(device)
+        center, step = (parameter[:, None, :] for parameter in parameters)
+        return (x + mean[..., None, :]) * step + center
+
+    def scale_of(self, x: torch.Tensor) -> torch.Tensor:
+        """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square, relative to
+        that of Gaussian numbers whose best step is 1. By comparing squares, so that no logarithm decides about bytes."""
+        head_dim = x.shape[-1]
+        squares = fold_sum(torch.nn.functional.pad(x * x, (0, _power_of_two(head_dim) - head_dim)).transpose(-1, -2))
+        return (squares[..., None] >= self.thresholds(head_dim).to(x.device)).sum(-1).to(torch.uint8)
+
+    def thresholds(self, head_dim: int) -> torch.Tensor:
+        """Sums of squares at which a token's scale goes up by one, float32 `[15]`."""
+        typical = head_dim / STEP[max(map(int, self.pattern))] ** 2
+        k = torch.arange(LOWEST_SCALE + 1, LOWEST_SCALE + 16, dtype=torch.float64)
+        return (typical * 2 ** ((k - 0.5) / 2)).float()
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """int32 `[..., page, head_dim]` -> the array `codes`."""
+        parts = []
+        for width, channels, shifts in self.planes(codes.shape[-1]):
+            fields = (codes[..., channels] >> shifts.to(codes.device)) & (2**width - 1)
+            parts.append(pack_words(fields, width))
+        return torch.cat(parts, -1)
+
+    def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The inverse of `_pack`: int32 `[..., page, head_dim]`."""
+        codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
+        first = 0
+        for width, channels, shifts in self.planes(head_dim):
+            count = len(channels) * width // 16
+            fields = unpack_words(words.narrow(-1, first, count), width)
+            codes.index_add_(-1, channels.to(words.device), fields << shifts.to(words.device))
+            first += count
+        return codes
+
+
+def uniform_codes(x: torch.Tensor, step: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """`x` as codes of `bits` and `step` give it, before gain: what calibration compares steps by."""
+    middle = (2.0**bits - 1) / 2
+    return torch.where(bits > 0, ((x / step).floor() + 0.5).clamp(min=-middle, max=middle) * step, 0.0)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _gain(bits: int, token_scale: bool) -> float:
+    if bits == 0:
+        return 0.0
+    # a token's scale takes up half of what 2 bits shrink
+    return (1 / (1 - ERROR[bits])) ** (0.5 if token_scale and bits <= 2 else 1.0)
+
+
+def _per_bits(pattern: str, head_dim: int, value) -> torch.Tensor:
+    numbers = torch.tensor([value(int(digit)) for digit in pattern], dtype=torch.float32)
+    return numbers.repeat_interleave(head_dim // len(pattern))
+
+
+@functools.cache
+def _planes(pattern: str, head_dim: int) -> tuple[Plane, ...]:
+    group = head_dim // len(pattern)
+    found: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []}
+    for i, digit in enumerate(pattern):
+        shift = int(digit)
+        for width in PLANES[int(digit)]:
+            shift -= width
+            found[width] += [(channel, shift) for channel in range(i * group, (i + 1) * group)]
+    return tuple(
+        Plane(width, torch.tensor([c for c, _ in columns]), torch.tensor([s for _, s in columns], dtype=torch.int32))
+        for width, columns in found.items()
+        if columns
+    )
+
+
+@functools.cache
+def token_scales(device: torch.device) -> torch.Tensor:
+    """The 16 scales, float32."""
+    k = torch.arange(LOWEST_SCALE, LOWEST_SCALE + 16, dtype=torch.float64, device=device)
+    return (2 ** (k / 4)).float()

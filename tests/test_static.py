@@ -1,0 +1,143 @@
+"""Codes with static steps (`formats.static`), the transform in front of them, and the calibration of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibrator import PAGE
+from hf_lowbit_kv.calibrators import calibrator_for
+from hf_lowbit_kv.formats.static import ERROR, STEP, Static
+from hf_lowbit_kv.transforms import parse_transform
+
+PATTERNS = ["44422000", "53222110", "64332222", "44222110"]
+
+
+def parameters(heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(heads, head_dim) * 5, torch.rand(heads, head_dim) + 0.5
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_codes_unpack_to_what_was_packed(pattern, head_dim):
+    fmt = Static(pattern)
+    codes = (torch.randint(0, 64, (3, PAGE, head_dim)) & (2 ** fmt.bits(head_dim) - 1)).int()
+    words = fmt._pack(codes)
+    assert words.nbytes == 3 * PAGE * int(fmt.bits(head_dim).sum()) // 8  # no bit is wasted
+    assert torch.equal(fmt._unpack(words, head_dim), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_gaussian_numbers_lose_what_theory_says(bits):
+    """Closed form: the mean squared error of the best uniform quantizer of that many bits."""
+    fmt, head_dim = Static(str(bits)), 64
+    step = torch.full((1, head_dim), STEP[bits])
+    x = torch.randn(400, 1, PAGE, head_dim)
+    got = fmt.decode(fmt.encode(x, parameters=(0 * step, step)), head_dim, PAGE, x.dtype, parameters=(0 * step, step))
+    # the page's mean is removed (1 / 128 of the variance), and the gain takes the error down to D (1 - D) / (1 - D)
+    error = float((got - x).square().mean())
+    # 4 bits and more leave the means' own rounding
+    assert error == pytest.approx(ERROR[bits] / (1 - ERROR[bits]), rel=0.06 if bits < 5 else 0.4)
+
+
+def test_bits_of_the_presets():
+    """2 bits of codes, and 8 / 128 for a page's mean; values 4 / head_dim more for a token's scale."""
+    assert Static("44422000").bits_per_value(128) == 2 + 8 / 128
+    assert Static("2", True).bits_per_value(128) == 2 + 8 / 128 + 4 / 128
+    assert Static("2", True).bits_per_value(64) == 2 + 8 / 128 + 4 / 64
+
+
+def test_pages_far_from_the_center_keep_their_mean():
+    """A page ten steps away from the center costs no more than one around it."""
+    fmt, (center, step) = Static("44422000"), parameters(2, 64)
+    noise = torch.randn(1, 2, PAGE, 64) * step[:, None] / 1.5
+    errors = []
+    for shift in (0.0, 10.0):
+        x = noise + center[:, None] + shift * step[:, None]
+        got = fmt.decode(fmt.encode(x, parameters=(center, step)), 64, PAGE, x.dtype, parameters=(center, step))
+        errors.append(float(((got - x) / step[:, None]).square().mean()))
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+
+
+def test_a_tokens_scale_follows_its_size():
+    """A token four times as large has a scale of four times, and codes that lose four times as much."""
+    fmt, head_dim = Static("2", True), 64
+    x = torch.randn(1, 1, PAGE, head_dim) / STEP[2]
+    x[:, :, ::2] *= 4
+    x -= x.mean(2, keepdim=True)
+    given = torch.zeros(1, head_dim), torch.ones(1, head_dim)
+    page = fmt.encode(x, parameters=given)
+    scale = fmt.split(page, head_dim, PAGE, x.dtype)["scale"]
+    small, large = (scale >> 4).float() - 8, (scale & 15).float() - 8
+    assert float(large.mean() - small.mean()) == pytest.approx(8, abs=1)  # 2 ** (8 / 4)
+    off = (fmt.decode(page, head_dim, PAGE, x.dtype, parameters=given) - x).square()
+    assert float(off[:, :, ::2].mean() / off[:, :, 1::2].mean()) == pytest.approx(16, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("", "digits"), ("27", "digits"), ("00", "no channel"), ("222", "3 groups"), ("1" + "0" * 31, "do not fill")],
+)
+def test_bad_patterns(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        Static(pattern).validate(64, PAGE)
+
+
+def test_eigen_makes_channels_independent_and_keeps_scores():
+    heads, head_dim = 2, 64
+    transform = parse_transform("eigen")
+    mix = torch.randn(heads, head_dim, head_dim) * torch.logspace(0, -2, head_dim)
+    keys = torch.randn(1, heads, 64 * PAGE, head_dim) @ mix
+    calibrator = calibrator_for(transform, head_dim, heads)
+    calibrator.observe(keys, torch.randn_like(keys))
+    tensors = transform.prepare(calibrator.fit(torch.empty(0), 0))
+    mapped = transform.map(keys, tensors)
+    covariance = mapped[0].mT @ mapped[0] / mapped.shape[2]
+    size = covariance.diagonal(dim1=-2, dim2=-1)
+    assert float((covariance / (size[:, :, None] * size[:, None]).sqrt() - torch.eye(head_dim)).abs().max()) < 0.1
+    assert bool((size[:, :-8] > 0.9 * size[:, 8:]).all())  # sorted, the largest first
+    q = torch.randn(1, heads, 5, head_dim)
+    expected = q.double() @ keys[:, :, :200].double().mT
+    got = transform.map_queries(q, tensors).double() @ mapped[:, :, :200].double().mT
+    assert torch.allclose(got, expected, atol=1e-3 * float(expected.abs().max()))
+    assert torch.allclose(transform.unmap(mapped[:, :, :200], tensors), keys[:, :, :200], atol=1e-3)
+
+
+def _tokenizer(text, **options):
+    class Encoded:
+        input_ids = torch.tensor([[1 + ord(letter) % 150 for letter in text]])
+
+    return Encoded
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
+def test_calibrated_presets_generate():
+    """Packed attention gives the tokens of the model's own attention over the same pages, unpacked."""
+    models = tiny_models("llama")
+    text = "".join(chr(97 + (i * i) % 23) for i in range(4000))
+    ids, mask = left_padded(2, 200)
+    for gradients in (True, False):
+        options = {"samples": 8, "length": 256, "gradients": gradients}
+        calibration = lb.calibrate(models[0], _tokenizer, [text], "eigen-2", **options)
+        options = {"calibration": calibration, "page_size": 32, "residual": 32}
+        generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        caches = [lb.from_preset("eigen-2", model, **options) for model in models]
+        packed, unpacked = (
+            model.generate(ids[:1], past_key_values=cache, **generate)
+            for model, cache in zip(models, caches, strict=True)
+        )
+        assert torch.equal(packed, unpacked)
+        assert caches[0].nbytes.codes > 0 < caches[0].nbytes.parameters
+        # a padded row writes what it writes alone
+        batch = lb.from_preset("eigen-2", models[0], **options)
+        both = models[0].generate(ids, attention_mask=mask, past_key_values=batch, **generate)
+        alone = lb.from_preset("eigen-2", models[0], **options)
+        row = models[0].generate(ids[1:, 7:], past_key_values=alone, **generate)
+        assert torch.equal(both[1, 7:], row[0])
+
+
+def test_a_preset_without_calibration_says_the_command():
+    with pytest.raises(ValueError, match=r"hf-lowbit-kv calibrate.*eigen-2"):
+        lb.from_preset("eigen-2", tiny_models("llama")[0])
