@@ -18,6 +18,7 @@ class Params(NamedTuple):
     max_block: int
     encode_rows: int = 16
     planes: int = 1
+    interleaved: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:

@@ -157,22 +157,22 @@ def test_small_scaling(scaling):
 
 
 @kernels.needs_interpreter
-@pytest.mark.parametrize("head_dim", [64, 80, 96])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "head_dim"),
     [
-        *("int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"),
-        *("boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"),
+        (name, head_dim)
+        for name in (
+            *("int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"),
+            *("boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"),
+        )
+        for head_dim in (64, 80, 96)
+        if not (name == "int8-token-g32" and head_dim == 80)  # groups of 32 do not divide it
     ],
 )
 def test_small_read(name, head_dim):
     """Pages in fragment order, unpacked: what the reference decodes, bit for bit."""
     values = "int2-token" if name.startswith("boosted") else name
     case = stored_for(Case(keys=name, values=values, head_dim=head_dim, heads=1, lengths=(130, 3)), "cuda")
-    try:
-        case.spec.validate(*case.dims)
-    except ValueError:
-        pytest.skip("not a geometry of this format")
     ref, dev = filled(case, generator(case, kernels.SEED), "cpu")
     for a, b in zip(
         reference.read(ref.state, case.spec, 135),

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import FORMATS, left_padded, tiny_config, tiny_models
+from cases import FORMATS, cache_of, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.formats import HEAD_DIMS
@@ -134,7 +134,8 @@ def test_specs_carry_it():
     assert LayerSpec.parse(spec.key) == spec
     assert LayerSpec.parse(lb.get_preset("kitty").spec().key).key_transform == lb.parse_transform(None)
     with pytest.raises(
-        ValueError, match=r"transform='hadamart' is not known; allowed: \('none', 'hadamard', 'smooth', 'matrix'\)"
+        ValueError,
+        match=r"transform='hadamart' is not known; allowed: \('none', 'hadamard', 'smooth', 'matrix', 'eigen'\)",
     ):
         lb.from_preset("kivi-2", tiny_config("llama"), transform="hadamart")
 
@@ -168,7 +169,7 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
     """Page by page: the encoding of transformed keys, whatever pieces they came in."""
     ours, _ = llama
     ids, _ = left_padded(1, 120)
-    caches = [lb.LowBitCache(ours, *formats, transform=name, sink=4, **PAGES) for name in ("none", "hadamard")]
+    caches = [cache_of(ours, formats, transform=name, sink=4, **PAGES) for name in ("none", "hadamard")]
     with torch.no_grad():
         for cache in caches:
             ours(ids, past_key_values=cache)
@@ -179,12 +180,13 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
         *range(100, 120),
     ]  # what is not packed, exactly; keys of the first layer do not depend on the cache
     assert torch.equal(stored[:, :, window], turned(plain)[:, :, window])
-    fmt = caches[1].spec.key_format
+    store = caches[1].packed_layers[0].store
+    fmt, tensors = store.spec.key_format, store.spec.tensors(store.state)["key_format"]
     exact = lb.LowBitCache(ours, "dense", "dense", sink=4, **PAGES)
     with torch.no_grad():
         ours(ids, past_key_values=exact)
     page = turned(_stored_keys(exact, 120))[:, :, 4:36]
-    want = fmt.decode(fmt.encode(page), 64, 32, torch.float32)
+    want = fmt.decode(fmt.encode(page, parameters=tensors), 64, 32, torch.float32, parameters=tensors)
     assert torch.equal(stored[:, :, 4:36], want)
 
 

@@ -75,7 +75,7 @@ def scores(
     if P.count > 0:
         s = _mixed_scores(page, prepared, fetched[0], n0, valid, factor, BLOCK_N, T, P)
     else:
-        s = _low_scores(page, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
+        s = _low_scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)
     return s
 
 
