@@ -12,9 +12,11 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from cases import left_padded, tiny_models
 from fake_graph import READS, FakeGraph
 from generation_cases import GREEDY, MODES, Collect, ours, turns
+from packaging.version import Version
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import recording
@@ -255,10 +257,13 @@ def test_padding_and_other_outputs_are_other_recordings(model, graphs):
     ids, mask = left_padded(2, 60)
     ours(model, ids, mask, output_hidden_states=True, return_dict_in_generate=True)
     ours(model, ids, mask)
-    ours(model, ids, torch.ones_like(mask))
-    assert replays(graphs) == [10, 10, 10]
+    assert replays(graphs) == [10, 10]
     ours(model, ids, mask)
-    assert replays(graphs) == [10, 21, 10]
+    assert replays(graphs) == [10, 21]
+    ours(model, ids, torch.ones_like(mask))
+    # transformers 5.23 drops a mask of ones, which makes another step; 5.17 hands it on
+    drops = Version(transformers.__version__) >= Version("5.23")
+    assert replays(graphs) == ([10, 21, 10] if drops else [10, 32])
 
 
 def test_recordings_end_with_the_cache(model, graphs):
