@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 from ..formats.fp8 import E4M3_MAX, LEAST_SCALE
-from .common import as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
+from .common import load_plane, load_tokens, padded_width, query_dot, value_dot
+from .dense import fetch as fetch
+from .dense import prepare as prepare
+from .dense import weigh as weigh
 
 MAX = tl.constexpr(E4M3_MAX)
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -39,27 +42,12 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    return (as_operand(load_plane(q_rows, stride, rows_valid, 0, P).to(DOT), T),)
-
-
-@triton.jit
-def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    return ()
-
-
-@triton.jit
 def scores(
     page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
     return query_dot(prepared[0], tl.trans(k) if T == 1 else k, None, T) * factor
-
-
-@triton.jit
-def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    return s, 1.0, 0.0
 
 
 @triton.jit
