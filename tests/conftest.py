@@ -6,6 +6,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `cases`
+pytest.register_assert_rewrite(
+    "kernel_cases", "kernel_checks", "scale_cases"
+)  # their assertions show values, as tests' do
 
 
 def pytest_configure(config):

@@ -82,6 +82,15 @@ def ours(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
     return lb.generate(model, inputs, preset, new_tokens, **options)
 
 
+def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
+    """`model.generate` with a growing cache, eagerly."""
+    torch.manual_seed(1)
+    cache = lb.from_preset(preset, model, **SMALL_PAGES)
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, **GREEDY | options
+    )
+
+
 def turns(generate):
     """Two turns of three rows, the second with padding in the middle: `generate(ids, mask, cache)` with and without cache."""
     (ids, mask), (more_ids, more_mask) = left_padded(3, 90), left_padded(3, 50, seed=1)

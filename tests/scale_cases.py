@@ -48,6 +48,14 @@ def spread_cases(**options) -> list[Case]:
 
 
 GPU_SPREAD = spread_cases(head_dim=128, page_size=128, residual=128, sink=32, lengths=(1000, 1, 417))
+#: few enough for the interpreter
+SMALL_SPREAD = [
+    case
+    for case in spread_cases(heads=1, groups=2, head_dim=64, lengths=(150,), page_size=64, residual=64)
+    if (case.spread == "values" and case.values in ("int2-token", "int4-token-g64"))
+    or (case.spread == "keys" and case.keys in ("int2-channel", "int4-channel"))
+    or (case.key_size == 2.0**-12 and case.keys in ("int2-channel", "boosted2-r0.125"))
+]
 
 
 def attend_once(attend, case: Case, k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, device: str):

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: the checks of `test_kernels`, on kernels compiled for the CPU (`cuda_emulator`)."""
+"""The CUDA kernels without a GPU: the checks of `kernel_checks`, on kernels compiled for the CPU (`cuda_emulator`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
-import test_kernels as kernels
+import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
 from kernel_cases import Case, check_steps
+from kernel_matrix import TRANSFORMS
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
@@ -248,6 +249,6 @@ def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
         check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
 
 
-@pytest.mark.parametrize("options", [x for x in kernels.TRANSFORMS if x[1] == torch.float16], ids=str)
+@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] == torch.float16], ids=str)
 def test_transform(options):
     kernels.check_transform(*options)

@@ -11,8 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_kernels as kernels
+import kernel_checks as kernels
 from kernel_cases import Case, check_steps
+from kernel_matrix import GRAPHS
 from test_cuda import GPU, fragment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
@@ -94,7 +95,7 @@ class Replayed:
             self.out = run()
 
 
-@pytest.mark.parametrize("options", kernels.GRAPHS, ids=str)
+@pytest.mark.parametrize("options", GRAPHS, ids=str)
 def test_replayed(options, launch):
     case = fragment(Case(head_dim=128, page_size=128, capacity=600, lengths=(250, 380), **options))
     check_steps(launch, case, STEPS, kernels.SEED, "cuda", run=Replayed())

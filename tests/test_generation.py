@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
-from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, ours, turns
+from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, growing, ours, turns
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import compiling, kept, stepping
+from hf_lowbit_kv import compiling, stepping
 from hf_lowbit_kv.kept import kept_caches
 
 pytestmark = pytest.mark.host
@@ -30,15 +26,6 @@ def _forget(request):
     yield
     if "model" in request.fixturenames:
         lb.release(request.getfixturevalue("model"))
-
-
-def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
-    """`model.generate` with a growing cache, eagerly."""
-    torch.manual_seed(1)
-    cache = lb.from_preset(preset, model, **SMALL_PAGES)
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new_tokens, **GREEDY | options
-    )
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -77,15 +64,6 @@ def test_inference_mode_once_and_then_not(family):
     assert torch.equal(want, growing(model, ids, mask))
 
 
-def test_threads_do_not_share_the_kept_cache_at_once(model):
-    prompts = [left_padded(2, 100 + i, seed=i) for i in range(3)]
-    want = [growing(model, *prompt) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        for _ in range(3):
-            got = threads.map(lambda prompt: ours(model, *prompt), prompts)
-            assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_other_families(family):
     model, theirs = tiny_models(family)
@@ -118,133 +96,6 @@ def test_inputs_may_be_ids_alone(model):
     ids, _ = left_padded(1, 50)
     out = lb.generate(model, ids, "kivi-2-sink", 12, cache_options=SMALL_PAGES, **GREEDY)
     assert torch.equal(out, growing(model, ids, torch.ones_like(ids)))
-
-
-def test_a_cache_is_kept_and_serves_what_fits(model):
-    def cache_of(tokens, batch=1, preset="kivi-2", **options):
-        ids, mask = left_padded(batch, tokens)
-        out = ours(model, ids, mask, preset, return_dict_in_generate=True, **options)
-        assert int(out.past_key_values.get_seq_length()) == tokens + 11
-        return out.past_key_values.packed_layers[0]
-
-    first = cache_of(300)
-    assert first.get_max_length() == 512
-    assert cache_of(400) is first
-    assert cache_of(20) is first
-    larger = cache_of(20, max_cache_len=1000)
-    assert larger is not first
-    assert larger.get_max_length() == 1024
-    assert cache_of(600) is larger
-    assert cache_of(20, batch=2) is not larger
-    assert cache_of(600) is larger
-    assert cache_of(20, preset="kivi-4") is not larger  # the third kind: the one used longest ago goes
-    assert len(kept_caches(model).entries) == kept.KEPT_CACHES
-
-
-def test_a_returned_cache_belongs_to_its_holder(model):
-    ids, mask = left_padded(2, 60)
-
-    def held(**options):
-        return ours(model, ids, mask, return_dict_in_generate=True, **options).past_key_values
-
-    first = held()
-    layer, stored = first.packed_layers[0], int(first.get_seq_length())
-    ours(model, ids, mask, new_tokens=3)  # another cache
-    assert int(first.get_seq_length()) == stored
-    for preset in ("kivi-4", "kv8", "k8v4"):  # more than are kept
-        ours(model, ids, mask, preset)
-    assert int(first.get_seq_length()) == stored
-    lb.release(model)
-    assert int(first.get_seq_length()) == stored
-    first = held()
-    layer = first.packed_layers[0]
-    assert held().packed_layers[0] is not layer
-    del first
-    assert held().packed_layers[0] is layer
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_call_that_fails_gives_its_cache_back(model, error):
-    ids, mask = left_padded(2, 60)
-
-    def fail(input_ids, scores):
-        if input_ids.shape[1] == 65:
-            raise error
-        return scores
-
-    layer = ours(model, ids, mask, return_dict_in_generate=True).past_key_values.packed_layers[0]
-    with pytest.raises(error) as caught:  # what was raised refers to the call's frames, and they to the cache
-        ours(model, ids, mask, logits_processor=[fail])
-    out = ours(model, ids, mask, return_dict_in_generate=True)
-    assert out.past_key_values.packed_layers[0] is layer
-    assert torch.equal(out.sequences, growing(model, ids, mask))
-    del caught
-
-
-def test_a_call_within_a_call_takes_another_cache(model):
-    ids, mask = left_padded(2, 60)
-    want, seen = ours(model, ids, mask), []
-
-    def nested(input_ids, scores):
-        if not seen:
-            seen.append(None)
-            seen.append(ours(model, ids, mask))
-        return scores
-
-    assert torch.equal(ours(model, ids, mask, logits_processor=[nested]), want)
-    assert torch.equal(seen[1], want)
-    assert len(kept_caches(model).entries) == 2
-
-
-def test_threads_may_go_on_with_their_own_caches(model):
-    """What one thread holds is not emptied by the calls of others."""
-
-    def both_turns(seed):
-        ids, mask = left_padded(2, 60, seed=seed)
-        options = {"return_dict_in_generate": True, "max_cache_len": 256}
-        first = ours(model, ids, mask, **options)
-        ids = torch.cat([first.sequences, ids], dim=1)
-        mask = torch.cat([mask, torch.ones_like(ids[:, 60:])], dim=1)
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return lb.generate(model, inputs, max_new_tokens=9, past_key_values=first.past_key_values, **GREEDY)
-
-    want = [both_turns(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        got = list(threads.map(both_turns, range(4)))
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-
-
-def test_the_environment_chooses_the_backend_of_each_call(model, monkeypatch):
-    ids, mask = left_padded(1, 20)
-
-    def backend():
-        return ours(model, ids, mask, return_dict_in_generate=True).past_key_values.packed_layers[0].backend
-
-    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "torch")
-    assert backend() == "torch"
-    monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "cuda")
-    with pytest.raises((ImportError, ValueError), match="HF_LOWBIT_KV_BACKEND='cuda'"):
-        backend()
-
-
-def test_release_gives_the_memory_back(model):
-    ids, mask = left_padded(1, 20)
-    out = ours(model, ids, mask, return_dict_in_generate=True)
-    cache = weakref.ref(out.past_key_values.packed_layers[0])
-    del out
-    assert cache() is not None
-    lb.release(model)
-    gc.collect()
-    assert cache() is None
-    lb.release(model)
-
-
-def test_lengths_are_rounded_up_by_a_quarter_at_most():
-    for tokens in (1, 512, 513, 5000, 131072, 131073, 10**6):
-        length = kept.cache_length(tokens)
-        assert tokens <= length < tokens + max(tokens / 4, 512)
-        assert kept.cache_length(length) == length
-    assert kept.cache_length(5000) == kept.cache_length(5100)
 
 
 def test_a_second_turn_goes_on_with_the_cache(model):

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_kernels as kernels
+import kernel_checks as kernels
 from cases import FORMATS, left_padded, tiny_models
 from interpreted import PARTS, run_part
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error

@@ -1,0 +1,190 @@
+"""Which cases the kernels of every backend are compared with the reference in: few for the interpreter, a matrix for a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from kernel_cases import Case
+
+from hf_lowbit_kv.formats import HEAD_DIMS
+
+SMALL = [
+    Case(),
+    Case(keys="int2-channel", values="int2-token", lengths=(70, 33)),
+    Case(keys="int8-token", values="int8-token", sink=0, residual=0, lengths=(33, 64)),
+    Case(keys="int2-channel-g32", values="int2-token-g32", page_size=64, residual=64, lengths=(140, 1), heads=1),
+    Case(keys="fp8", values="fp8", lengths=(70, 33), heads=1, sink=0, residual=0),
+    Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True, heads=1),
+    Case(groups=3, softcap=20.0, head_dim=80, head_dim_v=96, lengths=(33, 100), tokens=9, heads=1),
+    Case(keys="int4-token", values="dense", lengths=(31, 64), tokens=20, sink=0, residual=0, padded=True, heads=1),
+    Case(keys="int8-token-g64", values="int4-token-g32", head_dim=128, head_dim_v=64, lengths=(65, 3), groups=1),
+    Case(keys="int4-channel", values="int8-channel", dtype=torch.float32),
+    Case(outliers=True, heads=1),
+    *(
+        Case(keys="int8-token", values=values, heads=1, head_dim=128, lengths=(600,), value_offset=-100.0)
+        for values in ("int8-token", "int4-token-g32", "int2-token")
+    ),
+    *(
+        Case(keys=keys, values="int8-token", heads=1, head_dim=128, lengths=(600,), key_size=2.0**-10)
+        for keys in ("int8-channel", "int4-channel", "int8-token", "boosted2-r0.125")
+    ),
+    Case(heavy_sink=5.0, heads=1, groups=1, lengths=(300,)),
+    Case(
+        heavy_sink=5.0, heads=1, groups=1, lengths=(300,), keys="int8-token", values="int8-token", dtype=torch.bfloat16
+    ),
+    Case(heavy_sink=5.0, heads=1, groups=1, lengths=(300,), keys="boosted2-r0.125", values="int2-token-g32"),
+    Case(outliers=True, values="int8-token", keys="int8-token", heads=1),
+    Case(lengths=(0, 0), heads=1, sinks=True),
+    Case(capacity=140, lengths=(100, 90), heads=1),
+    Case(keys="boosted2-r0.125", values="int2-token"),
+    Case(keys="vq-d4b8", values="vq-d2b5"),
+    Case(keys="vq-d8b12", values="int2-token", head_dim=80, lengths=(100,), groups=1, tokens=5, dtype=torch.bfloat16),
+    Case(
+        keys="boosted2-r0.25-variance",
+        values="int2-token",
+        head_dim=96,
+        tokens=5,
+        padded=True,
+        lengths=(140, 70),
+        heads=1,
+    ),
+    Case(keys="boosted2-r1", values="boosted2-r0.25", head_dim=80, head_dim_v=64, heads=1, dtype=torch.float32),
+    Case(keys="boosted2-r0", values="boosted2-r1-random", heads=1),
+    Case(keys="boosted2-r0.125", values="boosted2-r0.125", outliers=True, heads=1),
+    # pages whose words of high codes are a plane of their own: in two tiles, in eight, in the other orientation
+    Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, lengths=(300, 130)),
+    Case(keys="boosted2-r0.3-range", values="int2-token", page_size=256, lengths=(530,), heads=1, dtype=torch.float32),
+    Case(keys="boosted2-r0.25", values="int2-channel-g32", page_size=128, lengths=(300,), heads=1, outliers=True),
+    Case(keys="boosted2-r0.25", values="int2-token", page_size=256, lengths=(530, 300), tokens=9, padded=True, heads=1),
+]
+SMALL_STORES = [
+    (Case(heads=1), [37, 0, 60, 0, 0]),
+    (Case(heads=1, padded=True, keys="int2-channel", values="int2-token", capacity=120), [50, 1, 70, 0, 0]),
+    (Case(heads=1, keys="int4-token", values="int8-token-g32", residual=0, sink=3, padded=True), [1, 0, 0, 40, 30]),
+    (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
+    (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
+    (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
+    (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
+    (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
+    (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
+    (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
+    (
+        Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
+        [40, 30],
+    ),
+]
+
+#: head size, dtype, transform: what kernels apply by themselves
+TRANSFORMS = [
+    (head_dim, dtype, name)
+    for head_dim in HEAD_DIMS
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for name in ("hadamard", "smooth", "smooth+hadamard", "hadamard+smooth")
+]
+
+#: formats and transforms of steps that are captured in a CUDA graph
+GRAPHS = [
+    {"keys": "int8-token", "values": "int4-token", "residual": 0},
+    {"keys": "int8-token", "values": "int4-token", "residual": 128},
+    {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
+]
+
+
+def transformed() -> list[Case]:
+    """Few query rows and many, one block of the window for the chunk and several, padding, every head size."""
+    cases = []
+    for i, head_dim in enumerate(HEAD_DIMS):
+        for j, (groups, tokens) in enumerate(((4, 1), (1, 1), (3, 5), (16, 1), (4, 40))):
+            keys = ("int4-channel", "boosted2-r0.125", "dense")[(i + j) % 3]
+            options = {"keys": keys, "groups": groups, "tokens": tokens, "padded": tokens > 1, "lengths": (700, 1, 290)}
+            cases.append(Case(head_dim=head_dim, dtype=(torch.float16, torch.bfloat16)[(i + j) % 2], **options))
+    names = ("hadamard", "smooth+hadamard", "hadamard+smooth", "smooth", "matrix")
+    both = [dataclasses.replace(cases[i], transform=name, value_transform=names[-i]) for i, name in enumerate(names)]
+    return [dataclasses.replace(case, transform="hadamard") for case in cases] + both
+
+
+def format_names() -> list[str]:
+    """Every format; of those with a free parameter its ends and what presets use."""
+    groups = ("", "-g32", "-g64", "-g128")
+    affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+    ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
+
+
+def matrix() -> list[Case]:
+    page = 128
+    base = {"head_dim": 128, "residual": 128, "page_size": page, "sink": 32}
+    lengths = (1000, 1, 417)
+    names = format_names()
+    cases = []
+    for i, name in enumerate(names):
+        partner = names[(i * 7 + 5) % len(names)]
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
+        cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
+    pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
+    pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token")]
+    for keys, values in pairs:
+        pair = {"keys": keys, "values": values}
+        for dim in (64, 80, 96, 128, 256):
+            sized = base | {"head_dim": dim}
+            for groups, dtype in ((1, torch.float16), (3, torch.bfloat16), (8, torch.float16)):
+                cases.append(Case(groups=groups, dtype=dtype, lengths=lengths, **pair, **sized))
+            cases.append(Case(tokens=300, padded=True, lengths=(700, 0, 129), dtype=torch.float16, **pair, **sized))
+        for length in (1, page - 1, page, page + 1, 0):
+            for residual in (0, 128):
+                small = base | {"residual": residual, "sink": 0}
+                cases.append(Case(lengths=(length,), dtype=torch.bfloat16, **pair, **small))
+        cases.append(Case(softcap=30.0, sinks=True, lengths=lengths, **pair, **base))
+        cases.append(Case(softcap=30.0, sinks=True, tokens=4, padded=True, lengths=lengths, **pair, **base))
+        cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
+        cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, **pair, **base))
+        cases.append(Case(value_offset=-100.0, lengths=lengths, **pair, **base))
+        cases.append(Case(key_size=2.0**-10, lengths=lengths, **pair, **base))
+        cases.append(Case(heavy_sink=5.0, lengths=(1500,) * 40, groups=1, heads=8, **pair, **base))
+        cases.append(Case(outliers=True, lengths=lengths, dtype=torch.bfloat16, tokens=300, **pair, **base))
+        cases.append(Case(lengths=lengths, dtype=torch.float32, **pair, **base))
+        cases.append(Case(lengths=(900, 850), capacity=1000, **pair, **base))
+        cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
+    for page_size in (32, 64, 256):
+        cases.append(Case(lengths=lengths, **base | {"page_size": page_size}))
+        cases.append(
+            Case(keys="boosted2-r0.125", values="int2-token", lengths=lengths, **base | {"page_size": page_size})
+        )
+        cases.append(
+            Case(keys="int8-token", values="dense", lengths=lengths, **base | {"page_size": page_size, "residual": 0})
+        )
+    cases.append(
+        Case(head_dim=96, head_dim_v=64, lengths=lengths, **{k: v for k, v in base.items() if k != "head_dim"})
+    )
+    return cases
+
+
+def stores() -> list[tuple[Case, list[int]]]:
+    found = []
+    names = format_names()
+    for i, name in enumerate(names):
+        partner = names[(i * 5 + 3) % len(names)]
+        for residual in (0, 128):
+            case = Case(
+                keys=name, values=partner, head_dim=128, residual=residual, page_size=128, sink=(0, 5)[i % 2], padded=i % 3 > 0,
+                dtype=(torch.float16, torch.bfloat16, torch.float32)[i % 3], outliers=i % 4 == 0, lengths=(1, 1),
+            )  # fmt: skip
+            found.append((case, [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]))
+    for dim in (64, 80, 96, 256):
+        for keys, values, residual in (
+            ("int4-channel", "int4-token", 128),
+            ("int2-token", "int8-channel", 0),
+            ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
+        ):
+            case = Case(
+                keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
+            )
+            found.append((case, [300, 0, 100, 0]))
+    long = Case(head_dim=128, residual=128, page_size=128, sink=32, lengths=(1,))
+    found.append((long, [100, *[0] * 330]))
+    found.append((Case(keys="int4-token", residual=0, lengths=(1,), capacity=200), [100, *[0] * 130]))
+    found.append((Case(lengths=(1, 1), capacity=150), [100, 100, 0, 0]))
+    return found

@@ -1,0 +1,127 @@
+"""Models that a cache does not serve: by their architecture, or because the cache was made for another one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SMALL_PAGES, next_logits, tiny_config, tiny_models
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_lowbit_kv as lb
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def test_head_dim_not_supported():
+    with pytest.raises(ValueError, match=r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 256\)"):
+        lb.from_preset("kivi-2", tiny_config("llama", head_dim=48))
+
+
+def test_layers_of_different_head_dim():
+    # Gemma 4: its full-attention layers have larger heads than the others
+    with pytest.raises(ValueError, match=r"head_dim=512 is not supported"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text"))
+    assert lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text", global_head_dim=256)).packed_layers
+
+
+def test_encoder_decoder_models():
+    with pytest.raises(ValueError, match="'t5' is an encoder-decoder model"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("t5"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tiny_config("mistral", sliding_window=64), AutoConfig.for_model("mamba")],
+    ids=["every layer slides", "every layer is linear"],
+)
+def test_nothing_to_pack(config):
+    with pytest.raises(ValueError, match=r"nothing to pack|attention interface"):
+        lb.from_preset("kivi-2", config)
+
+
+def test_architecture_without_the_attention_interface():
+    config = AutoConfig.for_model("bloom", hidden_size=128, n_head=2, n_layer=1, vocab_size=64)
+    for given in (config, AutoModelForCausalLM.from_config(config)):
+        with pytest.raises(ValueError, match="BloomForCausalLM does not use transformers' attention interface"):
+            lb.from_preset("kivi-2", given)
+
+
+def test_cross_attention_models():
+    config = AutoConfig.for_model("mllama_text_model", num_hidden_layers=3, cross_attention_layers=[1])
+    with pytest.raises(ValueError, match="'mllama_text_model' has cross-attention layers"):
+        lb.from_preset("kivi-2", config)
+
+
+def test_latent_attention_models():
+    with pytest.raises(ValueError, match="'deepseek_v3' caches a latent"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
+
+
+def test_layers_that_share_keys_and_values():
+    # Gemma 3n; only the configuration is read
+    config = AutoConfig.for_model("gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5)
+    config._attn_implementation = lb.ATTENTION_NAME
+    cache = lb.from_preset("kivi-2", config)
+    state = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim)
+    with pytest.raises(ValueError, match=r"num_kv_shared_layers=5.*cannot serve.*set_attn_implementation\('sdpa'\)"):
+        cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
+    assert cache.get_seq_length() == 0
+    config._attn_implementation = "sdpa"
+    with pytest.warns(UserWarning, match="does not read packed pages"):
+        keys, _ = cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
+    assert torch.equal(keys, state)
+
+
+def test_another_models_layer_count(model):
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
+    for layers in (1, 3):
+        other, _ = tiny_models("llama", num_hidden_layers=layers)
+        with pytest.raises(ValueError, match=f"num_hidden_layers={layers}, and the cache was made for 2"):
+            next_logits(other, cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_another_models_head_count(model):
+    other, _ = tiny_models("llama", num_key_value_heads=1)
+    cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
+    with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+        next_logits(other, cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("how", ["data", "tensor"])
+def test_head_count_of_distributed_models(model, how, tmp_path):
+    """Only heads that tensor parallelism splits may be fewer; another process group excuses nothing."""
+    from transformers.distributed import DistributedConfig
+
+    other, _ = tiny_models("llama", num_key_value_heads=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        if how == "tensor":  # what `from_pretrained(tp_plan="auto")` notes on two ranks
+            model.config.distributed_config = DistributedConfig(tp_size=2, tp_plan="auto")
+        cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
+        if how == "tensor":
+            next_logits(other, cache)
+            assert cache.layers[0].store.num_heads == 1
+            return
+        with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+            next_logits(other, cache)
+    finally:
+        model.config.__dict__.pop("distributed_config", None)
+        torch.distributed.destroy_process_group()
+
+
+def test_a_cache_of_another_copy_of_the_model():
+    ours, theirs = tiny_models("llama")
+    for model in (theirs, tiny_models("gemma2")[1]):
+        cache = lb.from_preset("kivi-2", ours, **SMALL_PAGES)
+        expected = f"another copy of this model.*'lowbit_kv', and the model that runs has '{model.config._attn_implementation}'"
+        with pytest.raises((AttributeError, TypeError), match=expected):
+            next_logits(model, cache)
+        assert cache.get_seq_length() == 0
+        next_logits(ours, cache)
