@@ -14,9 +14,10 @@ import triton.language as tl
 from ..formats.affine import Affine
 from ..formats.base import FIELD_ALIGNMENT
 from . import affine
-from .affine import _extract, _key_plane, _quantize, _store_codes, _words
+from .affine import _extract, _key_plane, _words
 from .affine import prepare as _prepare_low
 from .affine import scores as _low_scores
+from .affine_encode import quantize, store_codes
 from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 
 TWO_24 = affine.TWO_24
@@ -290,10 +291,10 @@ def encode(
         row = tl.reshape(tl.cumsum(chosen, 0) - chosen, (P.planes, P.padded))
         boosted = tl.reshape(chosen, (P.planes, P.padded)) > 0
         levels = tl.where(boosted, 15.0, levels)
-    scale, zero, code = _quantize(x, low[None, :, :], high[None, :, :], levels[None, :, :])
+    scale, zero, code = quantize(x, low[None, :, :], high[None, :, :], levels[None, :, :])
     tl.store((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel[None, :, :], scale, mask=keep[None, :, :])
     tl.store((page + P.zero_at).to(tl.pointer_type(tl.float16)) + channel[None, :, :], zero, mask=keep[None, :, :])
-    _store_codes(page, code & 3, token[:, None], word, keep, P)
+    store_codes(page, code & 3, token[:, None], word, keep, P)
     if P.count > 0:
         tl.store(page + P.map_at + row, channel.to(tl.uint8), mask=boosted)
         shift = tl.arange(0, 8)[:, None, None, None] * 2

@@ -26,8 +26,9 @@ from ...toolchain import why_no_launcher
 from ...transforms import Fused, Transform
 from .. import prompt
 from .. import read as unpacking
-from ..common import format_records
 from ..config import FUSED_ROWS
+from .arguments import AttendArgs, Factors, StepArgs, TransformArgs, append_args, factors, tables
+from .arguments import address as _address
 from .compile import Module, load
 from .geometry import (
     APPEND_WARPS,
@@ -49,50 +50,6 @@ MAX_ROW_BLOCKS = 65535
 ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
-
-
-#: the formats' parameters, see `_tables`
-_TABLES = [
-    ("key_table", ctypes.c_void_p),
-    ("key_table_h", ctypes.c_longlong),
-    ("value_table", ctypes.c_void_p),
-    ("value_table_h", ctypes.c_longlong),
-]
-
-
-class _AttendArgs(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
-        *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
-        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
-        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
-        *((name, ctypes.c_float) for name in "scaling softcap".split()),
-        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
-        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
-        *_TABLES,
-    ]
-
-
-class _AppendArgs(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "k v mask order count pool address sink_k sink_v tail_k tail_v".split()),
-        *((name, ctypes.c_void_p) for name in "length paged lost".split()),
-        *((name, ctypes.c_longlong) for name in "k_b k_h k_s v_b v_h v_s mask_b".split()),
-        *((name, ctypes.c_int) for name in "heads tokens pages room sink tail residual".split()),
-        *_TABLES,
-    ]
-
-
-class _StepArgs(ctypes.Structure):
-    _fields_ = [*_AttendArgs._fields_, ("store", _AppendArgs), ("arrived", ctypes.c_void_p)]
-
-
-class _TransformArgs(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q k q_out k_out q_scale k_scale".split()),
-        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows scale_h".split()),
-        *((name, ctypes.c_int) for name in "q_heads heads tokens".split()),
-    ]
 
 
 def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
@@ -152,40 +109,6 @@ def _counters_for(state: LayerState, count: int) -> torch.Tensor:
     return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
 
-class _Factors(NamedTuple):
-    """What kernels need of a transform's tensors: addresses of factors of queries, and of keys or values; numbers from one KV
-    head's to the next's."""
-
-    queries: int = 0
-    keys: int = 0
-    stride: int = 0
-
-
-def _factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> _Factors:
-    if not fused.scaled:
-        return _Factors()
-    keys, queries = tensors[:2]
-    return _Factors(queries.data_ptr(), keys.data_ptr(), keys.stride(0) if keys.shape[0] > 1 else 0)
-
-
-class _Tables(NamedTuple):
-    """The records of a layer's formats: addresses, and bytes from one KV head's to the next's (0: all heads share it)."""
-
-    keys: int
-    keys_stride: int
-    values: int
-    values_stride: int
-
-    @property
-    def per_head(self) -> bool:
-        return bool(self.keys_stride or self.values_stride)
-
-
-def _tables(state: LayerState, spec: LayerSpec) -> _Tables:
-    (keys, keys_stride), (values, values_stride) = format_records(state, spec)
-    return _Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
-
-
 def transform(
     q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -199,20 +122,16 @@ def transform(
     if rows == 0:
         return queries, out
     assert fused is not None
-    factors = _factors(fused, tensors)
-    args = _TransformArgs(
+    scales = factors(fused, tensors)
+    args = TransformArgs(
         *(_address(tensor) for tensor in (q, x, queries, out)),
-        *(factors.queries, factors.keys),
+        *(scales.queries, scales.keys),
         *((0, 0, 0) if q is None else q.stride()[:3]),
-        *(*x.stride()[:3], rows, factors.stride, q_heads, heads, tokens),
+        *(*x.stride()[:3], rows, scales.stride, q_heads, heads, tokens),
     )
     module = load("transform.cu", transform_defines(head_dim, x.dtype, fused), x.device)
     _launch(module, "transform", (-(-rows // 4), 1, 1), 128, args)
     return queries, out
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def attend(
@@ -263,7 +182,7 @@ class _Inside(NamedTuple):
     """What the attend kernel is to do to queries and keys."""
 
     fused: Fused
-    factors: _Factors
+    factors: Factors
 
 
 def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
@@ -273,7 +192,7 @@ def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
     fused, inside = spec.key_transform.fused, None
     few = q.shape[1] // k.shape[1] * q.shape[2] <= TRANSFORM_INSIDE
     if few and fused is not None and not spec.key_transform.identity:
-        inside = _Inside(fused, _factors(fused, spec.tensors(state)["key_transform"]))
+        inside = _Inside(fused, factors(fused, spec.tensors(state)["key_transform"]))
     return *transformed_by(transform, q, k, v, state, spec, keys=inside is None), inside
 
 
@@ -303,10 +222,17 @@ def _attend(
         sinks = sinks.contiguous() if sinks.dtype == q.dtype else sinks.float().contiguous()
         sink_kind = 1 if sinks.dtype == q.dtype else 2
     groups, device = q_heads // heads, q.device
-    rows, tables = groups * tokens, _tables(state, spec)
+    rows, records = groups * tokens, tables(state, spec)
     module, choice, shared, fused = _attend_module(
         *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store, tables.per_head, device),
+        *(
+            softcap is not None,
+            inside and inside.fused,
+            os.environ.get(ORDERED) == "1",
+            store,
+            records.per_head,
+            device,
+        ),
     )
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
@@ -336,37 +262,15 @@ def _attend(
         *(scaling, 1.0 if softcap is None else softcap),
         *((0, 0, 0) if inside is None else (raw_k.data_ptr(), *inside.factors[:2])),
         *(*raw_k.stride()[:3], 0 if inside is None else inside.factors.stride),
-        *tables,
+        *records,
     )
     if fused:
         arrived = counters.data_ptr() + 4 * row_blocks * batch * heads
-        args = *args, _append_args(keys, v, mask, None, None, state, spec), arrived
+        args = *args, append_args(keys, v, mask, None, None, state, spec), arrived
     grid = -(-teams // choice.teams), row_blocks, 1
-    kind = _StepArgs if fused else _AttendArgs
+    kind = StepArgs if fused else AttendArgs
     _launch(module, "attend", grid, 32 * choice.teams * choice.warps, kind(*args), shared=shared)
     return out, keys, fused
-
-
-def _append_args(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    order: torch.Tensor | None,
-    count: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-) -> _AppendArgs:
-    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
-    they are."""
-    pages = state.page_address.shape[1]
-    return _AppendArgs(
-        *(_address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),
-        *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
-        *(state.length.data_ptr(), state.paged.data_ptr(), state.lost.data_ptr()),
-        *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
-        *(*k.shape[1:3], pages, spec.room(pages), spec.sink, spec.tail_size, spec.residual),
-        *_tables(state, spec),
-    )
 
 
 def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,7 +293,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
         # the places of the tokens that are no padding, in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
-    args = _append_args(k, v, mask, order, count, state, spec)
+    args = append_args(k, v, mask, order, count, state, spec)
     rows = batch * heads
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)

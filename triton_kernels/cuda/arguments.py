@@ -1,0 +1,120 @@
+"""The one argument of each kernel: structures that stand as they are in the sources, and what fills them.
+
+A kernel takes its argument by value. The sources declare the same fields in the same order: `AttendArgs` is `Args` in
+`common.cuh`, `StepArgs` is in `attend.cu`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...pages import LayerSpec, LayerState
+from ...transforms import Fused
+from ..common import format_records
+
+#: the formats' parameters, see `tables`
+_TABLES = [
+    ("key_table", ctypes.c_void_p),
+    ("key_table_h", ctypes.c_longlong),
+    ("value_table", ctypes.c_void_p),
+    ("value_table_h", ctypes.c_longlong),
+]
+
+
+class AttendArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
+        *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
+        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
+        *((name, ctypes.c_float) for name in "scaling softcap".split()),
+        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
+        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
+        *_TABLES,
+    ]
+
+
+class AppendArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "k v mask order count pool address sink_k sink_v tail_k tail_v".split()),
+        *((name, ctypes.c_void_p) for name in "length paged lost".split()),
+        *((name, ctypes.c_longlong) for name in "k_b k_h k_s v_b v_h v_s mask_b".split()),
+        *((name, ctypes.c_int) for name in "heads tokens pages room sink tail residual".split()),
+        *_TABLES,
+    ]
+
+
+class StepArgs(ctypes.Structure):
+    _fields_ = [*AttendArgs._fields_, ("store", AppendArgs), ("arrived", ctypes.c_void_p)]
+
+
+class TransformArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "q k q_out k_out q_scale k_scale".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows scale_h".split()),
+        *((name, ctypes.c_int) for name in "q_heads heads tokens".split()),
+    ]
+
+
+def address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+class Factors(NamedTuple):
+    """What kernels need of a transform's tensors: addresses of factors of queries, and of keys or values; numbers from one KV
+    head's to the next's."""
+
+    queries: int = 0
+    keys: int = 0
+    stride: int = 0
+
+
+def factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> Factors:
+    if not fused.scaled:
+        return Factors()
+    keys, queries = tensors[:2]
+    return Factors(queries.data_ptr(), keys.data_ptr(), keys.stride(0) if keys.shape[0] > 1 else 0)
+
+
+class Tables(NamedTuple):
+    """The records of a layer's formats: addresses, and bytes from one KV head's to the next's (0: all heads share it)."""
+
+    keys: int
+    keys_stride: int
+    values: int
+    values_stride: int
+
+    @property
+    def per_head(self) -> bool:
+        return bool(self.keys_stride or self.values_stride)
+
+
+def tables(state: LayerState, spec: LayerSpec) -> Tables:
+    (keys, keys_stride), (values, values_stride) = format_records(state, spec)
+    return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
+
+
+def append_args(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    order: torch.Tensor | None,
+    count: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+) -> AppendArgs:
+    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
+    they are."""
+    pages = state.page_address.shape[1]
+    return AppendArgs(
+        *(address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),
+        *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
+        *(state.length.data_ptr(), state.paged.data_ptr(), state.lost.data_ptr()),
+        *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
+        *(*k.shape[1:3], pages, spec.room(pages), spec.sink, spec.tail_size, spec.residual),
+        *tables(state, spec),
+    )
