@@ -119,6 +119,12 @@ def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None
     _append(k, v, mask, state=state, spec=spec, backend=backend)
 
 
+def expect_steps(q, k, v, state: LayerState, spec: LayerSpec, softcap, sinks, backend: str) -> None:
+    """Tell the backend that steps of one token may follow this prompt, so that it can compile their kernel meanwhile."""
+    if (expect := getattr(_module(backend, spec.reading.name), "expect_steps", None)) is not None:
+        expect(q, k, v, state, spec, softcap, sinks)
+
+
 def read(state: LayerState, spec: LayerSpec, max_length: int, backend: str):
     """`reference.read` on the chosen backend."""
     return _module(backend, spec.reading.name).read(state, spec, max_length)

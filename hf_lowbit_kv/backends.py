@@ -49,7 +49,8 @@ class Backend(ABC):
     name: ClassVar[str]
     #: orders of bytes inside pages of keys and of values that its kernels read
     layouts: ClassVar[tuple[str, str]] = ("planar-1", "planar-1")
-    #: by reading, the module with `attend`, `append` and `read` as in `reference`, and perhaps `step`, which does the first two
+    #: by reading, the module with `attend`, `append` and `read` as in `reference`; perhaps `step`, which does the first two,
+    #: and `expect_steps`, which hears of a prompt that steps may follow
     modules: ClassVar[dict[str, str]]
     #: what an error advises
     advice: ClassVar[str] = ""

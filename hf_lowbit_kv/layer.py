@@ -233,6 +233,8 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         first = not torch.compiler.is_compiling() and self._seen_at_least == 0
         self._make_room(tokens, "packed")
         state = self.store.state
+        if first and tokens > 1:
+            ops.expect_steps(query, key, value, state, self.spec, softcap, sinks, self.backend)
         if first and tokens > 1 and mask is None and softcap is None and sinks is None:
             # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
             out = self.side.prompt(query, key, value, scaling)

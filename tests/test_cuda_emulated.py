@@ -24,6 +24,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
+from hf_lowbit_kv.triton_kernels.cuda import modules
 
 pytestmark = [
     pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
@@ -35,14 +36,15 @@ pytestmark = [
 def launch(monkeypatch):
     # two multiprocessors: rows are shared by several teams
     properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=228 * 1024)
-    monkeypatch.setattr(cuda, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
-    monkeypatch.setattr(cuda, "_properties", lambda device: properties)
+    for module in (cuda, modules):
+        monkeypatch.setattr(module, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
+        monkeypatch.setattr(module, "properties", lambda device: properties)
     monkeypatch.setattr(cuda, "read", reference.read)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernels, "launch", cuda)
-    cuda._attend_module.cache_clear()
+    modules.forget()
     yield cuda
-    cuda._attend_module.cache_clear()
+    modules.forget()
 
 
 KITTY = {"keys": "boosted2-r0.125", "values": "int2-token"}
@@ -156,7 +158,8 @@ def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
     """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
     properties = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=100 * 1024)
-    monkeypatch.setattr(launch, "_properties", lambda device: properties)
+    for module in (launch, modules):
+        monkeypatch.setattr(module, "properties", lambda device: properties)
     case = fragment(Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128))
     for units in (40, 46):
         kernels.check_attend(dataclasses.replace(case, lengths=(31 + units * 64,)))
@@ -244,7 +247,7 @@ def test_step(case, steps, launch):
     ],
 )
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
-    monkeypatch.setattr(cuda, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
+    monkeypatch.setattr(modules, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
     with pytest.raises(AssertionError, match="races in shared memory"):
         check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
 

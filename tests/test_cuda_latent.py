@@ -33,7 +33,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(latent, "converts", lambda device: request.param)
         # a row is shared by several blocks
         monkeypatch.setattr(latent, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
-        monkeypatch.setattr(latent, "_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+        monkeypatch.setattr(latent, "properties", lambda device: SimpleNamespace(multi_processor_count=3))
         latent._module.cache_clear()
     yield latent
     latent._module.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -157,3 +158,48 @@ def test_a_program_is_destroyed_whatever_happens(compiler):
     with pytest.raises(compile.CompileError, match="mistakes"):
         compile.binary("append.cu", (), "sm_90")
     assert (compiler.created, compiler.destroyed) == (2, 2)
+
+
+def test_compiled_ahead(compiler, monkeypatch):
+    """A kernel that another thread compiles is waited for, and compiled once, whether or not the directory keeps it."""
+    begun, may_end, compiled = threading.Event(), threading.Event(), compiler.nvrtcCompileProgram
+
+    def slow(*args):
+        begun.set()
+        assert may_end.wait(20)
+        return compiled(*args)
+
+    monkeypatch.setattr(compiler, "nvrtcCompileProgram", slow)
+    monkeypatch.setattr(compile, "_arch", lambda device: "sm_90")
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(disk, "keep", lambda *args: None)
+        compiler.compiled = 0
+        for event in (begun, may_end):
+            event.clear()
+        macros = (("NT", "1"), ("KEEPS", str(keeps)))
+        compile.ahead("attend.cu", macros, torch.device("cpu"))
+        assert begun.wait(20)
+        found: list[bytes] = []
+        other = threading.Thread(target=lambda: found.append(compile.binary("attend.cu", macros, "sm_90")))  # noqa: B023
+        other.start()
+        other.join(0.2)
+        assert not found
+        may_end.set()
+        other.join(20)
+        assert (found, compiler.compiled) == ([KERNEL], 1)
+    assert not compile._early
+
+
+def test_an_error_ahead_is_left_to_the_one_who_needs_the_kernel(compiler, monkeypatch):
+    monkeypatch.setattr(compile, "_arch", lambda device: "sm_90")
+    monkeypatch.setattr(threading, "excepthook", lambda args: pytest.fail(str(args)))
+    compiler.status = 6
+    before = threading.active_count()
+    compile.ahead("attend.cu", (("NT", "1"),), torch.device("cpu"))
+    while threading.active_count() > before:
+        pass
+    with pytest.raises(compile.CompileError):
+        kernel()
+    compiler.status = 0
+    assert kernel() == KERNEL

@@ -5,11 +5,13 @@ Nothing of a CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library tha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ SOURCES = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
 #: lines of a compiler's log that an error shows
 LOG_LINES = 12
+#: by file name: held while it is compiled; what `ahead` compiled and nobody asked for yet
+_compiling: dict[str, threading.Lock] = {}
+_early: dict[str, bytes] = {}
 
 
 class CompileError(RuntimeError):
@@ -62,19 +67,42 @@ def source(name: str) -> str:
     return expand(name)
 
 
-def binary(name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False) -> bytes:
-    """The compiled file `name` with these macros. anew: compile it even where it is kept on disk."""
+def binary(
+    name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False, early: bool = False
+) -> bytes:
+    """The compiled file `name` with these macros. anew: compile it even where it is kept on disk. early: somebody else will
+    ask for it."""
     _, nvrtc = _bindings()
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((text, arch, OPTIONS, version)).encode()).hexdigest()[:32]
     file = f"{Path(name).stem}-{arch}-{key}.cubin"
-    if not anew and (found := disk.load(file)) is not None:
-        return found
-    _announce(arch)
-    out = _compile(text, name, arch)
-    disk.keep(file, out)
-    return out
+    with _compiling.setdefault(file, threading.Lock()):  # another thread may be compiling it
+        if not anew and (found := _early.pop(file, None) or disk.load(file)) is not None:
+            return found
+        _announce(arch)
+        out = _compile(text, name, arch)
+        disk.keep(file, out)
+        if early:
+            _early[file] = out  # the directory may keep nothing
+        return out
+
+
+def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
+    """Compile in a thread of its own, if need be. `binary` waits for it. An error is left to the one who needs the kernel,
+    and compiles it again."""
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            binary(name, defines, _arch(device), early=True)
+
+    # NVRTC lets go of the interpreter. A daemon, because an ending process need not wait for it
+    threading.Thread(target=work, name="hf-lowbit-kv-compile", daemon=True).start()
+
+
+def _arch(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 @functools.cache
@@ -116,8 +144,7 @@ class Module:
     def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device):
         self._driver, _ = _bindings()
         self.device = device
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
+        arch = _arch(device)
         data = binary(name, defines, arch)
         with torch.cuda.device(device):
             _enter_context(device.index)

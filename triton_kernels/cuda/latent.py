@@ -15,7 +15,8 @@ from ... import reference
 from ...formats import Dense, Fp8
 from ...pages import LayerSpec, LayerState
 from .compile import Module, load
-from .launch import _address, _properties, launches
+from .launch import _address, launches
+from .modules import properties
 
 #: query tokens that the kernels attend for
 TOKENS = 8
@@ -140,7 +141,7 @@ def _step(
     q, k, v, device = _rows(q), _rows(k), _rows(v), q.device
     module, shared = _module(spec, rank, rope, q.dtype, device)
     tiles, pages = -(-heads * tokens // ROWS), state.page_address.shape[1]
-    splits = split_count(_properties(device).multi_processor_count, batch * tiles, pages * spec.page_size)
+    splits = split_count(properties(device).multi_processor_count, batch * tiles, pages * spec.page_size)
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)

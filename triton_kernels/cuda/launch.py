@@ -12,7 +12,6 @@ has loaded the kernel, which waits).
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,16 +29,8 @@ from ..config import FUSED_ROWS
 from .arguments import AttendArgs, Factors, StepArgs, TransformArgs, append_args, factors, tables
 from .arguments import address as _address
 from .compile import Module, load
-from .geometry import (
-    APPEND_WARPS,
-    Choice,
-    append_defines,
-    attend_defines,
-    can_store,
-    choose,
-    grid_size,
-    transform_defines,
-)
+from .geometry import APPEND_WARPS, append_defines, grid_size, transform_defines
+from .modules import AttendKernel, attend_module, expect, properties
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
@@ -67,40 +58,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` with consecutive channels and tokens that start at multiples of 16 bytes: itself, or a copy."""
     fits = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def _properties(device: torch.device):
-    return torch.cuda.get_device_properties(device)
-
-
-@functools.cache
-def _attend_module(
-    spec: LayerSpec,
-    head_dim_k: int,
-    head_dim_v: int,
-    dtype: torch.dtype,
-    rows: int,
-    heads: int,
-    mask: bool,
-    sinks: int,
-    softcap: bool,
-    transform: Fused | None,
-    ordered: bool,
-    store: bool,
-    per_head: bool,
-    device: torch.device,
-) -> tuple[Module, Choice, int, bool]:
-    """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk: where `store` asks for it
-    and it can."""
-    properties = _properties(device)
-    limits = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, per_head)
-    fused = store and can_store(spec, head_dim_k, head_dim_v, choice)
-    options = {"transform": transform, "ordered": ordered, "fused": fused, "per_head": per_head}
-    defines = attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
-    module = load("attend.cu", defines, device)
-    return module, choice, module.integer("shared_bytes"), fused
 
 
 def _counters_for(state: LayerState, count: int) -> torch.Tensor:
@@ -185,15 +142,57 @@ class _Inside(NamedTuple):
     factors: Factors
 
 
+def _inside(rows: int, state: LayerState, spec: LayerSpec) -> _Inside | None:
+    """What the attend kernel does to queries and keys, where a KV head has so many query rows; `None`: nothing."""
+    fused = spec.key_transform.fused
+    if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
+        return None
+    return _Inside(fused, factors(fused, spec.tensors(state)["key_transform"]))
+
+
 def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
     """Queries, keys and values, transformed but for what the attend kernel does itself, which is the fourth."""
     if spec.untransformed:
         return q, k, v, None
-    fused, inside = spec.key_transform.fused, None
-    few = q.shape[1] // k.shape[1] * q.shape[2] <= TRANSFORM_INSIDE
-    if few and fused is not None and not spec.key_transform.identity:
-        inside = _Inside(fused, factors(fused, spec.tensors(state)["key_transform"]))
+    inside = _inside(q.shape[1] // k.shape[1] * q.shape[2], state, spec)
     return *transformed_by(transform, q, k, v, state, spec, keys=inside is None), inside
+
+
+def _kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tokens: int,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    inside: _Inside | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    store: bool,
+) -> AttendKernel:
+    """The kernel that attends to chunks of `tokens` tokens of such queries, keys and values."""
+    rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
+    sink_kind = 0 if sinks is None else 1 if sinks.dtype == q.dtype else 2
+    return AttendKernel(
+        *(spec, k.shape[-1], v.shape[-1], q.dtype, min(rows, 16), heads, mask is not None, sink_kind),
+        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store),
+        *(tables(state, spec).per_head, q.device),
+    )
+
+
+def expect_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: LayerState,
+    spec: LayerSpec,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Compile what the steps of one token behind this prompt launch, while the prompt is read. Arguments as for `step`."""
+    inside = _inside(q.shape[1] // k.shape[1], state, spec)
+    expect(_kernel(q, k, v, 1, None, state, spec, inside, softcap, sinks, store=True))
 
 
 def _attend(
@@ -215,25 +214,14 @@ def _attend(
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"] and why_no_launcher() is None:
         return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k, False
-    (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
+    (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
-    sink_kind = 0
     if sinks is not None:
         sinks = sinks.contiguous() if sinks.dtype == q.dtype else sinks.float().contiguous()
-        sink_kind = 1 if sinks.dtype == q.dtype else 2
     groups, device = q_heads // heads, q.device
-    rows, records = groups * tokens, tables(state, spec)
-    module, choice, shared, fused = _attend_module(
-        *(spec, head_dim_k, head_dim_v, q.dtype, min(rows, 16), batch * heads, mask is not None, sink_kind),
-        *(
-            softcap is not None,
-            inside and inside.fused,
-            os.environ.get(ORDERED) == "1",
-            store,
-            records.per_head,
-            device,
-        ),
-    )
+    rows = groups * tokens
+    records, kernel = tables(state, spec), _kernel(q, k, v, tokens, mask, state, spec, inside, softcap, sinks, store)
+    module, choice, shared, fused = attend_module(kernel)
     row_block = 8 * choice.row_tiles
     row_blocks = -(-rows // row_block)
     pages = state.page_address.shape[1]
@@ -244,7 +232,7 @@ def _attend(
         )
     # no more teams than could have work: what rows hold is known on the device alone
     most = batch * heads * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-    slots = max(_properties(device).multi_processor_count * choice.teams // row_blocks, 1)
+    slots = max(properties(device).multi_processor_count * choice.teams // row_blocks, 1)
     teams = min(grid_size(slots, batch * heads), most)
     split = 0 if teams % (batch * heads) else teams // (batch * heads)
     shared_rows = 0 if teams == 1 else row_blocks * (teams + batch * heads) * row_block  # a team alone shares no row

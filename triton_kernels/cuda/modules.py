@@ -1,0 +1,73 @@
+"""Which kernel of `attend.cu` a step gets, and compiling it before it is needed."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ...pages import LayerSpec
+from ...transforms import Fused
+from .compile import Module, ahead, load
+from .geometry import Choice, attend_defines, can_store, choose
+
+
+class AttendKernel(NamedTuple):
+    """What a compilation of `attend.cu` depends on."""
+
+    spec: LayerSpec
+    head_dim_k: int
+    head_dim_v: int
+    dtype: torch.dtype
+    rows: int
+    """query rows of a KV head, 16 at most"""
+    heads: int
+    """KV heads of all sequences"""
+    mask: bool
+    sinks: int
+    """0 none, 1 in the model's dtype, 2 in float32"""
+    softcap: bool
+    transform: Fused | None
+    ordered: bool
+    store: bool
+    """whether the chunk, one token, shall be stored as well"""
+    per_head: bool
+    device: torch.device
+
+
+@functools.cache
+def properties(device: torch.device):
+    return torch.cuda.get_device_properties(device)
+
+
+@functools.cache
+def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], ...]]:
+    """How the kernel is laid out, whether it stores the chunk (where it is asked to and can), and its macros."""
+    spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = kernel[:9]
+    found = properties(kernel.device)
+    limits = found.multi_processor_count, found.shared_memory_per_multiprocessor
+    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, kernel.per_head)
+    fused = kernel.store and can_store(spec, head_dim_k, head_dim_v, choice)
+    options = {"transform": kernel.transform, "ordered": kernel.ordered, "fused": fused, "per_head": kernel.per_head}
+    return choice, fused, attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
+
+
+@functools.cache
+def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
+    """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk."""
+    choice, fused, defines = _layout(kernel)
+    module = load("attend.cu", defines, kernel.device)
+    return module, choice, module.integer("shared_bytes"), fused
+
+
+@functools.cache
+def expect(kernel: AttendKernel) -> None:
+    """Compile the kernel in a thread of its own, once. Whoever needs it waits for that thread."""
+    ahead("attend.cu", _layout(kernel)[2], kernel.device)
+
+
+def forget() -> None:
+    """Choose and load anew from here on."""
+    for kept in (_layout, attend_module, expect):
+        kept.cache_clear()
