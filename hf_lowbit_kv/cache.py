@@ -157,9 +157,9 @@ class LowBitCache(Accounted, Watched):
         Raises:
             OverrunError: tokens are lost. `reset()` makes the cache usable again.
         """
-        layer = self.layers[self._narrowest]
-        if layer.store is not None and layer.max_cache_len is not None:  # type: ignore[union-attr]
-            self._overrun.check(layer.store.state.lost, layer.max_cache_len, wait)  # type: ignore[union-attr]
+        layer: Any = self.layers[self._narrowest]
+        if layer.store is not None and layer.length.fixed:
+            self._overrun.check(layer.store.state.lost, layer.length.capacity, wait)
 
     # ---- the host's contract --------------------------------------------------------------------------------------
 

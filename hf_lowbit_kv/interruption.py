@@ -41,11 +41,9 @@ class Watched(Cache):
         if any(layer.storing for layer in packed):
             raise RuntimeError(INTERRUPTED.format("a layer was about to store tokens"))
         sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
-        if len(sliding | {layer._seen_at_least for layer in packed}) == 1:
+        if len(sliding | {layer.length.at_least for layer in packed}) == 1:
             return
-        for layer in packed:  # after compiled steps the host may not know it yet
-            layer._seen_at_least = int(layer.cumulative_length)
-        seen = sliding | {layer._seen_at_least for layer in packed}
+        seen = sliding | {layer.length.ask() for layer in packed}  # after compiled steps Python may not know it yet
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import backend as ops
 from .implementation import ATTENTION_NAME, refuse_backward
 from .layer_checks import Checked, properties_of
+from .length import FixedLength, Length
 from .pages import LayerSpec, PagedStore
 from .progress import Counted
 from .reading import DIRECT, Side
@@ -53,12 +54,11 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         # what they were made into, and for which heads, head sizes and device
         self._prepared: tuple[Any, list[torch.Tensor]] | None = None
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
-        self.max_cache_len, self.requested_backend = max_cache_len, backend
-        self.why_not_compiled = None if max_cache_len is None else why_not_launched()
-        self.is_compileable = max_cache_len is not None and self.why_not_compiled is None
+        self.requested_backend = backend
+        self.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
+        self.why_not_compiled = why_not_launched() if self.length.fixed else None
+        self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
-        # padded tokens seen: a tensor where addresses are fixed, so that a compiled step can advance it
-        self.cumulative_length: int | torch.Tensor = 0 if max_cache_len is None else torch.tensor(0)
         self._forget()
 
     # ---- the host's contract --------------------------------------------------------------------------------------
@@ -86,12 +86,10 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
             *head_dims,
             self.dtype,
             self.device,
-            self.max_cache_len,
+            self.length.capacity,
             self._records(heads, head_dims),
         )
-        if isinstance(self.cumulative_length, torch.Tensor):
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
-            torch._dynamo.mark_static_address(self.cumulative_length)
+        self.length.place(self.device)
         self.is_initialized = True
 
     def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
@@ -108,9 +106,8 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
         yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
-        if self.max_cache_len is None:
-            return self._update_growing(key_states, value_states)
-        return self._update(key_states, value_states)
+        update = self._update if self.length.fixed else self._update_growing
+        return update(key_states, value_states)
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor):
         mode, found = self._current_mode(), properties_of(key_states, value_states)
@@ -120,7 +117,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if mode == "packed":
-            self.side.begin(stays=self.max_cache_len is not None)
+            self.side.begin(stays=self.length.fixed)
             view = LayerView(self, key_states, value_states)
             return view, view
         return self._update_dense(key_states, value_states)
@@ -133,10 +130,10 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Padded tokens seen so far; true row lengths are in `store.state.length`."""
-        return self.cumulative_length if self.is_initialized else 0
+        return self.length.seen if self.is_initialized else 0
 
     def get_max_length(self) -> int:
-        return -1 if self.max_cache_len is None else self.max_cache_len
+        return -1 if self.length.capacity is None else self.length.capacity
 
     def get_max_cache_shape(self) -> int:
         return self.get_max_length()
@@ -163,12 +160,11 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
         self._forget()
         self.side.end()
-        if isinstance(self.cumulative_length, torch.Tensor):
-            self.cumulative_length.zero_()
-            if self.store is not None:
-                self.store.reset()
-        else:
-            self.cumulative_length, self.store, self.is_initialized = 0, None, False
+        self.length.set(0)
+        if not self.length.fixed:
+            self.store, self.is_initialized = None, False
+        elif self.store is not None:
+            self.store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
@@ -177,7 +173,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         if count == 0 or not self.is_initialized:
             return
         state, spec = self.store.state, self.spec
-        end = int(self.cumulative_length)
+        end = self.length.ask()
         state.length.sub_(self._padding.real_among_last(count, end)).clamp_(min=0)
         self._padding.cut(end - count)
         if spec.direct:
@@ -187,9 +183,8 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
             unpack_into_tail(state, spec)
             self.store.own_pages()
         self._in_tail = max(self._in_tail - count, 0)
-        self._count(-count)
+        self.length.set(end - count)
         self.taken -= count
-        self._seen_at_least = int(self.cumulative_length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
@@ -224,13 +219,12 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         Returns:
             `[B, S, Hq, D]`.
         """
-        if self.max_cache_len is None:
-            return self._step_growing(query, key, value, mask, scaling, softcap, sinks)
-        return self._step(query, key, value, mask, scaling, softcap, sinks)
+        step = self._step if self.length.fixed else self._step_growing
+        return step(query, key, value, mask, scaling, softcap, sinks)
 
     def _step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
         tokens = key.shape[2]
-        first = not torch.compiler.is_compiling() and self._seen_at_least == 0
+        first = not torch.compiler.is_compiling() and self.length.at_least == 0
         self._make_room(tokens, "packed")
         state = self.store.state
         if first and tokens > 1:
@@ -241,7 +235,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
             ops.append(key, value, mask, state, self.spec, self.backend)
         else:
             # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
-            seen = None if tokens == 1 or torch.compiler.is_compiling() else self._seen_at_least - tokens
+            seen = None if tokens == 1 or torch.compiler.is_compiling() else self.length.at_least - tokens
             options = scaling, softcap, sinks, self.backend, seen
             query = self.side.queries(query)
             out = ops.step(query, key, value, mask, state, self.spec, *options)
@@ -254,7 +248,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
     _step_growing = torch.compiler.disable(_step)
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        past = int(self.cumulative_length)
+        past = self.length.ask()
         self._make_room(key_states.shape[2], "dense")
         store = self.store
         out = (key_states, value_states)

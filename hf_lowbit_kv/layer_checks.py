@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .implementation import ATTENTION_NAME
+from .length import Length
 from .pages import PagedStore
 
 
@@ -16,13 +17,11 @@ class Checked:
 
     config: Any
     store: PagedStore
-    max_cache_len: int | None
+    length: Length
     is_initialized: bool
     dtype: torch.dtype
     device: torch.device
-    cumulative_length: Any
     _mode: str | None
-    _seen_at_least: int
     _current_mode: Any
     get_seq_length: Any
 
@@ -81,15 +80,8 @@ class Checked:
         return {what: (new, held[what]) for what, new in found.items() if new != held[what]}
 
     def _check_capacity(self, tokens: int) -> None:
-        if self.max_cache_len is None:
-            return
-        if self.is_initialized and (tokens > 1 or self.device.type == "cpu"):
-            self._seen_at_least = int(self.cumulative_length)  # a prompt may wait for the device; a decode step may not
-        if self._seen_at_least + tokens > self.max_cache_len:
-            raise ValueError(
-                f"max_cache_len={self.max_cache_len} is too small: {self._seen_at_least} tokens are stored and "
-                f"{tokens} came in"
-            )
+        # a prompt may wait for the device; a decode step may not
+        self.length.check(tokens, wait=self.is_initialized and (tokens > 1 or self.device.type == "cpu"))
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:

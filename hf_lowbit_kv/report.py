@@ -29,8 +29,8 @@ def rows(cache: Accounted) -> dict[str, str]:
         "value transform": str(spec.value_transform),
         "window": f"sink {spec.sink}, residual {spec.residual}, page {spec.page_size} tokens",
         "layers": f"{len(layers)} packed, {len(cache.layers) - len(layers)} of transformers'",
-        "capacity": f"{layers[0].max_cache_len} tokens, preallocated{uncompiled}"
-        if layers[0].max_cache_len
+        "capacity": f"{layers[0].length.capacity} tokens, preallocated{uncompiled}"
+        if layers[0].length.fixed
         else "growing",
         "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
         "attention": describe(cache.config),
