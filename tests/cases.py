@@ -104,12 +104,21 @@ def tiny_models(family: str, **changes):
     return ours, theirs
 
 
+def _random(name: str, shape, generator) -> torch.Tensor:
+    """Numbers of both signs, but steps are positive."""
+    return (
+        (torch.rand(shape, generator=generator) + 0.5)
+        if name.endswith(".step")
+        else torch.randn(shape, generator=generator)
+    )
+
+
 def random_parameters(model, spec):
     """By layer, random tensors for what `spec` asks for; each layer and KV head has its own."""
     config, gen = model.config, torch.Generator().manual_seed(7)
     asked = spec.parameters(config.head_dim, config.head_dim, config.num_key_value_heads)
     return {
-        layer: {name: torch.randn(shape, generator=gen).to(dtype) for name, shape, dtype in asked}
+        layer: {name: _random(name, shape, gen).to(dtype) for name, shape, dtype in asked}
         for layer in range(config.num_hidden_layers if asked else 0)
     }
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 
+import mla_cases
 import pytest
 import torch
-from cases import left_padded, tiny_models
+from cases import left_padded, random_parameters, tiny_models
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import recording
-from hf_lowbit_kv.presets import preset_names
+from hf_lowbit_kv.presets import get_preset, preset_names
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,13 +51,13 @@ def eager(model, *args, **options):
 
 
 @torch.no_grad()
-def unserved(model, preset) -> str | None:
-    """Why no kernels serve this preset here: of another architecture, or a format without kernels for the dtype."""
+def unserved(model, preset, options) -> str | None:
+    """Why no kernels serve this preset here: a format without kernels for the dtype."""
     try:
-        cache = lb.from_preset(preset, model, max_cache_len=300)
+        cache = lb.from_preset(preset, model, max_cache_len=300, **options)
         model(torch.full((1, 3), 5, device="cuda"), past_key_values=cache)
     except ValueError as error:
-        if "multi-head latent attention" in str(error) or "has no Triton kernels" in str(error):
+        if "has no Triton kernels" in str(error):
             return str(error)
         raise
     return None
@@ -71,11 +72,17 @@ def recordings(cache) -> int:
 def test_gpu_recorded_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset, dtype, monkeypatch):
     """In float32 by Triton's kernels, in float16 by those in CUDA, which then must add in a fixed order."""
     monkeypatch.setenv("HF_LOWBIT_KV_DETERMINISTIC", "1")
-    model = gpu_model if dtype == torch.float32 else tiny_models("llama")[0].to("cuda", dtype)
-    if (reason := unserved(model, preset)) is not None:
+    spec = get_preset(preset).spec()
+    if spec.reading.name == "latent":
+        model = mla_cases.tiny_models("deepseek_v3")[0].to("cuda", dtype)
+    else:
+        model = gpu_model if dtype == torch.float32 else tiny_models("llama")[0].to("cuda", dtype)
+    parameters = None if spec.reading.name == "latent" else random_parameters(model, spec)
+    cache_options = {"parameters": parameters} if parameters else {}
+    if (reason := unserved(model, preset, cache_options)) is not None:
         pytest.skip(reason)
     ids, mask = prompt()
-    options = {"cache_options": None, "new_tokens": 100}
+    options = {"cache_options": cache_options or None, "new_tokens": 100}
     want = eager(model, ids, mask, preset, **options)
     assert torch.equal(ours(model, ids, mask, preset, **options), want)  # records
     watch = Watch()
@@ -220,12 +227,15 @@ def test_gpu_release_gives_the_memory_back(own_model, step):
     ours(own_model, ids, mask, step=step)  # libraries load, and keep memory of their own
     lb.release(own_model)
     before = _in_use()
-    out = ours(own_model, ids, mask, step=step, cache_options=None, max_cache_len=40000)
+    out = ours(own_model, ids, mask, step=step, cache_options=None, max_cache_len=400000)
     kept = _in_use()
-    assert kept[0] > before[0] + 2**23
+    assert kept[0] > before[0] + 2**26
     del out
     lb.release(own_model)
-    assert _in_use() == before
+    allocated, reserved = _in_use()
+    assert allocated == before[0]
+    # the allocator keeps a segment (20 MiB) in which something small of the libraries lies
+    assert reserved <= before[1] + 2 * 20 * 2**20
 
 
 def test_gpu_enabled_models_record(gpu_model):
