@@ -1,7 +1,8 @@
 """The project's accuracy records: `python -m hf_lowbit_kv.eval.measure` (`make measure`).
 
-Measures every preset on three texts, one record a preset and text. What is recorded already is skipped: the same preset, text
-and setting, and the same stored bytes. Records go to `eval/results/accuracy-smollm2.jsonl`; `make results` renders them.
+Measures every preset on three texts, one record a preset and text; presets that need a calibration take the one that comes with
+the package. What is recorded already is skipped: the same preset, text and setting, and the same stored bytes. Records go to
+`eval/results/accuracy-smollm2.jsonl`; `make results` renders them.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from safetensors import safe_open
 from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibration_file import asked_of, bundled_folder
 from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
-from hf_lowbit_kv.eval.results import append_record, provenance, read_records, results_path, run_command
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, read_records, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, transcript
+from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
 OUT = results_path("accuracy", "smollm2")
@@ -36,7 +40,8 @@ TEXTS: dict[str, Callable[[], Text]] = {
 #: what is measured beside the presets that are listed: the ablations that their suffixes allow
 ABLATIONS = (
     *("kivi-4-sink", "kv4-sink", "kivi-2-hadamard-sink"),
-    *("kitty-variance", "kitty-random", "kitty-pro-variance", "kitty-pro-random", "kitty-pro-hadamard"),
+    *("kitty-variance", "kitty-range", "kitty-random", "kitty-hadamard-variance"),
+    *("kitty-pro-variance", "kitty-pro-random", "kitty-pro-hadamard", "kitty-pro-hadamard-variance"),
 )
 CONTEXT, START, CHUNK = 4096, 512, 128
 #: presets that go through a text side by side; a record is written when all of them are done
@@ -66,8 +71,7 @@ def definition(preset: str) -> str:
     generator = torch.Generator().manual_seed(0)
     shape = 1, SHAPE["num_key_value_heads"], PROBE_TOKENS, SHAPE["head_dim"]
     spec = lb.get_preset(preset).spec()
-    asked = spec.parameters(shape[3], shape[3], shape[1])
-    given = {name: (torch.randn(sizes, generator=generator).abs() + 0.5).to(dtype) for name, sizes, dtype in asked}
+    given = {asked.name: _parameter(asked, generator) for asked in spec.parameters(shape[3], shape[3], shape[1])}
     layer = LowBitLayer(spec, config, shape[1], backend="cpu", parameters=given)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     layer.update(k, v)
@@ -77,7 +81,29 @@ def definition(preset: str) -> str:
     for tensor in (*state.pool, state.sink_k, state.sink_v, state.tail_k, state.tail_v):
         digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    for tensor in _calibrated(spec):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _parameter(asked: Parameter, generator: torch.Generator) -> torch.Tensor:
+    """Numbers for a parameter. Products with a matrix must not depend on the order of sums: it gets one entry a row."""
+    if asked.name.endswith("matrix"):
+        order = torch.randperm(asked.shape[-1], generator=generator)
+        return torch.eye(asked.shape[-1])[order].expand(asked.shape).to(asked.dtype)
+    return (torch.randn(asked.shape, generator=generator).abs() + 0.5).to(asked.dtype)
+
+
+def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
+    """What the package's calibration of the bundled model holds for a preset; nothing for those that need none."""
+    names = [(side, *tail) for _, side, tail, _ in asked_of(spec)]
+    for path in sorted(bundled_folder().glob(f"{BUNDLED_MODEL}*.safetensors")) if names else ():
+        with safe_open(path, framework="pt") as file:
+            held = {key.split(".", 2)[2]: key for key in file.keys()}  # noqa: SIM118
+            layers = sorted({key.split(".", 2)[1] for key in file.keys()}, key=int)  # noqa: SIM118
+            if all(".".join(name) in held for name in names):
+                return [file.get_tensor(".".join(("layers", layer, *name))) for layer in layers for name in names]
+    return []
 
 
 def setting(dtype: str = "float32") -> dict[str, Any]:
@@ -112,6 +138,8 @@ def main(
     text: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TEXTS)} [default: all].")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Records to add at most.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Only tell what is missing.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; float32 on both.")] = "cpu",
+    backend: Annotated[str | None, typer.Option(help="cpu, torch, triton [default: cpu, on a GPU torch].")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
 ) -> None:
@@ -119,36 +147,45 @@ def main(
     if unknown := [name for name in text or [] if name not in TEXTS]:
         raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
     console = Console(stderr=True)
-    model, tokenizer = load_model(None, torch.float32, "cpu")
+    model, tokenizer = load_model(None, torch.float32, device)
+    backend = backend or ("cpu" if model.device.type == "cpu" else "torch")
     definitions = {name: definition(name) for name in preset or candidates(model)}
     todo = missing(read_records(out), definitions, text or TEXTS)[:limit]
     console.print(f"{len(todo)} records to add")
     if dry_run:
         print(json.dumps(todo))
         return
-    source = provenance(commit)
-    for name in TEXTS:
-        same: dict[str, list[str]] = {}  # presets that store the same are measured once
-        for each in (each for of, each in todo if of == name):
-            same.setdefault(definitions[each], []).append(each)
-        # those with the same sink go through the text in the same chunks, and share a full-precision pass
-        order = sorted(same, key=lambda stored: lb.get_preset(same[stored][0]).sink)
-        for first in range(0, len(order), TOGETHER):
-            group = order[first : first + TOGETHER]
-            found = _measure(name, [same[stored][0] for stored in group], model, tokenizer)
-            for stored, record in zip(group, found, strict=True):
-                for each in same[stored]:
-                    record |= {"preset": each, "definition": stored, **setting(), "device": "cpu", **source}
-                    append_record(out, record)
-                console.print(f"{name}: {', '.join(same[stored])}, KL {record['kl']:.5f}")
+    common = setting() | {"device": device_name(model.device), "backend": backend} | provenance(commit)
+    same: dict[str, list[str]] = {}  # presets that store the same are measured once
+    for each in dict.fromkeys(each for _, each in todo):
+        same.setdefault(definitions[each], []).append(each)
+    # those with the same sink go through a text in the same chunks, and share a full-precision pass
+    order = sorted(same, key=lambda stored: lb.get_preset(same[stored][0]).sink)
+    for first in range(0, len(order), TOGETHER):
+        group = {same[stored][0]: stored for stored in order[first : first + TOGETHER]}
+        names = [
+            name for name in TEXTS if any((name, each) in todo for stored in group.values() for each in same[stored])
+        ]
+        for each, name, record in _measure(names, list(group), model, tokenizer, backend):
+            for preset_name in same[group[each]]:
+                if (name, preset_name) in todo:
+                    what = {"preset": preset_name, "text": name, "definition": group[each]}
+                    append_record(out, record | what | common)
+            console.print(f"{name}: {', '.join(same[group[each]])}, KL {record['kl']:.5f}")
 
 
-def _measure(text: str, presets: list[str], model: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    content = TEXTS[text]()
-    factories = {preset: functools.partial(lb.from_preset, preset, model, backend="cpu") for preset in presets}
-    found = score(factories, [content], model, tokenizer, CONTEXT, START, CHUNK)
+def _measure(
+    texts: list[str], presets: list[str], model: Any, tokenizer: Any, backend: str
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Preset, text, and what was found, for all of them. On a GPU the texts are rows of one batch."""
+    factories = {preset: functools.partial(lb.from_preset, preset, model, backend=backend) for preset in presets}
     edges = position_edges(START, CONTEXT)
-    return [{"preset": preset, "text": text} | mean_row(scores, edges) for preset, scores in found.items()]
+    for some in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
+        content = [TEXTS[text]() for text in some]
+        found = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(some))
+        for preset, scores in found.items():
+            for text, one in zip(some, scores, strict=True):
+                yield preset, text, mean_row([one], edges)
 
 
 if __name__ == "__main__":

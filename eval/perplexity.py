@@ -156,9 +156,10 @@ def score(
     chunk: int = 128,
     windows: int = 1,
     progress: bool = True,
+    batch: int = 1,
 ) -> dict[str, list[Scores]]:
     """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
-    are those of `run`."""
+    are those of `run`. batch: windows that go through a cache side by side, as rows; on a GPU several cost what one does."""
     if chunk < 1:
         raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
     if windows < 0:
@@ -171,20 +172,22 @@ def score(
     if not pieces:
         raise ValueError("texts=[] is not allowed; give one text or more")
     found: dict[str, list[Scores]] = {name: [] for name in factories}
-    steps = sum(len(ids) for _, ids in pieces) * sum(context * (1 + len(group)) for group in groups.values())
+    rows = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
+    steps = len(rows) * sum(context * (1 + len(group)) for group in groups.values())
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output is the caller's
     with Progress(*columns, console=console, disable=not progress, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
-        for text, ids in pieces:
-            bar.update(task, description=text)
-            for name in factories:
-                found[name].append(Scores())
-            for window in ids:
-                for bounds, group in groups.items():
-                    scores = {name: found[name][-1] for name in group}
-                    caches = {name: factories[name]() for name in group}
-                    _score_window(window.to(model.device), caches, scores, model, bounds, start, bar, task)
+        for name in factories:
+            found[name] = [Scores() for _ in pieces]
+        for first in range(0, len(rows), batch):
+            some = rows[first : first + batch]
+            bar.update(task, description=", ".join(dict.fromkeys(text for _, text, _ in some)))
+            ids = torch.cat([window for _, _, window in some]).to(model.device)
+            for bounds, group in groups.items():
+                scores = {name: [found[name][number] for number, _, _ in some] for name in group}
+                caches = {name: factories[name]() for name in group}
+                _score_windows(ids, caches, scores, model, bounds, start, bar, task)
     return found
 
 
@@ -217,32 +220,39 @@ def window_tokens(text: Text, tokenizer: Any, context: int, windows: int) -> lis
 
 
 @torch.no_grad()
-def _score_window(
+def _score_windows(
     ids: torch.Tensor,
     caches: Mapping[str, Any],
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, Sequence[Scores]],
     model: Any,
     bounds: Sequence[int],
     start: int,
     bar: Progress,
     task: Any,
 ) -> None:
-    """All caches go through the window side by side, so that nothing larger than a chunk's logits is kept."""
+    """All caches go through the windows `[B, context]` side by side, so that nothing larger than a chunk's logits is kept."""
     full = DynamicCache(config=model.config)
 
     def logits(cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
         out = model(ids[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
-        bar.advance(task, high - low)
-        return out.logits[0]
+        bar.advance(task, len(ids) * (high - low))
+        return out.logits
 
     for low, high in itertools.pairwise(bounds):
         scored = max(high - max(low, start), 0)
-        labels = ids[0, high - scored + 1 : high + 1]  # of the window's last position the next token is not known
+        labels = ids[:, high - scored + 1 : high + 1]  # of a window's last position the next token is not known
+        count = labels.shape[1]
         exact = logits(full, low, high, scored)
-        expected = Expected(exact[: len(labels)], labels, high - scored) if scored else None
+        expected = [Expected(x[:count], y, high - scored) for x, y in zip(exact, labels, strict=True) if scored]
         for name, cache in caches.items():
             got = logits(cache, low, high, scored)
-            if expected is not None:
-                scores[name].add(got[: len(labels)], expected)
+            for row, known in enumerate(expected):
+                scores[name][row].add(got[row, :count], known)
     for name, cache in caches.items():
-        scores[name].bits_per_value = float(cache.bits_per_value)
+        nbytes, bits = cache.nbytes, float(cache.bits_per_value)
+        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
+        bits *= (stored + (len(ids) - 1) * nbytes.parameters) / max(
+            stored, 1
+        )  # those of a window in a cache of its own
+        for of in scores[name]:
+            of.bits_per_value = bits

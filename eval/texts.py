@@ -56,6 +56,13 @@ def transcript() -> Text:
     return Text("transcript", "\n\n".join(message["content"] for message in case["messages"]))
 
 
+def jargon() -> Text:
+    """Entries of the Jargon File, about 9000 tokens. In a checkout: the text comes with the project's tests."""
+    return read_text(Path(__file__).resolve().parents[1] / "tests/data/tiny_mla/jargon-held-out.txt")._replace(
+        name="jargon"
+    )
+
+
 def dataset_text(
     name: str, config: str | None = None, split: str = "test", column: str = "text", tokens: int = 4096
 ) -> Text:

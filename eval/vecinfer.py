@@ -109,7 +109,7 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
             )
             for number, row in enumerate(of)
         }
-        scores = score(factories, default_texts(), model, tokenizer, context, 512, progress=False)
+        scores = score(factories, default_texts(), model, tokenizer, context, 512, progress=False, batch=2)
         for row, each in zip(of, scores.values(), strict=True):
             means = mean_row(each, position_edges(512, context))
             del means["by_position"]
@@ -132,6 +132,7 @@ def main(
     table = Table("group", "keys", "values", "transform", "sink", "bits", "KL", "top-1", "ppl")
     for record in measure(rows, model, tokenizer, backend, context):
         setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
+        setting["backend"] = backend or "the default"
         append_record(out, record | setting | provenance(commit))
         shown = (f"{record['bits']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}", f"{record['ppl']:.2f}")
         transform = record["transform"] + (

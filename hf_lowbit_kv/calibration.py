@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
+from . import gradients as differentiation
 from .calibration_file import Calibration, describe_model
 from .calibrator import PAGE, Calibrator
 from .calibrators import calibrator_for
@@ -17,10 +18,10 @@ from .pages import LayerSpec
 from .presets import get_preset
 from .transforms import Transform
 
-#: windows that are read where nothing is said, by device
-SAMPLES = {"cpu": 64, "cuda": 256}
-#: fewer are refused
-FEWEST_SAMPLES = 8
+#: tokens that are read where nothing is said, by device
+TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
+#: texts of fewer are refused
+FEWEST_TOKENS = 8 * 512
 SIDES = ("keys", "values")
 
 
@@ -31,7 +32,7 @@ def calibrate(
     preset: str | LayerSpec | Sequence[str | LayerSpec] = "vecinfer-2",
     *,
     samples: int | None = None,
-    length: int = 512,
+    length: int | None = None,
     seed: int = 0,
     per_head: bool | None = None,
     gradients: bool = True,
@@ -46,12 +47,13 @@ def calibrate(
     Args:
         texts: strings of `length` tokens or more each. Use other texts than those you evaluate on.
         preset: one or several names, or `LayerSpec`s of your own; they share what is the same.
-        samples: windows to read, drawn at random; `None`: 64 on a CPU and 256 on a GPU, or as many as there are.
-        length: tokens of a window.
+        samples: windows to read, drawn at random; `None`: those of 32768 tokens on a CPU and of 131072 on a GPU, or as many as
+            there are.
+        length: tokens of a window; `None`: what the presets want, 512, or 4096 for eigen-*.
         seed: of all that is drawn at random.
         per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
-        gradients: whether presets that weigh errors by gradients (eigen-*) may compute them. Without, calibration is cheaper
-            and less exact.
+        gradients: whether presets that weigh errors by gradients (eigen-*) may compute them, on further windows of at most 1024
+            tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
         progress: called with what is done, how far it is and how far it goes.
 
     Raises:
@@ -63,12 +65,16 @@ def calibrate(
     jobs = [job for spec in specs.values() for job in _jobs(spec)]
     if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
+    plan = _Plan(jobs, packed_sizes(model), per_head)
+    length = min(plan.length, longest_window(model)) if length is None else length
     windows = draw_windows(texts, tokenizer, samples, length, seed, model.device.type)
-    sizes = packed_sizes(model)
-    plan = _Plan(jobs, sizes, per_head, len(windows), length, seed)
     shown = progress or (lambda what, done, total: None)
-    see = plan.see, plan.gradients and gradients, seed
-    read_windows(model, windows, *see, lambda done: shown("reading", done, len(windows)))
+    plan.choose(len(windows), length, seed)
+    read_windows(model, windows, plan.see, lambda done: shown("reading", done, len(windows)))
+    if gradients and (sides := plan.gradient_sides):
+        extra = gradient_windows(model, tokenizer, texts, seed)
+        told = lambda done: shown("gradients", done, len(extra))  # noqa: E731
+        differentiation.read_gradients(model, extra, plan.sizes, sides, plan.see_gradients, seed, told)
     tensors: dict[str, torch.Tensor] = {}
     for number, layer in enumerate(plan.sizes):
         tensors |= plan.fit(layer, seed)
@@ -77,6 +83,7 @@ def calibrate(
         "presets": list(specs),
         "samples": len(windows),
         "length": length,
+        "gradients": gradients and bool(plan.gradient_sides),
         "seed": seed,
         "device": model.device.type,
         "versions": {name: importlib.metadata.version(name) for name in ("hf-lowbit-kv", "torch", "transformers")},
@@ -105,9 +112,7 @@ def _jobs(spec: Any) -> Iterator[_Job]:
 class _Plan:
     """The calibrators of all layers, and the tokens kept for them."""
 
-    def __init__(
-        self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None, windows: int, length: int, seed: int
-    ):
+    def __init__(self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None):
         self.jobs = list({(job.side, job.transform, job.format): job for job in jobs}.values())
         self.sizes, self.per_head = sizes, per_head
         self.calibrators: dict[tuple[Any, ...], Calibrator] = {}
@@ -117,43 +122,56 @@ class _Plan:
                 for key, part in _parts(job):
                     if part.parameters(head_dim, heads) and (layer, *key) not in self.calibrators:
                         self.calibrators[(layer, *key)] = calibrator_for(part, head_dim, heads, per_head)
-        self.gradients = any(calibrator.gradients for calibrator in self.calibrators.values())
-        self.keep = self._choose(windows, length // PAGE, seed)
+        self.length = max((calibrator.length for calibrator in self.calibrators.values()), default=512)
         self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}
-        self.first = [page == 0 for window in self.keep for page in window]
 
-    def _choose(self, windows: int, pages: int, seed: int) -> list[list[int]]:
-        """Which pages of each window are kept: as many as the calibrators want, drawn at random, or all."""
+    @property
+    def gradient_sides(self) -> list[int]:
+        """The sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
+        found = {key[1] for key, calibrator in self.calibrators.items() if calibrator.gradients}
+        return [number for number, side in enumerate(SIDES) if side in found]
+
+    def choose(self, windows: int, length: int, seed: int) -> None:
+        """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all."""
+        pages = length // PAGE
         wanted = max((calibrator.pages for calibrator in self.calibrators.values()), default=0)
         spare = 1 + windows if any(job.skip for job in self.jobs) else 1  # a window's first page may be left out
         order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))
         chosen = sorted(order[: wanted + spare].tolist())
-        return [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
+        self.keep = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
+        self.first = [page == 0 for window in self.keep for page in window]
 
-    def see(self, window: int, layer: int, x: tuple, gradients: tuple) -> None:
-        """Keys and values of a window `[1, H, S, D]`, and their gradients."""
+    def see(self, window: int, layer: int, x: tuple) -> None:
+        """Keys and values of a window `[1, H, S, D]`."""
         if layer not in self.sizes:
             return
-        for side, tokens, gradient in zip(SIDES, x, gradients, strict=True):
+        for side, tokens in zip(SIDES, x, strict=True):
             pages = [tokens[0, :, PAGE * page : PAGE * (page + 1)] for page in self.keep[window]]
             self.kept.setdefault((layer, side), []).extend(page.clone() for page in pages)
-            shown: set[Calibrator] = set()  # jobs may share a transform
-            for job in self.jobs:
-                if job.side == side:
-                    after = slice(job.skip, None)
-                    self._observe(
-                        layer, job, tokens[:, :, after], None if gradient is None else gradient[:, :, after], shown
-                    )
+            for calibrator, part_of in self._found(layer, side, tokens, "map"):
+                calibrator.observe(part_of)
 
-    def _observe(self, layer: int, job: _Job, tokens: Any, gradient: Any, shown: set[Calibrator]) -> None:
-        for key, part in _parts(job):
-            if (found := self.calibrators.get((layer, *key))) is not None:
-                if found not in shown:
-                    found.observe(tokens, gradient)
-                shown.add(found)
-                return  # what stands behind it sees what it gives in `fit`
-            if isinstance(part, Transform):
-                tokens = part.map(tokens.float(), ())
+    def see_gradients(self, layer: int, side: int, gradients: torch.Tensor) -> None:
+        """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`."""
+        for calibrator, part_of in self._found(layer, SIDES[side], gradients, "map_queries"):
+            calibrator.observe_gradients(part_of)
+
+    def _found(self, layer: int, side: str, x: torch.Tensor, how: str) -> Iterator[tuple[Calibrator, torch.Tensor]]:
+        """The calibrators of a layer that see tokens or gradients before anything is fitted, each once, with what they see: `x`
+        behind the job's first tokens, through the method `how` of the transforms in front."""
+        shown: set[Calibrator] = set()  # jobs may share a transform
+        for job in self.jobs:
+            if job.side != side:
+                continue
+            tokens = x[:, :, job.skip :]
+            for key, part in _parts(job):
+                if (found := self.calibrators.get((layer, *key))) is not None:
+                    if found not in shown:
+                        yield found, tokens
+                    shown.add(found)
+                    break  # what stands behind it sees what it gives in `fit`
+                if isinstance(part, Transform):
+                    tokens = getattr(part, how)(tokens.float(), ())
 
     def fit(self, layer: int, seed: int) -> dict[str, torch.Tensor]:
         """The tensors of a layer, by their names in the file. Its tokens are forgotten."""
@@ -173,7 +191,9 @@ class _Plan:
                     for parameter, tensor in zip(part.parameters(1, 1), tensors, strict=True):
                         found[".".join(("layers", str(layer), *key[:-1], parameter.name))] = tensor.cpu()
                 if isinstance(part, Transform):
-                    x = part.map(x.flatten(1, 2)[None], part.prepare(tensors))[0].view(x.shape)
+                    x = part.map(x.flatten(1, 2)[None], part.prepare([tensor.float() for tensor in tensors]))[0].view(
+                        x.shape
+                    )
         for side in SIDES:
             self.kept.pop((layer, side), None)
         return found
@@ -204,17 +224,43 @@ def draw_windows(
         raise ValueError(f"length={length} is not allowed; it must be {2 * PAGE} or more (tokens of a window)")
     if samples is not None and samples < 1:
         raise ValueError(f"samples={samples} is not allowed; it must be 1 or more (windows)")
-    ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
-    windows = [window for x in ids for window in x[: len(x) // length * length].view(-1, length)]
-    needed = FEWEST_SAMPLES if samples is None else samples
+    windows, tokens = _cut(texts, tokenizer, length)
+    needed = -(-FEWEST_TOKENS // length) if samples is None else samples
     if len(windows) < needed:
         raise ValueError(
-            f"the texts are too short: {sum(map(len, ids))} tokens in {len(ids)} texts give {len(windows)} windows of "
+            f"the texts are too short: {tokens} tokens in {len(texts)} texts give {len(windows)} windows of "
             f"{length}, and {needed} are needed, which is {needed * length} tokens"
         )
-    count = min(len(windows), SAMPLES.get(device, SAMPLES["cuda"])) if samples is None else samples
+    wanted = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1)
+    return _drawn(windows, wanted if samples is None else samples, seed)
+
+
+def gradient_windows(model: Any, tokenizer: Any, texts: Sequence[str], seed: int) -> list[torch.Tensor]:
+    """Windows for gradients: of 1024 tokens, or of 512 where texts or the model's context are shorter."""
+    wanted = differentiation.SAMPLES.get(model.device.type, differentiation.SAMPLES["cuda"])
+    for length in (differentiation.LENGTH, differentiation.LENGTH // 2):
+        if windows := _cut(texts, tokenizer, min(length, longest_window(model)))[0]:
+            return _drawn(windows, wanted, seed)
+    raise ValueError(
+        f"the texts are too short for gradients: one of {differentiation.LENGTH // 2} tokens is needed, or gradients=False "
+        "(--no-gradients)"
+    )
+
+
+def _cut(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[list[torch.Tensor], int]:
+    """All windows of the texts, without overlap, and how many tokens the texts have."""
+    ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
+    return [window for x in ids for window in x[: len(x) // length * length].view(-1, length)], sum(map(len, ids))
+
+
+def _drawn(windows: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:count].sort().values
     return [windows[int(number)] for number in chosen]
+
+
+def longest_window(model: Any) -> int:
+    """Tokens that the model was made for."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
 
 
 class Recorder(DynamicCache):
@@ -229,37 +275,16 @@ class Recorder(DynamicCache):
         return key_states, value_states
 
 
+@torch.no_grad()
 def read_windows(
     model: Any,
     windows: Sequence[torch.Tensor],
-    see: Callable[[int, int, tuple, tuple], None],
-    gradients: bool = False,
-    seed: int = 0,
+    see: Callable[[int, int, tuple], None],
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Let the model read each window, and call `see(window, layer, (keys, values), (their gradients, or None))`.
-
-    gradients: whether to compute those of the sum, over positions, of log p(a token drawn from the model's distribution there).
-    """
-    generator = torch.Generator().manual_seed(seed)
+    """Let the model read each window, and call `see(window, layer, (keys, values))`."""
     for number, window in enumerate(windows):
-        seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-
-        def keep(layer: int, keys: torch.Tensor, values: torch.Tensor, seen: list = seen) -> None:
-            for x in (keys, values) if gradients else ():
-                x.retain_grad()
-            seen.append((layer, keys, values))
-
-        with torch.set_grad_enabled(gradients):
-            embedded = model.get_input_embeddings()(window[None].to(model.device)).detach().requires_grad_(gradients)
-            options = {"use_cache": True, "logits_to_keep": 0 if gradients else 1}
-            out = model(inputs_embeds=embedded, past_key_values=Recorder(model.config, keep), **options)
-        if gradients:
-            log_p = out.logits[0].float().log_softmax(-1)
-            uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
-            drawn = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)
-            log_p.gather(-1, drawn[:, None]).sum().backward()
-        for layer, keys, values in seen:
-            see(number, layer, (keys.detach(), values.detach()), (keys.grad, values.grad))
+        cache = Recorder(model.config, lambda layer, *x, number=number: see(number, layer, x))
+        model(window[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)

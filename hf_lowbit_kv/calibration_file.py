@@ -229,7 +229,7 @@ def parameters_for(
     Raises:
         ValueError: there is none, it was made for another model, or it does not hold what a layer asks for.
     """
-    asked = {layer: list(_asked(spec)) for layer, spec in specs.items()}
+    asked = {layer: list(asked_of(spec)) for layer, spec in specs.items()}
     if calibration is None and not any(asked.values()):
         return {}
     model = describe_model(model_or_config, sizes)
@@ -253,18 +253,18 @@ def parameters_for(
     )
 
 
-def _asked(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...]]]:
-    """What a spec asks for: full name, side, and names in the file."""
+def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:
+    """What a spec asks for: full name, side, names in the file, and dtype."""
     for side, role in (("keys", "key"), ("values", "value")):
         transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
         for parameter in transform.parameters(64, 1):
-            yield f"{role}_transform.{parameter.name}", side, (transform.name, parameter.name)
+            yield f"{role}_transform.{parameter.name}", side, (transform.name, parameter.name), parameter.dtype
         for parameter in fmt.parameters(64, 1):
-            yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name)
+            yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
 
 
-def _taken(calibration: Calibration, asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...]]]]):
+def _taken(calibration: Calibration, asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]]):
     return {
-        layer: {name: calibration.get(layer, side, names) for name, side, names in wanted}
+        layer: {name: calibration.get(layer, side, names).to(dtype) for name, side, names, dtype in wanted}
         for layer, wanted in asked.items()
     }

@@ -14,15 +14,17 @@ PAGE = 128
 class Calibrator(ABC):
     """Makes the parameters of one transform or format, for one layer and one side (keys or values).
 
-    `observe` sees every window that is read; `fit` then gets a selection of tokens.
+    `observe` sees every window that is read, `observe_gradients` those of further windows; `fit` then gets some of the tokens.
 
     Args:
         part: the transform or format. head_dim, num_kv_heads: of the layer.
         per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
     """
 
-    #: whether `observe` wants gradients of log p(a token drawn from the model)
+    #: whether it wants `observe_gradients`
     gradients: ClassVar[bool] = False
+    #: tokens of a window, where the user says nothing
+    length: ClassVar[int] = 512
 
     def __init__(self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None):
         self.part, self.head_dim, self.num_kv_heads, self.per_head = part, head_dim, num_kv_heads, per_head
@@ -32,9 +34,12 @@ class Calibrator(ABC):
         """Pages of 128 tokens that `fit` wants of each KV head, at most."""
         return 0
 
-    def observe(self, tokens: torch.Tensor, gradients: torch.Tensor | None) -> None:  # noqa: B027
-        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. gradients: with respect to
-        them, or `None`. Nothing need be done."""
+    def observe(self, tokens: torch.Tensor) -> None:  # noqa: B027
+        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. Nothing need be done."""
+
+    def observe_gradients(self, gradients: torch.Tensor) -> None:  # noqa: B027
+        """gradients: of log p(tokens drawn from the model) with respect to keys or values of a window, `[1, H, S, D]`, as
+        queries far behind see them (`gradients.py`). Nothing need be done."""
 
     @abstractmethod
     def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:

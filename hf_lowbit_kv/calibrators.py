@@ -23,7 +23,7 @@ class SmoothCalibrator(Calibrator):
 
     largest: torch.Tensor | None = None
 
-    def observe(self, tokens, gradients):
+    def observe(self, tokens):
         most = tokens.float().abs().amax((0, 2))
         self.largest = most if self.largest is None else torch.maximum(self.largest, most)
 

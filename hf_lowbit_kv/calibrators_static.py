@@ -20,25 +20,28 @@ class EigenCalibrator(Calibrator):
     """A map to channels that are independent inside a page, sorted by what an error in them costs.
 
     C is the covariance of keys around the mean of their page. W is the mean of g g^T plus a ridge, where g is the gradient of
-    log p(a token drawn from the model) with respect to a key. The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 k. An
-    error of any channel then costs the same, to second order. Without gradients W is the identity.
+    log p(tokens drawn from the model) with respect to a key, as queries far behind it see it. The eigenvectors U of
+    W^1/2 C W^1/2 give k' = U^T W^1/2 k. An error of any channel then costs the same, to second order. Without gradients W is
+    the identity.
     """
 
     gradients = True
+    length = 4096  # how keys vary depends on their positions
 
     def __init__(self, part, head_dim, num_kv_heads, per_head=None):
         super().__init__(part, head_dim, num_kv_heads, per_head)
         self.covariance = torch.zeros(num_kv_heads, head_dim, head_dim, dtype=torch.float64)
         self.weights = torch.zeros_like(self.covariance)
 
-    def observe(self, tokens, gradients):
+    def observe(self, tokens):
         count = tokens.shape[2] // PAGE * PAGE
         pages = tokens[0, :, :count].double().unflatten(1, (-1, PAGE))
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         self.covariance += (rest.mT @ rest).cpu()
-        if gradients is not None:
-            g = gradients[0].double()
-            self.weights += (g.mT @ g).cpu()
+
+    def observe_gradients(self, gradients):
+        g = gradients[0].double()
+        self.weights += (g.mT @ g).cpu()
 
     def fit(self, pages, seed):
         if not bool(self.covariance.isfinite().all()):
@@ -48,7 +51,8 @@ class EigenCalibrator(Calibrator):
         weights = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
         root = _square_root(weights + RIDGE * identity)
         vectors = torch.linalg.eigh(root @ self.covariance @ root).eigenvectors
-        return ((root @ vectors.flip(-1)).float(),)  # ascending -> descending; keys are rows: k' = k (W^1/2 U)
+        # ascending -> descending; keys are rows: k' = k (W^1/2 U). Half precision makes the file small: any matrix serves
+        return ((root @ vectors.flip(-1)).half(),)
 
 
 def _square_root(matrix: torch.Tensor) -> torch.Tensor:

@@ -88,11 +88,12 @@ def test_bad_patterns(pattern, message):
 def test_eigen_makes_channels_independent_and_keeps_scores():
     heads, head_dim = 2, 64
     transform = parse_transform("eigen")
-    mix = torch.randn(heads, head_dim, head_dim) * torch.logspace(0, -2, head_dim)
+    mix = torch.linalg.qr(torch.randn(heads, head_dim, head_dim)).Q * torch.logspace(0, -1, head_dim)[:, None]
     keys = torch.randn(1, heads, 64 * PAGE, head_dim) @ mix
     calibrator = calibrator_for(transform, head_dim, heads)
-    calibrator.observe(keys, torch.randn_like(keys))
-    tensors = transform.prepare(calibrator.fit(torch.empty(0), 0))
+    calibrator.observe(keys)
+    calibrator.observe_gradients(torch.randn_like(keys))
+    tensors = transform.prepare([tensor.float() for tensor in calibrator.fit(torch.empty(0), 0)])
     mapped = transform.map(keys, tensors)
     covariance = mapped[0].mT @ mapped[0] / mapped.shape[2]
     size = covariance.diagonal(dim1=-2, dim2=-1)

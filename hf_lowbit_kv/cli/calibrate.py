@@ -34,9 +34,11 @@ def calibrate(
     ] = None,
     model: ModelOption = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Windows to read.", show_default="64 on a CPU, 256 on a GPU")
+        int | None, typer.Option(min=1, help="Windows to read.", show_default="32768 tokens on a CPU, 131072 on a GPU")
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 512,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a window.", show_default="512, or 4096 for eigen-*")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
     per_head: Annotated[
         bool | None,

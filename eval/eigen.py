@@ -1,0 +1,170 @@
+"""What the choices behind eigen-2 and eigen-3 do to the bundled model: `python -m hf_lowbit_kv.eval.eigen`.
+
+Each row is calibrated on texts on which it is not measured, then measured through the cache, as `perplexity` does, on two
+essays and two texts by other authors. Records go to `eval/results/eigen-smollm2.jsonl`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+import torch
+import typer
+from rich.table import Table
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import gradients
+from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, load_model
+from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
+from hf_lowbit_kv.eval.vecinfer import read
+from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.transforms import parse_transform
+
+OUT = results_path("eigen", "smollm2")
+KEYS_2, VALUES_2 = "static-44422000", "static-2-t"
+KEYS_3, VALUES_3 = "static-64332222", "static-3-t"
+START = 512
+
+
+class Row(NamedTuple):
+    """One configuration. `texts`: what it is calibrated on, `essays`, `python`, `bible`, several joined by +. `gradients`:
+    those of queries far behind a key, of `all` queries, or `none`, on `gradient_windows` of 1024 tokens. `windows`: of `length`
+    tokens, for means, covariances and steps. `preset`: a preset that needs no calibration, in place of all this."""
+
+    group: str
+    keys: str = KEYS_2
+    values: str = VALUES_2
+    sink: int = 32
+    residual: int = 128
+    texts: str = "essays+python"
+    gradients: str = "far"
+    gradient_windows: int = 8
+    windows: int = 8
+    length: int = 4096
+    transform: str = "eigen"
+    preset: str | None = None
+
+    @property
+    def spec(self) -> lb.LayerSpec:
+        if self.preset is not None:
+            return lb.get_preset(self.preset).spec()
+        how = parse_transform(self.transform), parse_transform("none" if self.values == "dense" else "hadamard")
+        formats = parse_format(self.keys), parse_format(self.values)
+        return lb.LayerSpec(*formats, self.sink, self.residual, key_transform=how[0], value_transform=how[1])
+
+    @property
+    def calibrated_on(self) -> tuple[Any, ...]:
+        return self.texts, self.gradients, self.gradient_windows, self.windows, self.length
+
+
+EIGEN_3 = {"keys": KEYS_3, "values": VALUES_3}
+PATTERNS_2 = ("53222110", "44222200", "42222220", "22222222")
+PATTERNS_3 = ("44442222", "64422222", "54433221", "44444220")
+ROWS = (
+    *(Row("beside", preset=preset) for preset in ("kitty-pro", "kitty-pro-variance", "k4v2-sink", "kivi-2-sink")),
+    Row("presets"),
+    Row("presets", **EIGEN_3),
+    *(Row("gradients", gradients=how) for how in ("all", "none")),
+    *(Row("gradients", gradients=how, **EIGEN_3) for how in ("all", "none")),
+    *(Row("calibrated on", texts=texts) for texts in ("essays", "python", "bible", "essays+bible")),
+    *(Row("calibrated on", texts=texts, **EIGEN_3) for texts in ("essays", "essays+bible")),
+    *(Row("windows", windows=windows, length=length) for windows, length in ((2, 4096), (32, 1024), (64, 512))),
+    *(Row("pattern", f"static-{pattern}") for pattern in PATTERNS_2),
+    *(Row("pattern", f"static-{pattern}", VALUES_3) for pattern in PATTERNS_3),
+    Row("gradients", gradient_windows=32),
+    Row("one side", values="dense"),
+    Row("one side", "dense", transform="none"),
+    Row("one side", KEYS_3, "dense"),
+    Row("one side", "dense", VALUES_3, transform="none"),
+    *(Row("newest tokens", residual=residual) for residual in (64, 32)),
+    *(Row("newest tokens", residual=residual, **EIGEN_3) for residual in (64, 32)),
+    *(Row("first tokens", sink=sink) for sink in (0, 16, 64)),
+)  # fmt: skip
+TEXTS = ("worked", "popular", "transcript", "jargon")
+
+
+def sources(names: str) -> list[str]:
+    """The texts that `Row.texts` names."""
+    bible = Path(__file__).resolve().parents[1] / "tests/data/tiny_mla/bible-held-out.txt"
+    return [x for name in names.split("+") for x in ([bible.read_text("utf-8")] if name == "bible" else read(name))]
+
+
+def measured() -> list[Text]:
+    return [essay_text("worked"), essay_text("popular"), transcript(), jargon()]
+
+
+def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> Iterator[dict[str, Any]]:
+    """Calibrate and score rows, those together that are calibrated alike."""
+    for kind in dict.fromkeys(row.calibrated_on for row in rows):
+        of = [row for row in rows if row.calibrated_on == kind]
+        texts, how, extra, windows, length = kind
+        needed = [row.spec for row in of if row.preset is None]
+        calibration = None
+        # all queries count where keys are watched from their own chunk on
+        with (
+            mock.patch.object(gradients, "DISTANCE", 0 if how == "all" else gradients.DISTANCE),
+            mock.patch.object(gradients, "SAMPLES", dict.fromkeys(gradients.SAMPLES, extra)),
+        ):
+            if needed:
+                options = {"samples": windows, "length": length, "gradients": how != "none"}
+                calibration = lb.calibrate(model, tokenizer, sources(texts), needed, **options)
+        factories = {str(number): _factory(row, model, calibration, backend) for number, row in enumerate(of)}
+        scores = score(factories, measured(), model, tokenizer, context, START, progress=False, batch=len(TEXTS))
+        for row, each in zip(of, scores.values(), strict=True):
+            means = mean_row(each[:2], position_edges(START, context))  # the essays
+            del means["by_position"]
+            by_text = {
+                text: {key: round(x, 6) for key, x in of.means().items()} for text, of in zip(TEXTS, each, strict=True)
+            }
+            bits = row.spec.bits_per_value(10**9, 64)
+            yield row._asdict() | {"bits": bits} | means | {"by_text": by_text}
+
+
+def _factory(row: Row, model: Any, calibration: Any, backend: str | None) -> Any:
+    if row.preset is not None:
+        return functools.partial(lb.from_preset, row.preset, model, backend=backend)
+    return functools.partial(
+        lb.LowBitCache,
+        *(model, row.keys, row.values),
+        sink=row.sink,
+        residual=row.residual,
+        transform=row.spec.key_transform,
+        value_transform=row.spec.value_transform,
+        calibration=calibration,
+        backend=backend,
+    )
+
+
+def main(
+    group: Annotated[list[str] | None, typer.Option(help="Group of rows, repeatable [default: all].")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each text; those from 512 on are scored.")] = 4096,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda [default: a GPU if there is one].")] = None,
+    backend: Annotated[str | None, typer.Option(help="torch, cpu, triton [default: by device].")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
+) -> None:
+    """Calibrate, measure on two essays and two other texts, and record."""
+    where = torch.device(device) if device else default_device()
+    model, tokenizer = load_model(None, torch.float32, where)
+    rows = [row for row in ROWS if not group or row.group in group]
+    table = Table("group", "keys", "values", "window", "calibrated on", "bits", "KL essays", "top-1", *TEXTS[2:])
+    for record in measure(rows, model, tokenizer, backend, context):
+        setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
+        append_record(out, record | setting | {"backend": backend or "the default"} | provenance(commit))
+        on = f"{record['texts']}, {record['gradients']}, {record['windows']} x {record['length']}"
+        what = (record["preset"], "", "") if record["preset"] else (record["keys"], record["values"], on)
+        window = f"{record['sink']}/{record['residual']}"
+        shown = f"{record['bits']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}"
+        others = (f"{record['by_text'][text]['kl']:.4f}" for text in TEXTS[2:])
+        table.add_row(record["group"], *what[:2], window, what[2], *shown, *others)
+    wide_console().print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)
