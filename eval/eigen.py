@@ -63,7 +63,7 @@ class Row(NamedTuple):
         return self.texts, self.gradients, self.gradient_windows, self.windows, self.length
 
 
-EIGEN_3 = {"keys": KEYS_3, "values": VALUES_3}
+EIGEN_3: dict[str, Any] = {"keys": KEYS_3, "values": VALUES_3}
 PATTERNS_2 = ("53222110", "44222200", "42222220", "22222222")
 PATTERNS_3 = ("44442222", "64422222", "54433221", "44444220")
 ROWS = (

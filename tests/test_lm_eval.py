@@ -35,6 +35,15 @@ ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk"
 SMALL_OVERRIDES = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """The models are so small that threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """Folder of a random model with a tokenizer of numbers."""
@@ -181,6 +190,26 @@ def test_presets_change_on_one_model(folder):
     with pytest.raises(ValueError, match="preset='kivi-3' is not known"):
         lm.use("kivi-3")
     assert lm.preset == "kivi-2"
+
+
+def test_a_calibration_is_a_model_argument(folder, tmp_path):
+    """`--model_args preset=eigen-2,calibration=FILE`, as text, the way lm-eval hands it on."""
+    model, tokenizer = tiny_models("llama")[0], PreTrainedTokenizerFast.from_pretrained(folder)
+    text = " ".join(str(3 + i * i % 97) for i in range(2100))
+    path = tmp_path / "eigen.safetensors"
+    lb.calibrate(model, tokenizer, [text], "eigen-2", samples=8, length=256, gradients=False).save(path)
+    arguments = (
+        f"pretrained={folder},preset=eigen-2,calibration={path},kv_chunk=32,page_size=32,residual=32,dtype=float32"
+    )
+    lm = LowBitLM.create_from_arg_string(arguments, {"device": "cpu", "batch_size": 8})
+    found = logprobs(lm)
+    assert lm.packed_share["numbers"] > 0.4
+    lm.use("full")
+    assert found != logprobs(lm)
+    with pytest.raises(ValueError, match=r"hf-lowbit-kv calibrate .*--preset eigen-2"):
+        lm_of(folder, "eigen-2")
+    with pytest.raises(OSError, match="missing"):
+        lm_of(folder, "eigen-2", calibration=str(tmp_path / "missing.safetensors"))
 
 
 def test_nothing_packed_is_an_error(folder):

@@ -190,20 +190,39 @@ def test_the_compiled_step_is_one_graph(method):
     assert torch.equal(*logits)
 
 
+#: what is sliced among processes: the format of this file, and the package's own formats and transforms with parameters. Those
+#: of `vecinfer-2` have one codebook for all heads, or (`per head`) one for each
+SLICED = ("codebook", "vecinfer-2", "vecinfer-2 per head", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3")
+
+
 def _rank(rank: int, folder: str) -> None:
     """One of two processes, each with one of the layer's two KV heads."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with codebook.registered():
-        found = _layer(tp_size=2, heads=slice(rank, rank + 1))
+        found = {name: _layer(name, tp_size=2, heads=slice(rank, rank + 1)) for name in SLICED}
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def _layer(tp_size: int, heads: slice):
+def _cache(name: str, config):
+    if name == "codebook":
+        return lb.LowBitCache(config, **codebook.METHOD, parameters=codebook.calibrated(1, 2, 64))
+    gen = torch.Generator().manual_seed(0)
+    preset, per_head = name.split(" ")[0], name.endswith("per head")
+    given = {}
+    for parameter in lb.get_preset(preset).spec().parameters(64, 64, 2):
+        one = parameter.name.endswith("codebook") and not per_head
+        shape = (1 if one else 2, *parameter.shape[1:])
+        given[parameter.name] = (torch.randn(shape, generator=gen).abs() + 0.5).to(parameter.dtype)
+        if parameter.name.endswith("codebook"):
+            given[parameter.name] = torch.randn(shape, generator=gen).to(parameter.dtype)
+    return lb.from_preset(preset, config, parameters={0: given}, sink=4, residual=32, page_size=32)
+
+
+def _layer(name: str, tp_size: int, heads: slice):
     """Output of a step, bytes of pages and of parameters of a layer that is given these of two KV heads."""
     config = tiny_models("llama", num_hidden_layers=1)[0].config
-    cache = lb.LowBitCache(config, **codebook.METHOD, parameters=codebook.calibrated(1, 2, 64))
-    layer = cache.packed_layers[0]
+    layer = _cache(name, config).packed_layers[0]
     layer.tp_size = tp_size
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 120, 64, generator=gen) for n in (4, 2, 2))
@@ -216,21 +235,25 @@ def _layer(tp_size: int, heads: slice):
 
 
 def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
+    """Of a record that all heads share, each process holds the whole."""
     processes = [
         torch.multiprocessing.get_context("spawn").Process(target=_rank, args=(r, str(tmp_path))) for r in range(2)
     ]
     for process in processes:
         process.start()
-    whole = _layer(tp_size=1, heads=slice(0, 2))
+    every = {name: _layer(name, tp_size=1, heads=slice(0, 2)) for name in SLICED}
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
     for rank in range(2):
-        part = torch.load(tmp_path / f"{rank}.pt")
-        assert torch.equal(part["pool"][:, 0], whole["pool"][: len(part["pool"]), rank])
-        for mine, every in zip(part["parameters"], whole["parameters"], strict=True):
-            assert torch.equal(mine[0], every[rank])
-        torch.testing.assert_close(part["out"], whole["out"][:, :, 2 * rank : 2 * rank + 2])
+        parts = torch.load(tmp_path / f"{rank}.pt")
+        for name, whole in every.items():
+            part = parts[name]
+            assert torch.equal(part["pool"][:, 0], whole["pool"][: len(part["pool"]), rank]), name
+            for mine, theirs in zip(part["parameters"], whole["parameters"], strict=True):
+                assert len(mine) == 1
+                assert torch.equal(mine[0], theirs[rank % len(theirs)]), name
+            torch.testing.assert_close(part["out"], whole["out"][:, :, 2 * rank : 2 * rank + 2], msg=name)
 
 
 # ---- Triton: `encode` and `decode` are all that it needs ------------------------------------------------------------------
