@@ -77,12 +77,27 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def _of_group(values, channel, P: tl.constexpr):
+def _of_group(values: tl.constexpr, channel, P: tl.constexpr):
     """`values[group of the channel]`, float32, for each channel; 0 behind the last."""
     x = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(P.bits)):
         x = tl.where(channel // P.group == i, values[i], x)
     return x
+
+
+@triton.jit
+def _plane(words, valid, channel, i: tl.constexpr, which: tl.constexpr, P: tl.constexpr):
+    """What a plane holds of group i's codes, int32 `[N, padded]`, in its place; 0 in other groups."""
+    WIDTH: tl.constexpr = P.plane_width[i][which]
+    here = channel // P.group == i
+    column = tl.where(here, channel - i * P.group + P.plane_first[i][which], 0)
+    found = (valid & here).to(tl.int32) * 0
+    for n in tl.static_range(len(P.widths)):
+        if P.widths[n] == WIDTH:
+            word = tl.load(words + P.before[n] + column % P.words[n], mask=valid & here, other=0)
+            field = (word.to(tl.int32) >> (column // P.words[n] * WIDTH)) & ((1 << WIDTH) - 1)
+            found += tl.where(here, field << P.plane_shift[i][which], 0)
+    return found
 
 
 @triton.jit
@@ -93,14 +108,7 @@ def _codes(page, token, valid, channel, P: tl.constexpr):
     for i in tl.static_range(len(P.bits)):
         for which in tl.static_range(2):
             if which < P.count[i]:
-                WIDTH: tl.constexpr = P.plane_width[i][which]
-                here = channel // P.group == i
-                column = tl.where(here, channel - i * P.group + P.plane_first[i][which], 0)
-                for n in tl.static_range(len(P.widths)):
-                    if P.widths[n] == WIDTH:
-                        word = tl.load(words + P.before[n] + column % P.words[n], mask=valid & here, other=0)
-                        field = (word.to(tl.int32) >> (column // P.words[n] * WIDTH)) & ((1 << WIDTH) - 1)
-                        code += tl.where(here, field << P.plane_shift[i][which], 0)
+                code += _plane(words, valid, channel, i, which, P)
     return code.to(tl.float32)
 
 

@@ -1,0 +1,90 @@
+"""Triton's kernels compile for GPUs, on a machine without one: the interpreter accepts what the compiler refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from cases import FORMATS
+from kernel_cases import Case, random_step, records_for, store_for
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from hf_lowbit_kv.backends import storage_spec
+from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.triton_kernels import launch, prompt, read
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
+    reason="the kernels themselves run elsewhere",
+)
+
+
+class Absent:
+    """A driver for a GPU that is not there."""
+
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The names of the kernels that were compiled instead of launched."""
+    names: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Absent())
+    yield names
+    triton.runtime.driver._active = before
+
+
+def run_all(case: Case) -> None:
+    """Attention, storing and reading of a decode step and of a chunk."""
+    gen = torch.Generator().manual_seed(0)
+    state = store_for(case, "cpu", poison=False).state
+    for tokens in (1, 40):
+        step = random_step(dataclasses.replace(case, tokens=tokens), gen)
+        launch.step(step.q, step.k, step.v, step.mask, state, case.spec, step.scaling, case.softcap, step.sinks, 100)
+    read.read(state, case.spec, 100)
+
+
+#: and the patterns of the presets
+STATIC = [
+    pytest.param(("static-44422000", "static-2-t")),
+    pytest.param(("static-64332222", "static-3-t"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
+def test_every_format(formats, compiled):
+    run_all(Case(*formats))
+    assert {"append_one_kernel", "pack_kernel", "read_pages_kernel", "prompt_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
+def test_pages_in_the_layout_of_cuda(formats, compiled):
+    """What the CUDA backend leaves to Triton: long chunks over stored pages, and reading."""
+    case = Case(*formats, head_dim=128, page_size=128)
+    spec = storage_spec(case.spec, "cuda")
+    if spec == case.spec:
+        return  # the layout is the same
+    gen = torch.Generator().manual_seed(0)
+    state = PagedStore(spec, 2, 2, 128, 128, case.dtype, "cpu", 500, records_for(spec, (128, 128), 2)).state
+    step = random_step(dataclasses.replace(case, tokens=40), gen)
+    prompt.attend(step.q, step.k, step.v, None, state, spec, step.scaling, None, None, 200)
+    read.read(state, spec, 200)
+    assert {"read_pages_kernel", "prompt_kernel"} <= set(compiled)
