@@ -22,7 +22,7 @@ ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs"} | dict.fromkeys
     ("latent_attend", "latent_merge", "latent_append", "latent_counters"), "LatentArgs"
 )
 #: number -> a kernel of the file that holds it
-NUMBERS = {"shared_bytes": "attend", "latent_shared_bytes": "latent_attend"}
+NUMBERS = {"shared_bytes": "attend", "argument_bytes": "attend", "latent_shared_bytes": "latent_attend"}
 
 
 def available() -> bool:

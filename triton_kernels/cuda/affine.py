@@ -35,5 +35,6 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
         longer=channel,
         same_for=group if channel else 0,
         scratch=12 if not channel and fmt.group_size is None else 0,
-        lifted=channel and fmt.bits == 2,
+        queries=3 if channel and fmt.bits == 2 else 2,
+        sums=1 if channel else head_dim // group,
     )

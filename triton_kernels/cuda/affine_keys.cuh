@@ -12,6 +12,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
   static constexpr int SLOT = CODES + 2 * META;
+  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;                      // bytes of a page's part
+  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2, "codes, scales, zero points");
   static constexpr int SECOND = CHANNEL && GROUP >= UNIT ? CODES : SLOT;          // of a unit's second piece, which has the first one's scales
 
   u32 q[NT][D / 8];       // right operand, scaled

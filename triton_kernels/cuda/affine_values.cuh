@@ -13,6 +13,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
   static constexpr int SLOT = CODES + 2 * META; static constexpr float SUM_UNIT = 1 / TWO24;  // in which `add` sums up
+  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;                      // bytes of a page's part
+  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2, "codes, scales, zero points");
   // One scale a token: what is made of it is computed once, by the lane that has the token, and handed on in shared memory.
   static constexpr bool HANDED = !CHANNEL && GROUPS == 1;
   static constexpr int SCRATCH = HANDED ? 3 * PT * 4 : 0;

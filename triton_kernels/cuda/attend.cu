@@ -46,7 +46,8 @@ __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, i
 }
 #endif
 
-extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES;
+extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES, argument_bytes = sizeof(StepArgs);
+static_assert(sizeof(StepArgs) == ARGUMENT_BYTES, "arguments.py declares other fields");
 static_assert(!TABLES || TEAMS == 1 || SHARED_TABLES, "a block has one codebook a side");
 
 // Codebooks of a KV head, from parameters to shared memory.

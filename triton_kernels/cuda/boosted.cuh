@@ -18,6 +18,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   static constexpr bool NORMALISED = Low::NORMALISED;
   static constexpr int GROUPS = Low::GROUPS, LIFT = Low::LIFT;
   static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS, SECOND = SLOT;  // of a slot, in bytes
+  static constexpr int PART = MAP_AT + COLUMNS;           // bytes of a page's part
 
   Low low;
   u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand of the high bits, scaled

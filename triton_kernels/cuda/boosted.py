@@ -22,6 +22,6 @@ def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, trans
         lambda piece: 4 * head_dim + columns,
         bits=fmt.bits,
         longer=True,
-        lifted=True,
+        queries=3,
         by_thread=True,
     )

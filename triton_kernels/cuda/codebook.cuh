@@ -53,7 +53,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
   static constexpr bool NORMALISED = true;                // wants q as fp16 of magnitude 1 at most
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES;
+  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES;
 
   u32 q[NT][D / 8];       // right operand
   float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
@@ -127,7 +127,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES; static constexpr float SUM_UNIT = 1.f;
   static constexpr bool OWN_ORDER = true;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return k / (DIM / 2) * 8 * DIM + DIM * g + k % (DIM / 2) * 2 + j; }
 

@@ -89,7 +89,7 @@ template <int D> struct Dense {
 
 template <int D> struct DenseKeys {
   static constexpr bool NORMALISED = false;
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT;
+  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT, PART = PAGE * D * 2;
   float c;
 
   __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }
@@ -112,7 +112,7 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * D * 2; static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {

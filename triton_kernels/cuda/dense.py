@@ -13,4 +13,4 @@ SIDES = (True, True)
 
 def needs(fmt: Dense, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     struct = f"Dense{'Values' if transposed else 'Keys'}<{head_dim}>"
-    return Needs(struct, f"DenseEncoder<{head_dim}>", 64 * head_dim, lambda piece: 0)
+    return Needs(struct, f"DenseEncoder<{head_dim}>", 64 * head_dim, lambda piece: 0, queries=1)

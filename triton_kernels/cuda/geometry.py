@@ -6,6 +6,7 @@ packing, and says what these need (`needs.Needs`). Nothing here knows a format b
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import torch
 
 from ...pages import LayerSpec
 from ...transforms import Fused, base_order, hadamard
+from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
+from .memory import Memory, memory
 from .needs import Needs
 from .registry import needs
 
@@ -25,13 +28,15 @@ APPEND_WARPS = 8
 
 class Choice(NamedTuple):
     """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (one a
-    multiprocessor), groups of eight query rows, whether four rows at most lie in every other column."""
+    multiprocessor), groups of eight query rows, whether four rows at most lie in every other column, whether keys and values
+    of the window take turns in one place."""
 
     piece: int
     warps: int
     teams: int
     row_tiles: int
     spread: bool = False
+    narrow: bool = False
 
 
 def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[Needs, Needs]:
@@ -55,7 +60,13 @@ def choose(
     per_head: bool = False,
 ) -> Choice:
     """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
-    multiprocessor."""
+    multiprocessor. per_head: whether each KV head has a codebook of its own.
+
+    As many warps as registers and shared memory allow. The window is narrow where that leaves room for more of them.
+
+    Raises:
+        ValueError: not even one warp has room.
+    """
     widest = max(head_dim_k, head_dim_v)
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
     keys, values = sides = _sides(spec, head_dim_k, head_dim_v, dtype)
@@ -63,31 +74,29 @@ def choose(
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
     long = (row_tiles == 1 or keys.longer) and widest <= 128 and spec.page_size >= 64
     piece = 64 if long and bits <= 4 and plain else 32
-    pieces = 2 * sum(side.codes * piece // 32 + side.meta(piece) for side in sides)
-    tables = sum(side.table for side in sides)
-    if keys.same_for >= 2 * piece:
-        pieces -= 4 * head_dim_k
-    window = 64 * (max(head_dim_k, head_dim_v) if tables else head_dim_k + head_dim_v)  # `WINDOW_BYTES` in warp.cuh
-    merge = 8 * row_tiles * (head_dim_v + 3) * 4
-    queries = (3 if keys.lifted else 2) * 8 * row_tiles * (head_dim_k * 2 + 16) + 8 * row_tiles * 9 * 4 + 128
     # warps that registers allow
     spread = rows <= 4
     most = 12 if row_tiles == 1 and widest <= 128 and plain and bits < 16 else 8
-    best, found = (0.0, 0.0), Choice(piece, 1, 1, row_tiles, spread)
-    for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3)):
-        need = queries + warps * -(-max(pieces + values.scratch * piece, window, merge) // 128) * 128
-        if (
-            teams * need + RESERVED + tables > shared
-            or (tables and teams > (1 if per_head else 2))
-            or warps * teams > most
-        ):
+    tables = keys.table + values.table
+    most_teams = 3 if not tables else 1 if per_head else 2
+    best, found = (0.0, 0, 0), None
+    narrows = (True,) if tables else (False, True)
+    for narrow, warps, teams in itertools.product(narrows, (1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
+        need = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow).block(warps, teams)
+        if need + RESERVED > shared or warps * teams > most:
             continue
         slots = processors * teams
         even = grid_size(slots, heads) % heads == 0
         # where a team has many rows one after the other, several teams keep each other's gaps busy
-        score = (warps * teams + 1.5 * even, -teams if slots >= heads else teams)
+        score = (warps * teams + 1.5 * even, -narrow, -teams if slots >= heads else teams)
         if score > best:
-            best, found = score, Choice(piece, warps, teams, row_tiles, spread)
+            best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
+    if found is None:
+        least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(1, 1) + RESERVED
+        raise ValueError(
+            f"backend='cuda' needs {least >> 10} KiB of shared memory for keys {spec.key_format.name!r} and values "
+            f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared >> 10} KiB; use backend='triton'"
+        )
     return found
 
 
@@ -96,10 +105,20 @@ def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice)
     threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
     of every step takes longer than a launch of its own (docs/log/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
-    window = 64 * (head_dim_k + head_dim_v)
-    threads = widest if any(side.by_thread for side in _sides(spec, head_dim_k, head_dim_v, torch.float16)) else 32
-    room = 32 * choice.warps >= threads and spec.page_size * widest // 4 <= choice.warps * window
-    return room and not spec.direct
+    sides = _sides(spec, head_dim_k, head_dim_v, torch.float16)
+    team = _memory(sides, head_dim_k, head_dim_v, choice).team(choice.warps)
+    threads = widest if any(side.by_thread for side in sides) else 32
+    return 32 * choice.warps >= threads and spec.page_size * widest // 4 <= team and not spec.direct
+
+
+def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, choice: Choice) -> int:
+    """Shared memory of a block of the attend kernel."""
+    sides = _sides(spec, head_dim_k, head_dim_v, dtype)
+    return _memory(sides, head_dim_k, head_dim_v, choice).block(choice.warps, choice.teams)
+
+
+def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, choice: Choice) -> Memory:
+    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow)
 
 
 def grid_size(slots: int, heads: int) -> int:
@@ -154,6 +173,9 @@ def attend_defines(
             "TEAMS": choice.teams,
             "NT": choice.row_tiles,
             "SPREAD": int(choice.spread),
+            "NARROW": int(choice.narrow),
+            "SHARED_BYTES": shared_bytes(spec, head_dim_k, head_dim_v, dtype, choice),
+            "ARGUMENT_BYTES": ctypes.sizeof(StepArgs if fused else AttendArgs),
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
@@ -161,7 +183,7 @@ def attend_defines(
             "FUSED": int(fused),
             "SHARED_TABLES": int(not per_head),
         }
-        | ({"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder} if fused else {})
+        | (_encoder_macros(keys, values) if fused else {})
         | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})
     )
 
@@ -173,9 +195,17 @@ def append_defines(
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
-        | {"KEY_ENCODER": keys.encoder, "VALUE_ENCODER": values.encoder, "PT": 32, "NT": 1, "SPREAD": 0}
-        | {"WARPS": APPEND_WARPS, "TEAMS": 1}
+        | _encoder_macros(keys, values)
+        | {"PT": 32, "NT": 1, "SPREAD": 0, "WARPS": APPEND_WARPS, "TEAMS": 1}
     )
+
+
+def _encoder_macros(keys: Needs, values: Needs) -> dict[str, object]:
+    return {
+        "KEY_ENCODER": keys.encoder,
+        "VALUE_ENCODER": values.encoder,
+        "APPEND_ARGUMENT_BYTES": ctypes.sizeof(AppendArgs),
+    }
 
 
 def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
@@ -195,5 +225,6 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
 def transform_defines(head_dim: int, dtype: torch.dtype, transform: Fused) -> tuple[tuple[str, str], ...]:
     return _as_macros(
         {"DIM": head_dim, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0}
+        | {"ARGUMENT_BYTES": ctypes.sizeof(TransformArgs)}
         | _transform_macros(head_dim, transform)
     )

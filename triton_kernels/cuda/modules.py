@@ -57,8 +57,13 @@ def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], 
 def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
     """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk."""
     choice, fused, defines = _layout(kernel)
-    module = load("attend.cu", defines, kernel.device)
-    return module, choice, module.integer("shared_bytes"), fused
+    module, planned = load("attend.cu", defines, kernel.device), dict(defines)
+    for name in ("shared_bytes", "argument_bytes"):
+        if (found := module.integer(name)) != int(planned[name.upper()]):
+            raise RuntimeError(
+                f"attend.cu was compiled with {name}={found}, and {planned[name.upper()]} is what Python counts"
+            )
+    return module, choice, int(planned["SHARED_BYTES"]), fused
 
 
 @functools.cache

@@ -32,7 +32,9 @@ class Needs(NamedTuple):
     """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in affine_keys.cuh)"""
     scratch: int = 0
     """values: bytes a token that scales are made into (`SCRATCH` in affine_values.cuh)"""
-    lifted: bool = False
-    """keys: whether queries are kept a third time (`LIFT` in affine_keys.cuh)"""
+    queries: int = 2
+    """keys: forms in which queries are kept: as they are, normalised (`NORMALISED`), and without `LIFT` (affine_keys.cuh)"""
+    sums: int = 1
+    """keys: groups of channels over which queries are summed up (`GROUPS`)"""
     by_thread: bool = False
     """whether packing takes a thread for every channel"""

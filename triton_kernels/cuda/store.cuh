@@ -13,6 +13,7 @@ struct AppendArgs {
   int heads, tokens, pages, room, sink, tail, residual;
   Parameter tables[2];              // codebooks of keys and values, or null
 };
+static_assert(sizeof(AppendArgs) == APPEND_ARGUMENT_BYTES, "arguments.py declares other fields");
 
 using EncodeKeys = KEY_ENCODER;
 using EncodeValues = VALUE_ENCODER;

@@ -12,6 +12,7 @@ struct TransformArgs {
   i64 scale_h;
   int q_heads, heads, tokens;
 };
+static_assert(sizeof(TransformArgs) == ARGUMENT_BYTES, "arguments.py declares other fields");
 
 extern "C" __global__ void __launch_bounds__(128) transform(const __grid_constant__ TransformArgs a) {
   const int lane = threadIdx.x & 31;

@@ -10,9 +10,11 @@
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-// What only some formats have: bytes of shared memory for a codebook, and an order of their own of a lane's channels.
+// What only some formats have: bytes of shared memory for a codebook, bytes of a page's part, an order of their own of a lane's channels.
 template <class F, class = void> struct TableBytes { static constexpr int value = 0; };
 template <class F> struct TableBytes<F, decltype((void)F::TABLE)> { static constexpr int value = F::TABLE; };
+template <class F, class = void> struct PartBytes { static constexpr int value = 0; };
+template <class F> struct PartBytes<F, decltype((void)F::PART)> { static constexpr int value = F::PART; };
 template <class F, class = void> struct Order {
   static constexpr bool OWN = false;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return channel_of<DV>(k, j, g); }
@@ -33,14 +35,15 @@ constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 // Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
 constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
-// Where codebooks leave little room, keys and values of a block of the window take turns in one place.
-constexpr bool NARROW = TABLES > 0;
+// NARROW: keys and values of a block of the window take turns in one place, so that the window does not bound the number of warps.
 constexpr int WINDOW_BYTES = NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
 constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
+static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES, "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
+static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES, "formats and structs differ on a page's parts");
 constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
 constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
 constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;         // of 32 tokens of the window
