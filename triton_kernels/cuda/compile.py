@@ -96,8 +96,9 @@ def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device)
         with contextlib.suppress(RuntimeError):
             binary(name, defines, _arch(device), early=True)
 
-    # NVRTC lets go of the interpreter. A daemon, because an ending process need not wait for it
-    threading.Thread(target=work, name="hf-lowbit-kv-compile", daemon=True).start()
+    # NVRTC lets go of the interpreter. No daemon: a process that ends waits for it, seconds at most and once for each kernel,
+    # because libraries must not be taken down under it
+    threading.Thread(target=work, name="hf-lowbit-kv-compile").start()
 
 
 def _arch(device: torch.device) -> str:
