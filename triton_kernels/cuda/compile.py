@@ -93,7 +93,7 @@ def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device)
     and compiles it again."""
 
     def work() -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             binary(name, defines, _arch(device), early=True)
 
     # NVRTC lets go of the interpreter. No daemon: a process that ends waits for it, seconds at most and once for each kernel,
