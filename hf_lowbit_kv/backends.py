@@ -165,7 +165,7 @@ class Cuda(Backend):
             return reason
         if importlib.util.find_spec("triton") is None:
             return f"needs Triton for long prompts: {INSTALL_TRITON}"
-        return why_no_compiler(found)
+        return why_no_compiler(found) or self._why_no_room(served)
 
     def _why_not_spec(self, spec: LayerSpec, widths: tuple[int, int] | None) -> str | None:
         if spec.reading.name == "separate":
@@ -181,6 +181,19 @@ class Cuda(Backend):
             storage_spec(spec, self.name).validate(*widths)
         except ValueError as error:
             return f"does not take these heads: {error}"
+        return None
+
+    def _why_no_room(self, served: Served) -> str | None:
+        """What keeps a block of threads from running at all: codebooks are large, and some GPUs have little shared memory."""
+        if served.spec is None or served.widths is None or served.dtype is None or served.reading != "separate":
+            return None
+        from hf_lowbit_kv.triton_kernels.cuda.geometry import NoRoomError, choose
+
+        shared = torch.cuda.get_device_properties(served.device).shared_memory_per_multiprocessor
+        try:
+            choose(storage_spec(served.spec, self.name), *served.widths, served.dtype, rows=16, shared=shared)
+        except NoRoomError as error:
+            return str(error)
         return None
 
 

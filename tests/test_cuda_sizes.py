@@ -17,7 +17,7 @@ import kernel_checks as kernels
 from kernel_cases import Case, check_steps
 from test_cuda import fragment
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv import backends, reference
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
 from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
 
@@ -97,12 +97,21 @@ def test_the_window_does_not_bound_the_warps():
             assert choice.narrow == (keys == "int2-channel" and shared == 100)
 
 
-def test_no_room_is_said():
-    case = fragment(Case(keys="vq-d4b8", values="vq-d8b12", head_dim=256))
-    with pytest.raises(
-        ValueError, match=r"needs \d+ KiB of shared memory for keys 'vq-d4b8.* has 64 KiB; use backend='triton'"
-    ):
-        geometry.choose(case.spec, *case.dims, case.dtype, 4, 64, 132, 64 * 1024)
+def test_where_there_is_no_room_another_backend_serves(monkeypatch):
+    spec, device = Case(keys="vq-d4b8", values="vq-d8b12").spec, torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    for shared, chosen in ((64, "triton"), (228, "cuda")):
+        properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        served = None, device, torch.float16, spec, (256, 256)
+        assert backends.choose_backend(*served) == chosen
+        said = backends.reason_for(None, chosen, *served[1:])
+        assert (chosen == "cuda") == (said is None)
+        assert said is None or "KiB of shared memory for keys 'vq-d4b8" in said
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ RESERVED, SHARED = 1024 + 512, 228 * 1024
 APPEND_WARPS = 8
 
 
+class NoRoomError(ValueError):
+    """The GPU's shared memory is too small for a layer."""
+
+
 class Choice(NamedTuple):
     """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (one a
     multiprocessor), groups of eight query rows, whether four rows at most lie in every other column, whether keys and values
@@ -65,7 +69,7 @@ def choose(
     As many warps as registers and shared memory allow. The window is narrow where that leaves room for more of them.
 
     Raises:
-        ValueError: not even one warp has room.
+        NoRoomError: not even one warp has room.
     """
     widest = max(head_dim_k, head_dim_v)
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
@@ -93,9 +97,9 @@ def choose(
             best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
     if found is None:
         least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(1, 1) + RESERVED
-        raise ValueError(
-            f"backend='cuda' needs {least >> 10} KiB of shared memory for keys {spec.key_format.name!r} and values "
-            f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared >> 10} KiB; use backend='triton'"
+        raise NoRoomError(
+            f"needs {-(-least // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
+            f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
         )
     return found
 
