@@ -102,6 +102,8 @@ def on_a_gpu(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     monkeypatch.setattr(ops, "choose_backend", lambda asked, device, *rest: real["choose_backend"](asked, gpu, *rest))
     monkeypatch.setattr(
