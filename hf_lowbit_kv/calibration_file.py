@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .presets import get_preset
+
 #: of the file's layout; another one is refused
 VERSION = 1
 FILE_NAME = "calibration.safetensors"
@@ -243,8 +245,10 @@ def parameters_for(
             return _taken(found, asked)
         except ValueError as error:
             reasons.append(str(error))
-    spec = next(spec for layer, spec in specs.items() if asked[layer])
+    layer, spec = next((layer, spec) for layer, spec in specs.items() if asked[layer])
     what = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
+    if not all(asked.values()) and not (preset and list(asked_of(get_preset(preset).spec()))):
+        what, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
     model_name = getattr(model_or_config, "name_or_path", "") or "NAME"
     raise ValueError(
         f"{what} needs a calibration for {model['name']}, and none was given: hf-lowbit-kv calibrate --model {model_name} "

@@ -93,20 +93,29 @@ def _by_index(argument: str, given: Mapping[int, Choice], config: Any, sides: Ma
 def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, side: Side) -> LayerSpec:
     """`spec` as `choice` wants it for that layer."""
     where = f"per_layer[{index}]"
-    if isinstance(choice, (str, Preset)):
-        preset = get_preset(choice) if isinstance(choice, str) else choice
-        if preset.reading not in (None, side.reading.name):
-            raise ValueError(
-                f"{where}={preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as "
-                f"{side.reading.name!r}, and the preset is for {preset.reading!r}"
-            )
-        return dataclasses.replace(preset.spec(), page_size=spec.page_size)
-    if not isinstance(choice, Mapping):
+    if not isinstance(choice, (str, Preset, Mapping)):
         raise TypeError(
             f"{where}={choice!r} is not allowed; it must be the name of a preset or a dict of {tuple(OPTIONS)}"
         )
+    try:
+        return _by_options(spec, choice) if isinstance(choice, Mapping) else _by_preset(spec, choice, config, side)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, side: Side) -> LayerSpec:
+    preset = get_preset(choice) if isinstance(choice, str) else choice
+    if preset.reading not in (None, side.reading.name):
+        raise ValueError(
+            f"{preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as {side.reading.name!r}, and "
+            f"the preset is for {preset.reading!r}"
+        )
+    return dataclasses.replace(preset.spec(), page_size=spec.page_size)
+
+
+def _by_options(spec: LayerSpec, choice: Mapping[str, Any]) -> LayerSpec:
     if unknown := [name for name in choice if name not in OPTIONS]:
-        raise ValueError(f"{where} has the option {unknown[0]!r}; allowed: {tuple(OPTIONS)}")
+        raise ValueError(f"the option {unknown[0]!r} is not known; allowed: {tuple(OPTIONS)}")
     found = {OPTIONS[name][0]: OPTIONS[name][1](value) for name, value in choice.items()}
     return dataclasses.replace(spec, **found)
 

@@ -98,13 +98,13 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ({"per_layer": {-5: "kv8"}}, ValueError, r"per_layer has the index -5.*negative ones count from layer 3"),
         ({"per_layer": {1: "kv8", -3: "kv4"}}, ValueError, "per_layer has layer 1 twice, as 1 and as -3"),
         ({"per_layer": {1: "kv8"}, "dense_layers": [-3]}, ValueError, r"layers \[1\] stand in dense_layers and in"),
-        ({"per_layer": {1: "kv9"}}, ValueError, "preset='kv9' is not known"),
+        ({"per_layer": {1: "kv9"}}, ValueError, r"per_layer\[1\]: preset='kv9' is not known"),
         (
             {"per_layer": {1: {"keys": "dense"}}},
             ValueError,
-            r"per_layer\[1\] has the option 'keys'; allowed: \('key_format'",
+            r"per_layer\[1\]: the option 'keys' is not known; allowed: \('key_format'",
         ),
-        ({"per_layer": {1: {"sink": -1}}}, ValueError, "sink=-1 is not allowed"),
+        ({"per_layer": {1: {"sink": -1}}}, ValueError, r"per_layer\[1\]: sink=-1 is not allowed"),
         (
             {"per_layer": {1: 8}},
             TypeError,
@@ -112,7 +112,8 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ),
         ({"per_layer": {"1": "kv8"}}, TypeError, "per_layer has the index '1'; it must be an integer"),
         ({"per_layer": "kv8"}, TypeError, "per_layer='kv8' is not allowed; it must be a mapping"),
-        ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]='snapmla' does not fit.*'separate'"),
+        ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
+        ({"per_layer": {2: "eigen-2"}}, ValueError, r"per_layer\[2\] \(static-.* needs a calibration.*--preset PRESET"),
         ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, ValueError, "layer 3: group_size=128.*head_dim=64"),
         (
             {"per_layer": {1: {"transform": "smooth"}}, "parameters": {}},

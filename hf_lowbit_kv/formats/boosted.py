@@ -4,7 +4,9 @@ In each page, for each KV head, the top `int(head_dim * ratio)` channels by scor
 
     scale = (max - min) / 15 for a boosted channel, (max - min) / 3 otherwise      zero = min
 
-rounded and stored as in `affine`. Which channels is decided by the page's own tokens alone. A channel's code is
+rounded and stored as in `affine`. Which channels is decided by the page's own tokens alone. The choice is part of the bytes, so
+scores are defined to the last bit: a fixed order of sums, and of equal scores the lower channel wins. Kernels choose alike. The
+list of boosted channels (the map) takes a byte for each of them: 16 a page for `kitty` at head_dim 128. A channel's code is
 `low + 4 * high`: the low two bits of every channel stand in one plane, as in `int2-channel`, and the high two bits of the
 boosted ones in a compact second plane, so that a kernel treats them as a few more channels: with q' the query times the
 scales, q.k = low . q' + high . (4 q')[map] + zero . q.
