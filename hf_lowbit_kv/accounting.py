@@ -38,8 +38,13 @@ class CacheBytes(int):
         self.__dict__.update(found)
         return self
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Kind to bytes, in the order of `BYTE_KINDS`."""
+        return {kind: getattr(self, kind) for kind in BYTE_KINDS}
+
     def __getnewargs__(self):
-        return tuple(getattr(self, kind) for kind in BYTE_KINDS)
+        return tuple(self.parts.values())
 
 
 class Accounted(Cache):

@@ -16,8 +16,6 @@ def rows(cache: Accounted) -> dict[str, str]:
     """Label to text. Reads lengths from the device."""
     from rich.filesize import decimal
 
-    from .accounting import BYTE_KINDS
-
     nbytes, layers, spec = cache.nbytes, cache.packed_layers, cache.spec
     ready = [layer for layer in layers if layer.store is not None]
     uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
@@ -37,7 +35,7 @@ def rows(cache: Accounted) -> dict[str, str]:
         "length": f"{tokens} tokens" + (f" x {ready[0].batch_size} rows" if ready else ""),
         "bits per value": f"{cache.bits_per_value:.2f}",
         "a packed token": ", ".join(f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store),
-        **{f"bytes: {kind}": decimal(getattr(nbytes, kind)) for kind in BYTE_KINDS},
+        **{f"bytes: {kind}": decimal(count) for kind, count in nbytes.parts.items()},
         "total": f"{decimal(nbytes)} (in the model's dtype: {in_16_bits})",
     }
 

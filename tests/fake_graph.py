@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_lowbit_kv import recording
+
 #: operations that read the device, which no graph can hold
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
 
@@ -77,3 +79,15 @@ class _Recording(TorchDispatchMode):
                 if key not in self.own and key not in self.written:
                     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                     self.written[key] = whole, whole.clone()
+
+
+def in_place_of_graphs(monkeypatch) -> list[FakeGraph]:
+    """Steps are recorded in fake graphs from here on; those that were made since."""
+    made: list[FakeGraph] = []
+
+    def make() -> FakeGraph:
+        made.append(FakeGraph())
+        return made[-1]
+
+    monkeypatch.setattr(recording, "graphs_for", lambda device: make)
+    return made

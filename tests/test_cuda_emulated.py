@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
+from emulated import emulated
 from kernel_cases import Case, check_steps
 from kernel_matrix import TRANSFORMS
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
@@ -22,8 +23,6 @@ from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
 from hf_lowbit_kv.triton_kernels.cuda import modules
 
 pytestmark = [
@@ -34,17 +33,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def launch(monkeypatch):
-    # two multiprocessors: rows are shared by several teams
-    properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=228 * 1024)
-    for module in (cuda, modules):
-        monkeypatch.setattr(module, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
-        monkeypatch.setattr(module, "properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "read", reference.read)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kernels, "launch", cuda)
-    modules.forget()
-    yield cuda
-    modules.forget()
+    with emulated(monkeypatch) as cuda:
+        yield cuda
 
 
 KITTY = {"keys": "boosted2-r0.125", "values": "int2-token"}

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
 import kernel_checks as kernels
+from emulated import emulated
 from kernel_cases import Case, check_steps
 from test_cuda import fragment
 
-from hf_lowbit_kv import backends, reference
+from hf_lowbit_kv import backends
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
-from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
 
 pytestmark = [
     pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
@@ -124,16 +124,8 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
 )
 def test_a_narrow_window(case, steps, monkeypatch):
     """Outputs, bytes and counters of a GPU with 100 KB of shared memory."""
-    properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=100 * 1024)
-    for module in (cuda, modules):
-        monkeypatch.setattr(module, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
-        monkeypatch.setattr(module, "properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "read", reference.read)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kernels, "launch", cuda)
-    modules.forget()
     case = fragment(case)
     assert geometry.choose(case.spec, *case.dims, case.dtype, 4, len(case.lengths), 2, 100 * 1024).narrow
-    kernels.check_attend(case)
-    check_steps(cuda, case, steps, kernels.SEED, "cpu")
-    modules.forget()
+    with emulated(monkeypatch, shared=100) as cuda:
+        kernels.check_attend(case)
+        check_steps(cuda, case, steps, kernels.SEED, "cpu")

@@ -7,12 +7,11 @@ import copy
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from fake_graph import FakeGraph
+from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import recording
 
 pytestmark = pytest.mark.host
 
@@ -27,14 +26,7 @@ def model():
 
 @pytest.fixture
 def graphs(monkeypatch):
-    made: list[FakeGraph] = []
-
-    def make():
-        made.append(FakeGraph())
-        return made[-1]
-
-    monkeypatch.setattr(recording, "graphs_for", lambda device: make)
-    return made
+    return in_place_of_graphs(monkeypatch)
 
 
 def written(model, **options):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from cases import left_padded, tiny_models
-from fake_graph import READS, FakeGraph
+from fake_graph import READS, FakeGraph, in_place_of_graphs
 from generation_cases import GREEDY, MODES, Collect, ours, turns
 from packaging.version import Version
 
@@ -32,14 +32,7 @@ RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that were made since."""
-    made: list[FakeGraph] = []
-
-    def make():
-        made.append(FakeGraph())
-        return made[-1]
-
-    monkeypatch.setattr(recording, "graphs_for", lambda device: make)
-    return made
+    return in_place_of_graphs(monkeypatch)
 
 
 @pytest.fixture

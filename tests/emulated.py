@@ -1,0 +1,30 @@
+"""The CUDA backend's entry points on the CPU: what a test changes so that kernels run in `cuda_emulator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import cuda_emulator
+import kernel_checks as kernels
+import torch
+
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
+from hf_lowbit_kv.triton_kernels.cuda import modules
+
+
+@contextmanager
+def emulated(monkeypatch, shared: int = 228, processors: int = 2) -> Iterator[ModuleType]:
+    """`triton_kernels.cuda.launch` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows."""
+    properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared * 1024)
+    for module in (cuda, modules):
+        monkeypatch.setattr(module, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
+        monkeypatch.setattr(module, "properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "read", reference.read)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kernels, "launch", cuda)
+    modules.forget()
+    yield cuda
+    modules.forget()
