@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from hf_lowbit_kv import reference
+from hf_lowbit_kv.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SCAN = ["*.py", "*.md", "*.toml", "*.yaml", "*.yml", "*.ipynb", "*.json", "*.jsonl", "*.sh", "Makefile", ".ci/*"]
@@ -118,3 +122,16 @@ def test_no_machine_paths_in_the_checkout():
         if pattern.search(line)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_operations_of_a_backend_take_what_the_references_take(name):
+    if name in ("triton", "cuda"):
+        pytest.importorskip("triton")
+    for reading in BACKENDS[name].modules:
+        module = BACKENDS[name].operations(reading)
+        for operation in ("attend", "append", "read", "step"):
+            if operation == "step" and not hasattr(module, "step"):
+                continue
+            expected = inspect.signature(getattr(reference, operation, reference.attend))
+            assert str(inspect.signature(getattr(module, operation))) == str(expected)
