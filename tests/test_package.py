@@ -133,5 +133,6 @@ def test_operations_of_a_backend_take_what_the_references_take(name):
         for operation in ("attend", "append", "read", "step"):
             if operation == "step" and not hasattr(module, "step"):
                 continue
-            expected = inspect.signature(getattr(reference, operation, reference.attend))
-            assert str(inspect.signature(getattr(module, operation))) == str(expected)
+            taken = inspect.signature(getattr(module, operation)).parameters.values()
+            expected = inspect.signature(getattr(reference, operation, reference.attend)).parameters.values()
+            assert [(x.name, x.default) for x in taken] == [(x.name, x.default) for x in expected]
