@@ -115,7 +115,8 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
                 options = {"samples": windows, "length": length, "gradients": how != "none"}
                 calibration = lb.calibrate(model, tokenizer, sources(texts), needed, **options)
         factories = {str(number): _factory(row, model, calibration, backend) for number, row in enumerate(of)}
-        scores = score(factories, measured(), model, tokenizer, context, START, progress=False, batch=len(TEXTS))
+        options = {"progress": False, "batch": len(TEXTS) if model.device.type == "cuda" else 1, "parallel": True}
+        scores = score(factories, measured(), model, tokenizer, context, START, **options)
         for row, each in zip(of, scores.values(), strict=True):
             means = mean_row(each[:2], position_edges(START, context))  # the essays
             del means["by_position"]

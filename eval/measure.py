@@ -182,7 +182,7 @@ def _measure(
     edges = position_edges(START, CONTEXT)
     for some in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
         content = [TEXTS[text]() for text in some]
-        found = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(some))
+        found = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(some), parallel=True)
         for preset, scores in found.items():
             for text, one in zip(some, scores, strict=True):
                 yield preset, text, mean_row([one], edges)

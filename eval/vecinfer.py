@@ -109,7 +109,10 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
             )
             for number, row in enumerate(of)
         }
-        scores = score(factories, default_texts(), model, tokenizer, context, 512, progress=False, batch=2)
+        batch = 2 if model.device.type == "cuda" else 1
+        scores = score(
+            factories, default_texts(), model, tokenizer, context, 512, progress=False, batch=batch, parallel=True
+        )
         for row, each in zip(of, scores.values(), strict=True):
             means = mean_row(each, position_edges(512, context))
             del means["by_position"]

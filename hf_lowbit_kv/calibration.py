@@ -191,9 +191,8 @@ class _Plan:
                     for parameter, tensor in zip(part.parameters(1, 1), tensors, strict=True):
                         found[".".join(("layers", str(layer), *key[:-1], parameter.name))] = tensor.cpu()
                 if isinstance(part, Transform):
-                    x = part.map(x.flatten(1, 2)[None], part.prepare([tensor.float() for tensor in tensors]))[0].view(
-                        x.shape
-                    )
+                    given = part.prepare([tensor.float().to(x.device) for tensor in tensors])
+                    x = part.map(x.flatten(1, 2)[None], given)[0].view(x.shape)
         for side in SIDES:
             self.kept.pop((layer, side), None)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.accuracy import BANDS, table
 from hf_lowbit_kv.eval.perplexity import Expected, Scores, chunk_bounds, position_edges, run
+from hf_lowbit_kv.eval.perplexity import score as perplexity_score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
 CONTEXT, START = 400, 200
@@ -79,6 +81,34 @@ def test_default_chunk_is_decoding_token_by_token(model, texts, preset):
     chunked, decoded, coarse = (score([preset], texts[:1], model, chunk=chunk)[0] for chunk in (128, 1, 300))
     assert chunked["kl"] == pytest.approx(decoded["kl"], rel=1e-3)
     assert coarse["kl"] < 0.95 * decoded["kl"]
+
+
+CALIBRATED = ("eigen-2", "vecinfer-2", "million-2")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
+    """The whole text in one forward pass finds what a real cache does, also where windows are rows of a batch."""
+    factories = {}
+    names = ("kivi-2", "kitty-pro", "kivi-2-hadamard-sink", "kv8", "fp8", "dense", *CALIBRATED)
+    for name in names:
+        options = {}
+        if name in CALIBRATED:
+            asked = lb.get_preset(name).spec().parameters(64, 64, 1)
+            generator = torch.Generator().manual_seed(3)
+            given = {x.name: torch.randn(x.shape, generator=generator).to(x.dtype) for x in asked}
+            given |= {name: x.abs() + 0.1 for name, x in given.items() if name.endswith("step")}
+            options = {"parameters": dict.fromkeys(range(2), given)}
+        factories[name] = functools.partial(lb.from_preset, name, model, **options)
+    factories["short window"] = functools.partial(lb.from_preset, "kivi-2", model, sink=5, residual=64, page_size=64)
+    common = (factories, texts, model, Letters(), CONTEXT, START, 64)
+    found = [perplexity_score(*common, progress=False, batch=batch, parallel=how) for how in (False, True)]
+    for name in factories:
+        for chunked, at_once in zip(found[0][name], found[1][name], strict=True):
+            torch.testing.assert_close(at_once["kl"], chunked["kl"], rtol=0.02, atol=2e-6)
+            torch.testing.assert_close(at_once["nll"], chunked["nll"], rtol=1e-3, atol=1e-4)
+            assert torch.equal(at_once["position"], chunked["position"])
+            assert at_once.bits_per_value == pytest.approx(chunked.bits_per_value, rel=0.02)
 
 
 def test_overrides_reach_the_cache(model, texts):
