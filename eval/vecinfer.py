@@ -7,7 +7,6 @@ measured through the cache, as `perplexity` does. Records go to `eval/results/ve
 from __future__ import annotations
 
 import functools
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,26 +16,20 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, calibration_texts, default_device, default_texts, load_model
+from hf_lowbit_kv.eval.models import (
+    BUNDLED_MODEL,
+    calibration_texts,
+    default_device,
+    default_texts,
+    library_texts,
+    load_model,
+)
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.transforms import parse_transform
 
 OUT = results_path("vecinfer", "smollm2")
-#: Python's own sources, as a text of another kind
-MODULES = (
-    "argparse",
-    "ast",
-    "dataclasses",
-    "datetime",
-    "decimal",
-    "difflib",
-    "inspect",
-    "pathlib",
-    "statistics",
-    "typing",
-)
 
 
 class Row(NamedTuple):
@@ -82,8 +75,7 @@ ROWS = (
 def read(source: str) -> list[str]:
     """The texts that `Row.texts` names."""
     if source == "python":
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        return [(folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES]
+        return [path.read_text(encoding="utf-8") for path in library_texts()]
     essays = [path.read_text(encoding="utf-8") for path in calibration_texts()]
     half = len(essays) // 2
     return {"essays": essays, "first half": essays[:half], "second half": essays[half:]}[source]

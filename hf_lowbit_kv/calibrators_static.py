@@ -14,6 +14,7 @@ FACTORS = tuple(0.6 + i / 15 for i in range(13))
 #: pages that steps are fitted on, of each KV head
 PAGES = 128
 SMALLEST = 1e-6
+FP16_MAX = 65504.0
 
 
 class EigenCalibrator(Calibrator):
@@ -74,7 +75,7 @@ class StaticCalibrator(Calibrator):
     def fit(self, pages, seed):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
-        center = pages.mean((1, 2))
+        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # where a channel's zero lies; any number serves
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         size = rest.square().mean(1).sqrt()
         size = size.clamp(min=float(size.amax()) * SMALLEST + 1e-30)

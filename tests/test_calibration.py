@@ -240,3 +240,14 @@ def test_too_few_sub_vectors():
     calibrator = CodebookCalibrator(Codebook(8, 12), 64, 1, True)
     with pytest.raises(ValueError, match="1024 sub-vectors are too few for 4096 centroids"):
         calibrator.fit(torch.randn(1, 1, 128, 64), 0)
+
+
+def test_the_package_brings_what_presets_need_of_the_bundled_model():
+    folder = calibration_file.bundled_folder()
+    files = [lb.Calibration.load(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 5 * 2**20
+    for preset in ("vecinfer-4", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3"):
+        asked = list(calibration_file.asked_of(lb.get_preset(preset).spec()))
+        names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in asked]
+        assert names
+        assert any(set(names) <= set(file.tensors) for file in files), preset
