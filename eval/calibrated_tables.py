@@ -40,24 +40,7 @@ def _level(record: dict[str, Any]) -> str:
 
 
 GRADIENTS = {"far": "queries behind the newest tokens", "all": "all queries", "none": "no gradients"}
-EIGEN: dict[str, tuple[tuple[str, ...], Label]] = {
-    "eigen-presets": (("beside", "presets"), lambda r: f"`{r['preset'] or _level(r)}`"),
-    "eigen-gradients": (
-        ("presets", "gradients"),
-        lambda r: f"`{_level(r)}`, {GRADIENTS[r['gradients']]}, {r['gradient_windows']} windows",
-    ),
-    "eigen-texts": (("presets", "calibrated on"), lambda r: f"`{_level(r)}`, {r['texts'].replace('+', ' and ')}"),
-    "eigen-windows": (
-        ("presets", "windows"),
-        lambda r: f"`{_level(r)}`, {r['windows']} windows of {r['length']} tokens",
-    ),
-    "eigen-patterns": (("presets", "pattern"), lambda r: f"`{r['keys']}`, `{r['values']}`"),
-    "eigen-sides": (("one side",), lambda r: f"keys `{r['keys']}`, values `{r['values']}`"),
-    "eigen-kept": (
-        ("presets", "first tokens", "newest tokens"),
-        lambda r: f"`{_level(r)}`, first {r['sink']}, newest {r['residual']}",
-    ),
-}
+EIGEN: dict[str, tuple[tuple[str, ...], Label]] = {}
 
 
 def eigen_table(name: str) -> str:
@@ -83,20 +66,13 @@ def _of_transform(record: dict[str, Any]) -> str:
 
 
 VECINFER: dict[str, tuple[tuple[str, ...], Label]] = {
-    "vecinfer-transforms": (("transform",), _of_transform),
-    "vecinfer-transforms-1.5": (("transform at 1.5 bits",), _of_transform),
     "vecinfer-heads": (
         ("transform", "a codebook a KV head"),
         lambda r: f"{r['transform']}, a codebook a {'KV head' if r['per_head'] else 'layer'}",
     ),
-    "vecinfer-sinks": (("transform", "no sink"), lambda r: f"{r['transform']}, sink {r['sink']}"),
     "vecinfer-sides": (
         ("keys alone", "values alone", "values rotated"),
         lambda r: f"keys `{r['keys']}`, values `{r['values']}`{' rotated' if r['value_transform'] != 'none' else ''}",
-    ),
-    "vecinfer-books": (
-        ("2 bits", "transform", "1.5 bits", "transform at 1.5 bits", "presets"),
-        lambda r: f"`{r['keys']}`, `{r['values']}`",
     ),
     "vecinfer-texts": (("transform", "calibrated on"), lambda r: r["texts"]),
 }
@@ -125,7 +101,11 @@ def vecinfer_table(name: str) -> str:
     )
 
 
+def _of(render: Callable[[str], str], name: str) -> Callable[[Any], str]:
+    return lambda rows: render(name)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
-    **{name: lambda rows, name=name: eigen_table(name) for name in EIGEN},
-    **{name: lambda rows, name=name: vecinfer_table(name) for name in VECINFER},
+    **{name: _of(eigen_table, name) for name in EIGEN},
+    **{name: _of(vecinfer_table, name) for name in VECINFER},
 }

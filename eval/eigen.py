@@ -35,7 +35,7 @@ START = 512
 class Row(NamedTuple):
     """One configuration. `texts`: what it is calibrated on, `essays`, `python`, `bible`, several joined by +. `gradients`:
     those of queries far behind a key, of `all` queries, or `none`, on `gradient_windows` of 1024 tokens. `windows`: of `length`
-    tokens, for means, covariances and steps. `preset`: a preset that needs no calibration, in place of all this."""
+    tokens, for means, covariances and steps."""
 
     group: str
     keys: str = KEYS_2
@@ -48,12 +48,9 @@ class Row(NamedTuple):
     windows: int = 8
     length: int = 4096
     transform: str = "eigen"
-    preset: str | None = None
 
     @property
     def spec(self) -> lb.LayerSpec:
-        if self.preset is not None:
-            return lb.get_preset(self.preset).spec()
         how = parse_transform(self.transform), parse_transform("none" if self.values == "dense" else "hadamard")
         formats = parse_format(self.keys), parse_format(self.values)
         return lb.LayerSpec(*formats, self.sink, self.residual, key_transform=how[0], value_transform=how[1])
@@ -67,7 +64,6 @@ EIGEN_3: dict[str, Any] = {"keys": KEYS_3, "values": VALUES_3}
 PATTERNS_2 = ("53222110", "44222200", "42222220", "22222222")
 PATTERNS_3 = ("44442222", "64422222", "54433221", "44444220")
 ROWS = (
-    *(Row("beside", preset=preset) for preset in ("kitty-pro", "kitty-pro-variance", "k4v2-sink", "kivi-2-sink")),
     Row("presets"),
     Row("presets", **EIGEN_3),
     *(Row("gradients", gradients=how) for how in ("all", "none")),
@@ -104,16 +100,14 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
     for kind in dict.fromkeys(row.calibrated_on for row in rows):
         of = [row for row in rows if row.calibrated_on == kind]
         texts, how, extra, windows, length = kind
-        needed = [row.spec for row in of if row.preset is None]
-        calibration = None
+        needed = [row.spec for row in of]
         # all queries count where keys are watched from their own chunk on
         with (
             mock.patch.object(gradients, "DISTANCE", 0 if how == "all" else gradients.DISTANCE),
             mock.patch.object(gradients, "SAMPLES", dict.fromkeys(gradients.SAMPLES, extra)),
         ):
-            if needed:
-                options = {"samples": windows, "length": length, "gradients": how != "none"}
-                calibration = lb.calibrate(model, tokenizer, sources(texts), needed, **options)
+            options = {"samples": windows, "length": length, "gradients": how != "none"}
+            calibration = lb.calibrate(model, tokenizer, sources(texts), needed, **options)
         factories = {str(number): _factory(row, model, calibration, backend) for number, row in enumerate(of)}
         options = {"progress": False, "batch": len(TEXTS) if model.device.type == "cuda" else 1, "parallel": True}
         scores = score(factories, measured(), model, tokenizer, context, START, **options)
@@ -128,8 +122,6 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
 
 
 def _factory(row: Row, model: Any, calibration: Any, backend: str | None) -> Any:
-    if row.preset is not None:
-        return functools.partial(lb.from_preset, row.preset, model, backend=backend)
     return functools.partial(
         lb.LowBitCache,
         *(model, row.keys, row.values),
@@ -159,11 +151,10 @@ def main(
         setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
         append_record(out, record | setting | {"backend": backend or "the default"} | provenance(commit))
         on = f"{record['texts']}, {record['gradients']}, {record['windows']} x {record['length']}"
-        what = (record["preset"], "", "") if record["preset"] else (record["keys"], record["values"], on)
         window = f"{record['sink']}/{record['residual']}"
         shown = f"{record['bits']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}"
         others = (f"{record['by_text'][text]['kl']:.4f}" for text in TEXTS[2:])
-        table.add_row(record["group"], *what[:2], window, what[2], *shown, *others)
+        table.add_row(record["group"], record["keys"], record["values"], window, on, *shown, *others)
     wide_console().print(table)
 
 

@@ -1,6 +1,6 @@
 """The project's accuracy records: `python -m hf_lowbit_kv.eval.measure` (`make measure`).
 
-Measures every preset on three texts, one record a preset and text; presets that need a calibration take the one that comes with
+Measures every preset on four texts, one record a preset and text; presets that need a calibration take the one that comes with
 the package. What is recorded already is skipped: the same preset, text and setting, and the same stored bytes. Records go to
 `eval/results/accuracy-smollm2.jsonl`; `make results` renders them.
 """
@@ -26,7 +26,7 @@ from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, read_records, results_path, run_command
-from hf_lowbit_kv.eval.texts import Text, essay_text, transcript
+from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
 from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
@@ -36,6 +36,7 @@ TEXTS: dict[str, Callable[[], Text]] = {
     "transcript": transcript,
     "worked.txt": lambda: essay_text("worked"),
     "popular.txt": lambda: essay_text("popular"),
+    "jargon": jargon,
 }
 #: what is measured beside the presets that are listed: the ablations that their suffixes allow
 ABLATIONS = (

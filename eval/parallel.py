@@ -65,15 +65,16 @@ def _step(layer: Any, bounds: Sequence[int], query, key, value, mask, scaling: f
     position = torch.arange(k.shape[2], device=k.device)
     blocks = []
     for (low, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
-        streams = [_as_stored(x, y, spec.sink, seen, high) for x, y in ((k, decoded_k), (v, decoded_v))]
+        keys = _as_stored(k, decoded_k, spec.sink, seen, high)
+        values = _as_stored(v, decoded_v, spec.sink, seen, high)
         allowed = position[:high] <= position[low:high, None]
         if softcap is None and sinks is None:
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
-                q[:, :, low:high], *streams, attn_mask=allowed, scale=scaling, enable_gqa=grouped
+                q[:, :, low:high], keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            out = plain_attention(q[:, :, low:high], *streams, allowed, scaling, softcap, sinks)
+            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks)
         blocks.append(out)
     return restored(torch.cat(blocks, 1).to(query.dtype), state, spec)
 

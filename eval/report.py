@@ -31,7 +31,7 @@ ROOT = RESULTS.parents[1]
 PAGES = ("docs/results.md", "docs/accuracy.md", "docs/own-formats.md", "docs/vecinfer.md", "README.md")
 PICTURE = "docs/pareto.png"
 ESSAYS = ("worked.txt", "popular.txt")
-TRANSCRIPT = "transcript"
+TRANSCRIPT, JARGON = "transcript", "jargon"
 #: length at which bits are stated, with a 16-bit window and the bundled model's heads
 BITS_AT, HEAD_DIM = 32768, 64
 TITLE = f"SmolLM2-135M-Instruct, a transcript of 4096 tokens; bits at {BITS_AT} tokens"
@@ -47,6 +47,7 @@ class Row(NamedTuple):
     bits: float
     essays: dict[str, Any] | None
     transcript: dict[str, Any] | None
+    jargon: dict[str, Any] | None = None
 
 
 def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[Row]:
@@ -76,7 +77,13 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[Row]:
     }
     names = dict.fromkeys([*(preset for preset, _ in newest), *before])
     rows = [
-        Row(name, bits(name), _essays(name, newest) or before.get(name), newest.get((name, TRANSCRIPT)))
+        Row(
+            name,
+            bits(name),
+            _essays(name, newest) or before.get(name),
+            newest.get((name, TRANSCRIPT)),
+            newest.get((name, JARGON)),
+        )
         for name in names
     ]
     return sorted(rows, key=lambda row: (row.bits, row.preset))
@@ -125,14 +132,14 @@ def _number(x: float, digits: int | None) -> str:
 def presets_table(rows: list[Row]) -> str:
     head = "preset", "bits", "essays: KL", "99th", "top-1", "transcript: KL", "99th", "top-1"
     body = (
-        [f"`{row.preset}`", f"{row.bits:.2f}", *(x for of in row[2:] for x in _cells(of, "kl", "kl_p99", "top1"))]
+        [f"`{row.preset}`", f"{row.bits:.2f}", *(x for of in row[2:4] for x in _cells(of, "kl", "kl_p99", "top1"))]
         for row in rows
     )
     return table(head, body)
 
 
 #: presets of the short table, one for each purpose
-SHORT = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink", "kivi-2")
+SHORT = ("kv8", "kivi-4-sink", "k4v2-sink", "eigen-3", "kitty-pro", "kitty", "kivi-2-sink", "kivi-2", "eigen-2")
 
 
 def short_table(rows: list[Row]) -> str:
@@ -146,6 +153,22 @@ def short_table(rows: list[Row]) -> str:
             *_cells(found[name].essays, "kl", "top1"),
         ]
         for name in SHORT
+    )
+    return table(head, body)
+
+
+#: own presets, and those of about their size
+OWN = ("eigen-3", "k4v2-sink", "eigen-2", "kitty-pro-variance", "kitty-pro")
+
+
+def own_table(rows: list[Row]) -> str:
+    found = {row.preset: row for row in rows}
+    head = "preset", "bits of a page", "essays: KL", "top-1", "transcript: KL", "top-1", "jargon: KL", "top-1"
+    body = (
+        [f"`{name}`", f"{lb.get_preset(name).spec().bits_per_value(10**9, HEAD_DIM):.2f}"]
+        + [x for of in found[name][2:] for x in _cells(of, "kl", "top1")]
+        for name in OWN
+        if name in found
     )
     return table(head, body)
 
@@ -167,7 +190,7 @@ def kitty_table(rows: list[Row]) -> str:
             step,
             f"`{name}`",
             f"{found[name].bits:.2f}",
-            *(x for of in found[name][2:] for x in _cells(of, "kl", "top1")),
+            *(x for of in found[name][2:4] for x in _cells(of, "kl", "top1")),
             paper,
         ]
         for step, name, paper in KITTY_STEPS
@@ -211,6 +234,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "kitty": kitty_table,
     "boost": boost_table,
     "positions": positions_table,
+    "own": own_table,
     **calibrated_tables.TABLES,
 }
 
