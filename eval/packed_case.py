@@ -157,11 +157,11 @@ def build(
 def random_records(
     spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool, device: torch.device
 ) -> list[torch.Tensor]:
-    """A layer's records of random parameters: factors between 1/2 and 2, rotations, and anything else normally distributed."""
+    """A layer's records of random parameters: factors and steps between 1/2 and 2, rotations, else normally distributed."""
     given = {}
     for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
         x = torch.randn(heads if per_head else 1, *sizes, device=device)
-        if name.endswith("factors"):
+        if name.endswith(("factors", "step")):
             x = torch.exp2(x.clamp(-1, 1))
         elif name.endswith("matrix"):
             x = torch.linalg.qr(x)[0]

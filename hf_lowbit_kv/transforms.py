@@ -64,6 +64,16 @@ class Transform(Parametrized, ABC):
         """How kernels apply it where they read; `None`: PyTorch applies it, before and after."""
         return None
 
+    @property
+    def product(self) -> bool:
+        """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1, D, D]`
+        both: a kernel may apply it, and its sums may differ from PyTorch's."""
+        return False
+
+    def own_inverse(self, head_dim: int) -> bool:
+        """Whether it is a rotation (`fused`, without factors) that maps what it has mapped back, but for rounding."""
+        return False
+
     @abstractmethod
     def map(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Keys or values, float32, mapped."""
@@ -149,6 +159,9 @@ class Hadamard(Transform):
     def unmap(self, x, tensors):
         return x @ _inverse_rotation(x.shape[-1], x.device)
 
+    def own_inverse(self, head_dim: int) -> bool:
+        return base_order(head_dim) == 1  # Sylvester's matrices are symmetric
+
 
 @dataclass(frozen=True)
 class Smooth(Transform):
@@ -201,19 +214,23 @@ class Matrix(Transform):
 
     def held(self, head_dim: int, num_kv_heads: int):
         shape = (num_kv_heads, head_dim, head_dim)
-        return tuple(Parameter(name, shape, torch.float32) for name in ("matrix", "inverse"))
+        return tuple(Parameter(name, shape, torch.float32) for name in ("matrix", "queries"))
 
     def prepare(self, given):
-        return given[0], torch.linalg.inv(given[0].double()).float()
+        return given[0], torch.linalg.inv(given[0].double()).float().mT.contiguous()
+
+    @property
+    def product(self) -> bool:
+        return True
 
     def map(self, x, tensors):
         return x @ tensors[0]
 
     def map_queries(self, q, tensors):
-        return q @ tensors[1].transpose(-1, -2)
+        return q @ tensors[1]
 
     def unmap(self, x, tensors):
-        return x @ tensors[1]
+        return x @ tensors[1].mT
 
 
 @dataclass(frozen=True)

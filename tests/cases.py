@@ -22,6 +22,7 @@ FORMATS = [
     ("boosted2-r0.125", "int2-token"),
     ("fp8", "fp8-static"),
     ("vq-d4b6", "vq-d8b5"),
+    ("static-44422000", "static-3-t"),
 ]
 
 #: small pages, so that short prompts are packed

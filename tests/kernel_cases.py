@@ -7,7 +7,7 @@ import dataclasses
 import zlib
 
 import torch
-from spread import put_spread, spread_queries
+from spread import put_spread, spread_queries, spread_scales
 
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import parse_format
@@ -42,6 +42,8 @@ class Case:
     """what the first channel of values is everywhere; errors are then those of the others"""
     key_size: float = 1.0
     """a factor of keys; queries are divided by it"""
+    value_size: float = 1.0
+    """a factor of values"""
     spread: str | None = None
     """"keys" or "values": their scales are drawn over twelve orders of magnitude, of each token where the format has such, else
     of each channel; queries weigh them so that all count"""
@@ -82,8 +84,7 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
             x[:, 3::13, :, 1] = -65000.0
         if case.heavy_sink is not None:
             x *= 2.0**-5
-        if not out:
-            x *= case.key_size
+        x *= case.value_size if out else case.key_size
         out.append(x.to(case.dtype).transpose(1, 2))
     if case.spread is not None:
         put_spread(case, *out, gen)
@@ -100,7 +101,7 @@ def random_mask(rows: torch.Tensor, tokens: int, gen: torch.Generator) -> torch.
 
 def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
     geometry = case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity
-    store = PagedStore(*geometry, parameters=records_for(case.spec, case.dims, case.heads, device))
+    store = PagedStore(*geometry, parameters=records_for(case.spec, case.dims, case.heads, device, case))
     if case.capacity is None:
         store.reserve(min(case.lengths))  # rows' pages lie in several blocks
         store.reserve(max(case.lengths) + case.tokens)
@@ -109,14 +110,23 @@ def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
     return store
 
 
-def records_for(spec: LayerSpec, dims: tuple[int, int], heads: int, device: str = "cpu") -> list[torch.Tensor]:
-    """Records of random parameters, always the same ones; each differs from head to head."""
+def records_for(
+    spec: LayerSpec, dims: tuple[int, int], heads: int, device: str = "cpu", case: Case | None = None
+) -> list[torch.Tensor]:
+    """Records of random parameters, always the same ones; each differs from head to head. case: whose tokens calibrated steps
+    and centers go with."""
     gen, given = torch.Generator().manual_seed(7), {}
     for name, shape, dtype in spec.parameters(*dims, heads):
         x = torch.randn(shape, generator=gen)
         if name.endswith("matrix"):
             x = torch.linalg.qr(x)[0] + 0.1 * torch.eye(shape[-1])
-        given[name] = (x if name.endswith(("matrix", "codebook")) else x.abs() + 0.5).to(dtype)
+        x = x if name.endswith(("matrix", "codebook")) else x.abs() + 0.5
+        if case is not None and name.endswith(("center", "step")):
+            keys = name.startswith("key")
+            x = x * (case.key_size if keys else case.value_size)
+            if keys and case.spread == "keys":
+                x = x * spread_scales(case) * 0.5
+        given[name] = x.to(dtype)
     return spec.records(given, dims, heads, slice(0, heads), torch.device(device))
 
 
@@ -300,7 +310,8 @@ def fused_step(launch, case: Case, step: Step, state: LayerState) -> torch.Tenso
     out = launch.step(*inputs, *options)
     launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
     assert launched.pop("attend_kernel") == 1
-    assert not launched.pop("transform_kernel", 0) or case.transform or case.value_transform
+    for name in ("transform_kernel", "project_kernel"):
+        assert not launched.pop(name, 0) or case.transform or case.value_transform
     assert launched.pop("append_one_kernel", 0) == int(case.spec.direct)
     assert not any(launched.values()), f"not in one launch: {launched}"
     return out

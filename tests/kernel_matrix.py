@@ -9,6 +9,9 @@ from kernel_cases import Case
 
 from hf_lowbit_kv.formats import HEAD_DIMS
 
+EIGEN_2 = {"keys": "static-44422000", "values": "static-2-t"}
+EIGEN_3 = {"keys": "static-64332222", "values": "static-3-t"}
+
 SMALL = [
     Case(),
     Case(keys="int2-channel", values="int2-token", lengths=(70, 33)),
@@ -39,6 +42,8 @@ SMALL = [
     Case(capacity=140, lengths=(100, 90), heads=1),
     Case(keys="boosted2-r0.125", values="int2-token"),
     Case(keys="vq-d4b8", values="vq-d2b5"),
+    Case(**EIGEN_2, lengths=(100, 33)),
+    Case(**EIGEN_3, lengths=(100,), head_dim=128, groups=1, tokens=5, dtype=torch.bfloat16),
     Case(keys="vq-d8b12", values="int2-token", head_dim=80, lengths=(100,), groups=1, tokens=5, dtype=torch.bfloat16),
     Case(
         keys="boosted2-r0.25-variance",
@@ -66,6 +71,8 @@ SMALL_STORES = [
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
     (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
+    (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37)), [40, 0]),
+    (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
@@ -88,6 +95,7 @@ GRAPHS = [
     {"keys": "int8-token", "values": "int4-token", "residual": 0},
     {"keys": "int8-token", "values": "int4-token", "residual": 128},
     {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
+    {**EIGEN_2, "residual": 128, "transform": "hadamard", "value_transform": "hadamard"},
 ]
 
 
@@ -101,6 +109,12 @@ def transformed() -> list[Case]:
             cases.append(Case(head_dim=head_dim, dtype=(torch.float16, torch.bfloat16)[(i + j) % 2], **options))
     names = ("hadamard", "smooth+hadamard", "hadamard+smooth", "smooth", "matrix")
     both = [dataclasses.replace(cases[i], transform=name, value_transform=names[-i]) for i, name in enumerate(names)]
+    own = [
+        Case(**EIGEN_2, head_dim=128, page_size=128, residual=128, lengths=(700, 1, 290)),
+        Case(**EIGEN_3, groups=3, tokens=5, padded=True, lengths=(700, 1, 290), dtype=torch.bfloat16),
+        Case(keys="int4-channel", values="dense", head_dim=256, groups=16, tokens=4, lengths=(300, 90)),
+    ]
+    both += [dataclasses.replace(case, transform="matrix", value_transform="hadamard") for case in own]
     return [dataclasses.replace(case, transform="hadamard") for case in cases] + both
 
 
@@ -188,3 +202,60 @@ def stores() -> list[tuple[Case, list[int]]]:
     found.append((Case(keys="int4-token", residual=0, lengths=(1,), capacity=200), [100, *[0] * 130]))
     found.append((Case(lengths=(1, 1), capacity=150), [100, 100, 0, 0]))
     return found
+
+
+def static_attends() -> list[Case]:
+    """Static codes: head sizes, patterns that planes of every width come from, pages, and steps from tiny to huge."""
+    base = {"head_dim": 128, "residual": 128, "page_size": 128, "sink": 32}
+    half, bf16, lengths = torch.float16, torch.bfloat16, (1000, 1, 417)
+    cases = []
+    for pair in (EIGEN_2, EIGEN_3):
+        for dim, groups, dtype in ((64, 1, half), (64, 8, bf16), (128, 3, bf16), (128, 8, half), (256, 4, half)):
+            cases.append(Case(groups=groups, dtype=dtype, lengths=lengths, **pair, **base | {"head_dim": dim}))
+        for length in (1, 127, 128, 129):
+            cases.append(
+                Case(lengths=(length,), dtype=bf16, **pair, **base | {"residual": length % 2 * 128, "sink": 0})
+            )
+        cases.append(Case(tokens=300, padded=True, lengths=(700, 0, 129), **pair, **base))
+        cases.append(Case(groups=16, tokens=4, lengths=lengths, **pair, **base))
+        cases.append(Case(softcap=30.0, sinks=True, tokens=4, padded=True, lengths=lengths, **pair, **base))
+        cases += [Case(outliers=True, lengths=lengths, dtype=dtype, **pair, **base) for dtype in (half, bf16)]
+        cases.append(Case(heavy_sink=5.0, lengths=(1500,) * 40, groups=1, heads=8, **pair, **base))
+        cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
+        cases += [Case(lengths=lengths, **pair, **base | {"page_size": size}) for size in (32, 64, 256)]
+        cases += static_sizes(lengths=lengths, **pair, **base)
+    cases.append(Case(keys="static-442200", values="static-2-t", lengths=lengths, **base | {"head_dim": 96}))
+    cases.append(Case(keys="static-53222110", values="static-4", lengths=lengths, **base))
+    cases.append(Case(keys=EIGEN_2["keys"], values="int2-token", lengths=lengths, **base))
+    cases.append(Case(keys="int4-channel", values=EIGEN_2["values"], lengths=lengths, **base))
+    cases.append(Case(keys=EIGEN_2["keys"], values=EIGEN_3["values"], head_dim_v=64, lengths=lengths, **base))
+    return cases
+
+
+def static_sizes(**options) -> list[Case]:
+    """Steps that are tiny and huge altogether, and over twelve orders of magnitude."""
+    half, bf16 = torch.float16, torch.bfloat16
+    return [
+        Case(key_size=2.0**-10, value_size=2.0**-10, dtype=half, **options),
+        Case(key_size=2.0**-20, value_size=2.0**-20, dtype=bf16, **options),
+        Case(key_size=2.0**8, value_size=2.0**8, dtype=half, **options),
+        Case(key_size=2.0**20, value_size=2.0**20, dtype=bf16, **options),
+        Case(spread="keys", **options),
+    ]
+
+
+def static_stores() -> list[tuple[Case, list[int]]]:
+    """Bytes of static codes."""
+    chunks = [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]
+    base = {"residual": 128, "page_size": 128, "lengths": (1, 1)}
+    patterns = [("static-44422000", "static-2-t"), ("static-64332222", "static-3-t"), ("static-53222110", "static-4")]
+    return [
+        (Case(keys=keys, values=values, head_dim=dim, dtype=dtype, padded=padded, outliers=outliers, **base), chunks)
+        for (keys, values), dim, dtype, padded, outliers in zip(
+            patterns * 3,
+            (64, 128, 256) * 3,
+            (torch.float16, torch.bfloat16) * 5,
+            (False, True, True) * 3,
+            (False,) * 4 + (True,) * 5,
+        )
+    ]

@@ -18,7 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import kernel_checks as kernels
 from cases import tiny_models
 from kernel_cases import Case, filled, generator, random_step
-from kernel_matrix import GRAPHS, SMALL, SMALL_STORES, TRANSFORMS, matrix, stores, transformed
+from kernel_matrix import (
+    GRAPHS,
+    SMALL,
+    SMALL_STORES,
+    TRANSFORMS,
+    matrix,
+    static_attends,
+    static_stores,
+    stores,
+    transformed,
+)
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
@@ -54,7 +64,7 @@ def _half(cases):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("case", _half([*SMALL, *matrix()]), ids=str)
+@pytest.mark.parametrize("case", _half([*SMALL, *matrix(), *static_attends()]), ids=str)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))
 
@@ -81,7 +91,7 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("case", "chunks"), _half([*SMALL_STORES, *stores()]), ids=str)
+@pytest.mark.parametrize(("case", "chunks"), _half([*SMALL_STORES, *stores(), *static_stores()]), ids=str)
 def test_store(case, chunks, launch):
     kernels.check_store(fragment(case), chunks)
 

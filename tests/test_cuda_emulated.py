@@ -17,7 +17,7 @@ import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
 from emulated import emulated
 from kernel_cases import Case, check_steps
-from kernel_matrix import TRANSFORMS
+from kernel_matrix import EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
@@ -74,6 +74,14 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(keys="vq-d8b12", values="vq-d2b8", **PAGES, lengths=(300,), groups=3, sinks=True, softcap=20.0),
         Case(keys="vq-d2b3", values="vq-d8b8", lengths=(300,), groups=16, dtype=torch.bfloat16),
         Case(**KITTY, **PAGES, lengths=(700, 1, 290), heads=1, groups=3, tokens=5, padded=True, softcap=20.0, sinks=True),
+        Case(**EIGEN_2, **PAGES, lengths=(700, 1, 290)),
+        Case(**EIGEN_2, lengths=(300, 1), groups=8, dtype=torch.bfloat16),
+        Case(**EIGEN_3, **PAGES, lengths=(700, 1, 290), heads=1, groups=3, tokens=5, padded=True, softcap=20.0, sinks=True),
+        Case(**EIGEN_3, lengths=(300, 40), groups=16, heads=1, dtype=torch.bfloat16),
+        Case(**EIGEN_2, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0),
+        Case(**EIGEN_3, **PAGES, lengths=(500,), heads=1, outliers=True),
+        Case(keys="static-53222110", values="static-4", lengths=(300, 40), groups=1, page_size=64),
+        Case(keys="static-442200", values="static-2-t", head_dim=96, page_size=256, lengths=(600,), heads=1),
     ],
     ids=str,
 )  # fmt: skip
@@ -94,6 +102,11 @@ MORE_SPREAD = [pytest.param(case, marks=pytest.mark.slow) for case in SPREAD if 
 
 @pytest.mark.parametrize("case", [*FEW_SPREAD, *MORE_SPREAD], ids=str)
 def test_scales_of_all_sizes(case):
+    kernels.check_attend(fragment(case))
+
+
+@pytest.mark.parametrize("case", static_sizes(**EIGEN_2, **PAGES, heads=1, lengths=(500,)), ids=str)
+def test_steps_of_all_sizes(case):
     kernels.check_attend(fragment(case))
 
 
@@ -176,6 +189,12 @@ def test_counters_stay_where_they_are(launch):
         Case(head_dim=80, tokens=10, heads=1, dtype=torch.bfloat16, transform="hadamard"),
         Case(head_dim=80, groups=2, transform="smooth+hadamard", value_transform="matrix"),
         Case(groups=2, transform="hadamard+smooth", value_transform="hadamard"),
+        Case(**EIGEN_2, lengths=(300, 37), transform="matrix", value_transform="hadamard"),
+        Case(
+            **PAGES, lengths=(700, 1), groups=3, tokens=2, padded=True, transform="matrix", value_transform="hadamard"
+        ),
+        Case(head_dim=96, heads=1, transform="matrix", dtype=torch.bfloat16, sinks=True),
+        Case(head_dim=80, head_dim_v=256, lengths=(40,), transform="matrix", value_transform="hadamard"),
     ],
     ids=str,
 )
@@ -196,6 +215,10 @@ def test_attend_transformed(case):
         (Case(keys="vq-d8b8", values="vq-d4b4", lengths=(5,), heads=1, dtype=torch.bfloat16), [90]),
         (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
         (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
+        (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [70, 0]),
+        (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
+        (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
+        (Case(keys="static-53222110", values="static-4", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
     ],
     ids=str,
 )
@@ -216,6 +239,8 @@ STEPS = [
     (Case(lengths=(128, 130), capacity=100, heads=1, padded=True), 7),
     (Case(head_dim=256, lengths=(66,), heads=1, groups=16, residual=0, transform="hadamard"), 3),
     (Case(keys="vq-d4b8", values="vq-d8b4", lengths=(60, 37), transform="smooth+hadamard"), 30),
+    (Case(**EIGEN_2, lengths=(60, 37), transform="hadamard", value_transform="hadamard"), 30),
+    (Case(**EIGEN_3, **PAGES, lengths=(286, 700), heads=1, groups=8, dtype=torch.bfloat16), 4),
     (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(**KITTY, **PAGES, lengths=(1950, 1950), heads=1), 2),
     (Case(**KITTY, **PAGES, lengths=(286, 1950), heads=1, groups=16), 2),

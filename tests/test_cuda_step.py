@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_checks as kernels
 from kernel_cases import Case, check_steps
-from kernel_matrix import GRAPHS
+from kernel_matrix import EIGEN_2, EIGEN_3, GRAPHS
 from test_cuda import GPU, fragment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
@@ -46,6 +46,10 @@ CASES = [
     Case(**PAGES, lengths=(900, 850), capacity=960, sinks=True, softcap=30.0),
     Case(keys="int8-token", values="int2-token", residual=0, lengths=(480, 300), capacity=512),
     Case(keys="boosted2-r0.3-range", values="int2-token", head_dim=80, head_dim_v=96, residual=5, lengths=(333, 40)),
+    Case(**PAGES, **EIGEN_2, lengths=(300, 1, 517), sink=32, transform="hadamard", value_transform="hadamard"),
+    Case(**PAGES, **EIGEN_2, lengths=tuple(range(0, 1000, 40)), groups=1, padded=True, dtype=torch.bfloat16),
+    Case(**PAGES, **EIGEN_3, lengths=(4000,), groups=8, dtype=torch.bfloat16),
+    Case(**EIGEN_3, lengths=(300, 40), residual=5, padded=True),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from cases import left_padded, tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibrator import PAGE
 from hf_lowbit_kv.calibrators import calibrator_for
+from hf_lowbit_kv.formats import fragment, parse_format
 from hf_lowbit_kv.formats.static import ERROR, STEP, Static
 from hf_lowbit_kv.transforms import parse_transform
 
@@ -27,6 +28,65 @@ def test_codes_unpack_to_what_was_packed(pattern, head_dim):
     words = fmt._pack(codes)
     assert words.nbytes == 3 * PAGE * int(fmt.bits(head_dim).sum()) // 8  # no bit is wasted
     assert torch.equal(fmt._unpack(words, head_dim), codes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "head_dim"), [("44422000", 64), ("64332222", 128), ("53222110", 256), ("442200", 96)]
+)
+def test_keys_in_fragment_order_hold_the_same(pattern, head_dim):
+    """Field by field, from the description at the top of `static_fragment`."""
+    plain = Static(pattern)
+    fmt = plain.with_layout("fragment-1")
+    fmt.validate(head_dim, PAGE)
+    assert fmt.page_bytes(head_dim, PAGE, torch.half) == plain.page_bytes(head_dim, PAGE, torch.half)
+    codes = (torch.randint(0, 64, (PAGE, head_dim)) & (2 ** fmt.bits(head_dim) - 1)).int()
+    words = fmt._pack(codes)
+    assert torch.equal(fmt._unpack(words, head_dim), codes)
+    octets = [
+        (plane.width, int(plane.channels[i]), int(plane.shifts[i]))
+        for plane in fmt.planes(head_dim)
+        for i in range(0, len(plane.channels), 8)
+    ]
+    at, vector = 0, words.shape[-1]
+    for width, channel, shift in octets:
+        for block, g, t, h, j, e in [(0, 0, 0, 0, 0, 0), (3, 7, 3, 1, 1, 1), (1, 5, 2, 0, 1, 0), (2, 2, 1, 1, 0, 1)]:
+            word = int(words[block, at // 4 // vector, 4 * g + t, at // 4 % vector])
+            found = word >> (16 * e + 8 * j + 4 * h + at % 4) & (2**width - 1)
+            code = int(codes[32 * block + 4 * g + 2 * h + j, channel + 2 * t + e])
+            assert found == code >> shift & (2**width - 1)
+        at += width
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_values_in_fragment_order_hold_the_same(bits, head_dim):
+    plain = Static(str(bits), True)
+    fmt = plain.with_layout("fragment-1t")
+    fmt.validate(head_dim, PAGE)
+    assert fmt.page_bytes(head_dim, PAGE, torch.half) == plain.page_bytes(head_dim, PAGE, torch.half)
+    codes = torch.randint(0, 2**bits, (2, PAGE, head_dim)).int()
+    words = fmt._pack(codes)
+    assert torch.equal(fmt._unpack(words, head_dim), codes)
+    if bits != 3:
+        assert torch.equal(words, fragment.pack(codes, bits, "fragment-1t"))
+    given = parameters(2, head_dim)
+    x = torch.randn(1, 2, PAGE, head_dim)
+    decoded = [f.decode(f.encode(x, parameters=given), head_dim, PAGE, x.dtype, given) for f in (fmt, plain)]
+    assert torch.equal(*decoded)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("static-2-t@fragment-1", "for keys"),
+        ("static-4422@fragment-1t", "for all channels"),
+        ("static-6@fragment-1t", "for all channels"),
+        ("static-4444444422222222@fragment-1", "groups of 4 channels"),
+    ],
+)
+def test_what_fragment_order_does_not_take(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_format(name).validate(64, PAGE)
 
 
 @pytest.mark.parametrize("bits", range(1, 7))

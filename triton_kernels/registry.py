@@ -37,7 +37,7 @@ from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
 from ..spec import LayerSpec
-from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment, static
+from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment, static, static_fragment
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
@@ -49,7 +49,12 @@ KERNELS: dict[type[Format], ModuleType] = {
 }
 
 #: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
-READERS: dict[type[Format], ModuleType] = {Affine: fragment, Boosted: boosted_fragment, Codebook: codebook}
+READERS: dict[type[Format], ModuleType] = {
+    Affine: fragment,
+    Boosted: boosted_fragment,
+    Codebook: codebook,
+    Static: static_fragment,
+}
 
 
 def reader(fmt: Format) -> ModuleType:

@@ -116,6 +116,12 @@ def _codes(page, token, valid, channel, P: tl.constexpr):
 def _tile(page, record, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, float32 `[BLOCK_N, padded]`; 0 where not valid."""
     token, channel = (n0 + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, P.padded)[None, :]
+    return numbers(page, record, _codes(page, token, valid[:, None], channel, P), token, valid, channel, P)
+
+
+@triton.jit
+def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
+    """What codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`, channel `[1, padded]`."""
     keep = channel < P.width
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=0.0)
@@ -123,7 +129,7 @@ def _tile(page, record, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     middle = tl.zeros_like(step)
     for i in tl.static_range(len(P.bits)):
         middle = tl.where(channel // P.group == i, ((1 << P.bits[i]) - 1) * 0.5, middle)
-    x = (_codes(page, token, valid[:, None], channel, P) - middle) * _of_group(P.gain, channel, P)
+    x = (code - middle) * _of_group(P.gain, channel, P)
     if P.token_scale:
         byte = tl.load(page + P.scale_at + token // 2, mask=valid[:, None], other=0).to(tl.int32)
         k = ((byte >> (token % 2 * 4)) & 15) + LOWEST

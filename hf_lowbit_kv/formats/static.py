@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
+from . import fragment, static_fragment
 from .affine import pack_words, unpack_words
 from .base import Format, Parameter, Tensors
 from .boosted import fold_sum
+from .static_fragment import Plane
 
 #: mean squared error of the best uniform quantizer of unit Gaussian numbers, and its step, by bits
 ERROR = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.00349, 6: 0.00104}
@@ -41,14 +43,6 @@ MEAN_LEVELS = 127
 LOWEST_SCALE = -8
 
 
-class Plane(NamedTuple):
-    """Columns of one width: `channels` int64 `[n]`, and what a code's bits there are shifted by, int32 `[n]`."""
-
-    width: int
-    channels: torch.Tensor
-    shifts: torch.Tensor
-
-
 @dataclass(frozen=True, repr=False)
 class Static(Format):
     """Integers of static steps, with a mean a page.
@@ -56,18 +50,25 @@ class Static(Format):
     Args:
         pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
         token_scale: whether each token has a scale of 4 bits (for values).
+        layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
     Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width (`planes`),
     packed as in `affine`; `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8 `[page_size / 2]`: k + 8 of token
     `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
+    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
+    `static_fragment`.
     """
 
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
     grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t]'"
 
     pattern: str
     token_scale: bool = False
+    layout: str = "planar-1"
 
     def __post_init__(self):
+        if self.layout not in self.layouts:
+            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
         if not isinstance(self.pattern, str) or not re.fullmatch("[0-6]+", self.pattern):
             raise ValueError(
                 f"pattern={self.pattern!r} is not allowed; it must be digits from 0 to 6, one for each group"
@@ -77,12 +78,16 @@ class Static(Format):
 
     @property
     def name(self) -> str:
-        return f"static-{self.pattern}{'-t' if self.token_scale else ''}"
+        layout = "" if self.layout == "planar-1" else f"@{self.layout}"
+        return f"static-{self.pattern}{'-t' if self.token_scale else ''}{layout}"
 
     @classmethod
     def parse(cls, name: str) -> Static | None:
-        match = re.fullmatch(r"static-(\d+)(-t)?", name)
-        return None if match is None else cls(match[1], match[2] is not None)
+        match = re.fullmatch(r"static-(\d+)(-t)?(?:@([\w-]+))?", name)
+        return None if match is None else cls(match[1], match[2] is not None, match[3] or "planar-1")
+
+    def with_layout(self, layout: str) -> Static:
+        return replace(self, layout=layout)
 
     def validate(self, head_dim: int, page_size: int) -> None:
         super().validate(head_dim, page_size)
@@ -90,6 +95,9 @@ class Static(Format):
             raise ValueError(
                 f"pattern={self.pattern!r} has {len(self.pattern)} groups, which do not divide head_dim={head_dim}"
             )
+        if self.layout != "planar-1":
+            static_fragment.validate(self.pattern, self.token_scale, head_dim, self.layout)
+            return
         for plane in self.planes(head_dim):
             if len(plane.channels) * plane.width % 16:
                 raise ValueError(
@@ -118,9 +126,14 @@ class Static(Format):
         return _per_bits(self.pattern, head_dim, MEAN_STEP.__getitem__)
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
-        words = sum(len(plane.channels) * plane.width // 16 for plane in self.planes(head_dim))
         scale = [("scale", torch.uint8, (page_size // 2,))] if self.token_scale else []
-        return [("codes", torch.int16, (page_size, words)), ("mean", torch.int8, (head_dim,)), *scale]
+        return [("codes", *self._codes(head_dim, page_size)), ("mean", torch.int8, (head_dim,)), *scale]
+
+    def _codes(self, head_dim: int, page_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of the array `codes`."""
+        if self.layout != "planar-1":
+            return torch.int32, static_fragment.shape(self.planes(head_dim), self.layout, page_size)
+        return torch.int16, (page_size, sum(len(plane.channels) * plane.width // 16 for plane in self.planes(head_dim)))
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         page_size, head_dim = x.shape[-2:]
@@ -166,6 +179,8 @@ class Static(Format):
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int32 `[..., page, head_dim]` -> the array `codes`."""
+        if self.layout != "planar-1":
+            return static_fragment.pack(codes, self.planes(codes.shape[-1]), self.layout)
         parts = []
         for width, channels, shifts in self.planes(codes.shape[-1]):
             fields = (codes[..., channels] >> shifts.to(codes.device)) & (2**width - 1)
@@ -174,6 +189,8 @@ class Static(Format):
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The inverse of `_pack`: int32 `[..., page, head_dim]`."""
+        if self.layout != "planar-1":
+            return static_fragment.unpack(words, self.planes(head_dim), self.layout, head_dim)
         codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
         first = 0
         for width, channels, shifts in self.planes(head_dim):

@@ -18,7 +18,7 @@ OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-
 #: every use of memory is a call (into races.h)
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: kernel -> its argument
-ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs"} | dict.fromkeys(
+ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs", "project": "ProjectArgs"} | dict.fromkeys(
     ("latent_attend", "latent_merge", "latent_append", "latent_counters"), "LatentArgs"
 )
 #: number -> a kernel of the file that holds it

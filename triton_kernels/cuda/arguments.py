@@ -1,7 +1,8 @@
 """The one argument of each kernel: structures that stand as they are in the sources, and what fills them.
 
 A kernel takes its argument by value. The sources declare the same fields in the same order: `AttendArgs` is `Args` in
-`common.cuh`, `StepArgs` is in `attend.cu`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`.
+`common.cuh`, `StepArgs` is in `attend.cu`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`,
+`ProjectArgs` in `project.cu`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,14 @@ class TransformArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "q k q_out k_out q_scale k_scale".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s rows scale_h".split()),
         *((name, ctypes.c_int) for name in "q_heads heads tokens".split()),
+    ]
+
+
+class ProjectArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "q k v q_out k_out v_out q_matrix k_matrix".split()),
+        *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s matrix_h".split()),
+        *((name, ctypes.c_int) for name in "batch q_heads heads tokens".split()),
     ]
 
 

@@ -63,6 +63,7 @@ struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
   u32 x[EACH][WORDS];
   float most[EACH];                                       // largest magnitude of the lane's numbers
+  typename FoldOf<Keys>::Type fold;
 
   __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
 #pragma unroll
@@ -74,9 +75,11 @@ struct Queries {
 #pragma unroll
       for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
     }
+    if constexpr (FOLDED) fold.load(a.tables[0].data + h * a.tables[0].stride, lane);
   }
 
   __device__ __forceinline__ void measure(int j) {
+    if constexpr (FOLDED) { most[j] = fold.most(x[j]); return; }
     most[j] = 0.f;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
@@ -107,9 +110,11 @@ struct Queries {
         const int pair = k * 32 + lane;
         if (pair < DK / 2) target[pair] = x[j][k];
       }
-      if constexpr (Keys::NORMALISED) {
+      if constexpr (Keys::NORMALISED)
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+      if constexpr (FOLDED) fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i, size + ROWS + i, lane);
+      else if constexpr (Keys::NORMALISED) {
         // the next power of two, less the keys' LIFT
         const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
         const float inverse = __uint_as_float((254 - exponent) << 23);
@@ -136,6 +141,28 @@ struct Queries {
     }
   }
 };
+
+#if RESTORED
+// Values are stored rotated, and the rotation is its own inverse: a row's sums, of channels 32 k + lane, rotated back.
+__device__ __forceinline__ void rotate_back(float* o, int lane) {
+  constexpr int WORDS = DV / 32;
+  static_assert(WORDS * 32 == DV && (WORDS & WORDS - 1) == 0, "transforms.Hadamard.own_inverse");
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      const float other = __shfl_xor_sync(~0u, o[k], step);
+      o[k] = lane & step ? other - o[k] : o[k] + other;
+    }
+#pragma unroll
+  for (int step = 1; step < WORDS; step *= 2)
+#pragma unroll
+    for (int k = 0; k < WORDS; k++)
+      if (!(k & step)) { const float low = o[k], high = o[k + step]; o[k] = low + high; o[k + step] = low - high; }
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) o[k] *= DV == 64 ? 0.125f : DV == 128 ? 0.08838834764831845f : 0.0625f;
+}
+#endif
 
 // One output number: o and l, both relative to 2^m.
 __device__ __forceinline__ void store(const Args& a, int b, int h, int r, int channel, float o, float l, float m) {
@@ -240,15 +267,17 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
 #endif
     w.begin();
+    give_record(w.values, a.tables[1], row.h);
     w.keys.begin(rows, size, size + ROWS, scale, lane);
     if (both) {
       window.attend(w, row_block, rows_raw, scale);
+      enter_pages(w.values, w.o, w.l, lane);
       w.turn_to_pages();
       if constexpr (Order<Values>::OWN) w.reorder(merge + warp * (WARP_BYTES / 4), lane);
       pages.start(w, item, slots);
     }
     pages.attend(w, rows, slots, a.softcap);
-    w.values.finish(w.o);
+    leave_pages(w.values, w.o, w.l, lane);
 
     // the warps of the team; each puts what it has where its copies were
     __syncwarp();
@@ -269,17 +298,36 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     meet(team);
     const i64 slots = a.teams + (i64)a.batch * a.heads;
     float* partial = a.partial + (row_block * slots + r) * SLOT_FLOATS;  // of team c: + c * SLOT_FLOATS
-    for (int x = thread; x < real * DV; x += WARPS * 32) {
-      const int i = x / DV;
-      float m = LOWEST, l = 0.f, o = 0.f;
+    // of row i and a channel: o and l, both relative to 2^m
+    auto merged = [&](int i, int channel, float& m, float& l) {
+      float o = 0.f;
+      m = LOWEST; l = 0.f;
 #pragma unroll
       for (int k = 0; k < WARPS; k++) m = fmaxf(m, merge[k * (WARP_BYTES / 4) + ROWS * MERGE_STRIDE + i]);
 #pragma unroll
       for (int k = 0; k < WARPS; k++) {
         const float* other = merge + k * (WARP_BYTES / 4);
         const float f = ex2(other[ROWS * MERGE_STRIDE + i] - m);
-        l += f * other[ROWS * MERGE_STRIDE + ROWS + i]; o += f * other[i * MERGE_STRIDE + x % DV];
+        l += f * other[ROWS * MERGE_STRIDE + ROWS + i]; o += f * other[i * MERGE_STRIDE + channel];
       }
+      return o;
+    };
+#if RESTORED
+    if (first == final)
+      for (int i = warp; i < real; i += WARPS) {
+        float m, l, o[DV / 32];
+#pragma unroll
+        for (int k = 0; k < DV / 32; k++) o[k] = merged(i, 32 * k + lane, m, l);
+        rotate_back(o, lane);
+#pragma unroll
+        for (int k = 0; k < DV / 32; k++) store(a, row.b, row.h, row_block * ROWS + i, 32 * k + lane, o[k], l, m);
+      }
+    else
+#endif
+    for (int x = thread; x < real * DV; x += WARPS * 32) {
+      const int i = x / DV;
+      float m, l;
+      const float o = merged(i, x % DV, m, l);
       if (first == final) store(a, row.b, row.h, row_block * ROWS + i, x % DV, o, l, m);
       else {
         float* slot = partial + (i64)here * SLOT_FLOATS;
@@ -324,6 +372,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
               for (int k = 0; k < WORDS; k++) o[k] += f * os[j][k];
             }
           }
+#if RESTORED
+          rotate_back(o, lane);
+#endif
 #pragma unroll
           for (int k = 0; k < (DV + 31) / 32; k++)
             if (DV % 32 == 0 || k * 32 + lane < DV) store(a, row.b, row.h, row_block * ROWS + i, k * 32 + lane, o[k], l, m);

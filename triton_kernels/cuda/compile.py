@@ -21,7 +21,8 @@ from . import disk
 
 logger = logging.getLogger("hf_lowbit_kv")
 SOURCES = Path(__file__).parent
-OPTIONS = ("--std=c++17",)
+#: lambdas with `auto` arguments would be functions of the host
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 #: lines of a compiler's log that an error shows
 LOG_LINES = 12
 #: by file name: held while it is compiled; what `ahead` compiled and nobody asked for yet

@@ -103,3 +103,4 @@ template <int D> struct DenseEncoder {
 
 #include "encode_boosted.cuh"
 #include "encode_codebook.cuh"
+#include "encode_static.cuh"

@@ -163,9 +163,11 @@ def attend_defines(
     ordered: bool = False,
     fused: bool = False,
     per_head: bool = False,
+    restores: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
-    ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well."""
+    ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well.
+    restores: whether outputs are rotated back."""
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
@@ -186,6 +188,7 @@ def attend_defines(
             "ORDERED": int(ordered),
             "FUSED": int(fused),
             "SHARED_TABLES": int(not per_head),
+            "RESTORED": int(restores),
         }
         | (_encoder_macros(keys, values) if fused else {})
         | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})
@@ -223,6 +226,15 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
         "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
         "NORM_BITS": int(torch.tensor(head_dim**-0.5, dtype=torch.float32).view(torch.int32)),
     }
+
+
+@functools.cache
+def project_defines(head_dim_k: int, head_dim_v: int, dtype: torch.dtype, values: Fused) -> tuple[tuple[str, str], ...]:
+    """values: what is done to them, without factors."""
+    return _as_macros(
+        {"DIM": head_dim_k, "DIM_V": head_dim_v, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0}
+        | _transform_macros(head_dim_v, values)
+    )
 
 
 @functools.cache

@@ -26,15 +26,17 @@ from ...transforms import Fused, Transform
 from .. import prompt
 from .. import read as unpacking
 from ..config import FUSED_ROWS
-from .arguments import AttendArgs, Factors, StepArgs, TransformArgs, append_args, factors, tables
+from .arguments import AttendArgs, Factors, ProjectArgs, StepArgs, TransformArgs, append_args, factors, tables
 from .arguments import address as _address
 from .compile import Module, load
-from .geometry import APPEND_WARPS, append_defines, grid_size, transform_defines
+from .geometry import APPEND_WARPS, append_defines, grid_size, project_defines, transform_defines
 from .modules import AttendKernel, attend_module, expect, properties
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TRANSFORM_INSIDE = 16
+#: query rows of a KV head, of all sequences, up to which a kernel multiplies them by a matrix (`project.cu`)
+PROJECTED_ROWS = 512
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
 #: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
@@ -105,7 +107,7 @@ def attend(
 ) -> torch.Tensor:
     """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
     q, k, v, inside = _prepared(q, k, v, state, spec)
-    return restored(_attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen)[0], state, spec)
+    return _attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen)[0]
 
 
 def step(
@@ -126,7 +128,7 @@ def step(
     out, keys, stored = _attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen, store)
     if not stored:
         _append(keys, v, mask, state, spec)
-    return restored(out, state, spec)
+    return out
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
@@ -154,8 +156,41 @@ def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
     """Queries, keys and values, transformed but for what the attend kernel does itself, which is the fourth."""
     if spec.untransformed:
         return q, k, v, None
+    if _projects(q, k, spec):
+        return *_project(q, k, v, state, spec), None
     inside = _inside(q.shape[1] // k.shape[1] * q.shape[2], state, spec)
     return *transformed_by(transform, q, k, v, state, spec, keys=inside is None), inside
+
+
+def _projects(q: torch.Tensor, k: torch.Tensor, spec: LayerSpec) -> bool:
+    """Whether one launch multiplies queries and keys by their matrices, and transforms the values."""
+    fused = spec.value_transform.fused
+    few = 0 < k.shape[0] * q.shape[1] // k.shape[1] * q.shape[2] <= PROJECTED_ROWS
+    return spec.key_transform.product and few and fused is not None and not fused.scaled
+
+
+def _project(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.transformed`, in one launch."""
+    _check(q)
+    (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
+    q, k, v, fused = _rows(q), _rows(k), _rows(v), spec.value_transform.fused
+    assert fused is not None
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    matrix, queries = spec.tensors(state)["key_transform"]
+    args = ProjectArgs(
+        *(x.data_ptr() for x in (q, k, v, *outs, queries, matrix)),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], matrix.stride(0) if matrix.shape[0] > 1 else 0),
+        *(batch, q_heads, heads, tokens),
+    )
+    rows = batch * tokens
+    blocks = heads * (-(-rows * (q_heads // heads) // 8) - (-rows // 8)) + (
+        -(-rows * heads // 16) if fused.rotated else 0
+    )
+    module = load("project.cu", project_defines(head_dim_k, head_dim_v, q.dtype, fused), q.device)
+    _launch(module, "project", (blocks, 1, 1), 512, args)
+    return outs[0], outs[1], outs[2] if fused.rotated else v
 
 
 def _kernel(
@@ -177,7 +212,7 @@ def _kernel(
     return AttendKernel(
         *(spec, k.shape[-1], v.shape[-1], q.dtype, min(rows, 16), heads, mask is not None, sink_kind),
         *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store),
-        *(tables(state, spec).per_head, q.device),
+        *(tables(state, spec).per_head, spec.value_transform.own_inverse(v.shape[-1]), q.device),
     )
 
 
@@ -209,11 +244,12 @@ def _attend(
     seen: int | None,
     store: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The output, the chunk's keys as they are attended to and stored, and whether the chunk has been stored: where `store`
-    asks for it and the kernel can."""
+    """The output as the model wants it, the chunk's keys as they are attended to and stored, and whether the chunk has been
+    stored: where `store` asks for it and the kernel can."""
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"] and why_no_launcher() is None:
-        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), k, False
+        out = prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+        return restored(out, state, spec), k, False
     (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     if sinks is not None:
@@ -258,7 +294,7 @@ def _attend(
     grid = -(-teams // choice.teams), row_blocks, 1
     kind = StepArgs if fused else AttendArgs
     _launch(module, "attend", grid, 32 * choice.teams * choice.warps, kind(*args), shared=shared)
-    return out, keys, fused
+    return out if kernel.restores else restored(out, state, spec), keys, fused
 
 
 def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:

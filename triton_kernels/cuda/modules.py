@@ -33,6 +33,8 @@ class AttendKernel(NamedTuple):
     store: bool
     """whether the chunk, one token, shall be stored as well"""
     per_head: bool
+    restores: bool
+    """whether outputs are rotated back (`Transform.own_inverse`)"""
     device: torch.device
 
 
@@ -50,6 +52,7 @@ def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], 
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, kernel.per_head)
     fused = kernel.store and can_store(spec, head_dim_k, head_dim_v, choice)
     options = {"transform": kernel.transform, "ordered": kernel.ordered, "fused": fused, "per_head": kernel.per_head}
+    options["restores"] = kernel.restores
     return choice, fused, attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
 
 

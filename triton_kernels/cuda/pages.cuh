@@ -95,6 +95,7 @@ struct Pages {
     float ahead[TILES][NT][4];
     w.keys.scores(ahead, keys, rows, lane);
     w.values.add(w.o, w.l, s, values, scratch, limit, lane);
+    if constexpr (PIECE == 1 || PAGE < UNIT) end_page(w.values, w.o, w.l, values, lane);
 #pragma unroll
     for (int k = 0; k < TILES; k++)
 #pragma unroll

@@ -15,10 +15,17 @@ from ...formats.affine import Affine
 from ...formats.boosted import Boosted
 from ...formats.codebook import Codebook
 from ...formats.dense import Dense
-from . import affine, boosted, codebook, dense
+from ...formats.static import Static
+from . import affine, boosted, codebook, dense, static
 from .needs import Needs
 
-KERNELS: dict[type[Format], ModuleType] = {Affine: affine, Boosted: boosted, Codebook: codebook, Dense: dense}
+KERNELS: dict[type[Format], ModuleType] = {
+    Affine: affine,
+    Boosted: boosted,
+    Codebook: codebook,
+    Dense: dense,
+    Static: static,
+}
 
 
 def covered(fmt: Format, transposed: bool) -> bool:

@@ -6,11 +6,13 @@
 #include "boosted.cuh"
 #include "dense.cuh"
 #include "codebook.cuh"
+#include "static.cuh"
 
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-// What only some formats have: bytes of shared memory for a codebook, bytes of a page's part, an order of their own of a lane's channels.
+// What only some formats have: bytes of shared memory for a codebook, bytes of a page's part, an order of their own of a lane's channels,
+// keys that fold parameters into the queries (`StaticFold`), values that want theirs and the ends of pages (`StaticValues`).
 template <class F, class = void> struct TableBytes { static constexpr int value = 0; };
 template <class F> struct TableBytes<F, decltype((void)F::TABLE)> { static constexpr int value = F::TABLE; };
 template <class F, class = void> struct PartBytes { static constexpr int value = 0; };
@@ -23,6 +25,29 @@ template <class F> struct Order<F, decltype((void)F::OWN_ORDER)> {
   static constexpr bool OWN = true;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return F::channel(k, j, g); }
 };
+struct NoFold {
+  __device__ __forceinline__ void load(const u8*, int) {}
+  __device__ __forceinline__ float most(const u32*) const { return 0.f; }
+  __device__ __forceinline__ void put(const u32*, float, u32*, u32*, float*, float*, int) const {}
+};
+template <class F, class = void> struct FoldOf { static constexpr bool FOLDS = false; using Type = NoFold; };
+template <class F> struct FoldOf<F, decltype((void)sizeof(typename F::Fold))> { static constexpr bool FOLDS = true; using Type = typename F::Fold; };
+constexpr bool FOLDED = FoldOf<Keys>::FOLDS;
+template <class F, class = void> struct Record { static constexpr bool WANTED = false; };
+template <class F> struct Record<F, decltype((void)F::RECORD)> { static constexpr bool WANTED = true; };
+template <class F> __device__ __forceinline__ void give_record(F& values, const Parameter& x, int h) {
+  if constexpr (Record<F>::WANTED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
+}
+// Between window and pages, behind the last piece of a page or unit, and at the end: of sums o and weights l.
+template <class F, class O, class L> __device__ __forceinline__ void enter_pages(const F& values, O o, L l, int lane) {
+  if constexpr (Record<F>::WANTED) values.enter(o, l, lane);
+}
+template <class F, class O, class L> __device__ __forceinline__ void end_page(F& values, O o, L l, u32 slot, int lane) {
+  if constexpr (Record<F>::WANTED) values.end_page(o, l, slot, lane);
+}
+template <class F, class O, class L> __device__ __forceinline__ void leave_pages(F& values, O o, L l, int lane) {
+  if constexpr (Record<F>::WANTED) values.leave(o, l, lane); else values.finish(o);
+}
 constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
 
 // Channel of a lane's sum `o[k][n][i]` over pages, j = i >> 1.
@@ -30,7 +55,7 @@ __device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { retu
 
 constexpr int TILES = PT / 16;
 constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
-constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT ? 3 : 2) * ROWS * Q_STRIDE;
+constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT || FOLDED ? 3 : 2) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 // Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.

@@ -1,0 +1,220 @@
+// Static codes (`formats/static.py`) in layout `fragment-1`: which columns there are, and what a query becomes. Steps and centers do not
+// depend on the page, so they go into the query once a step:
+//   q . k = sum (q step gain) code + sum (q step unit) mean + [sum q center - sum (q step gain) middle]
+// The last is a number a query; the middle one is one product a page.
+#pragma once
+#include "affine.cuh"
+
+template <int N> struct Number { static constexpr int value = N; };
+// f(Number<FIRST>), ..., f(Number<LAST - 1>): what a loop that is written out cannot do, use its number as a constant.
+template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(const F& f) {
+  if constexpr (FIRST < LAST) { f(Number<FIRST>{}); each<FIRST + 1, LAST>(f); }
+}
+
+// Neighbouring channels of one width. GAIN, UNIT: bits of the float that a code's distance from the middle, and a page's mean, is
+// multiplied with.
+template <int BITS_, u32 GAIN_, u32 UNIT_> struct Width {
+  static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
+  static constexpr u32 GAIN = GAIN_, UNIT = UNIT_;
+  static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
+};
+
+// Eight channels from `channel` on of a plane: bits, bits of the code below them, place among a lane's bits (4 a word).
+struct Octet { int channel, width, shift, at; };
+
+// Groups of channels, all of one size.
+template <int D, class... W> struct Columns {
+  static constexpr int GROUPS = sizeof...(W), SIZE = D / GROUPS, EACH = SIZE / 8;
+  static_assert(SIZE % 8 == 0, "formats.static_fragment.validate");
+
+  // Octet n, in order; behind the last one only `at` means something.
+  static __device__ __forceinline__ constexpr Octet octet(int n) {
+    const int high[] = {W::HIGH...}, low[] = {W::LOW...};
+    int at = 0;
+    for (int width = 4; width > 0; width /= 2)
+      for (int i = 0; i < GROUPS; i++) {
+        if (width != high[i] && width != low[i]) continue;
+        if (n < EACH) return {i * SIZE + n * 8, width, width == high[i] ? low[i] : 0, at + n * width};
+        n -= EACH; at += EACH * width;
+      }
+    return {0, 0, 0, at};
+  }
+  static constexpr int count() {
+    const int high[] = {W::HIGH...}, low[] = {W::LOW...};
+    int found = 0;
+    for (int i = 0; i < GROUPS; i++) found += (high[i] > 0) + (low[i] > 0);
+    return found * EACH;
+  }
+  static constexpr int COUNT = count(), TILES = (COUNT + 1) / 2;                  // octets, and operands of 16 columns
+  static constexpr int WORDS = (octet(COUNT).at + 3) / 4;                         // of a lane, of 32 tokens
+  static constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
+
+  // What a channel's group says, f(Width).
+  template <class F> static __device__ __forceinline__ void of_group(int channel, const F& f) {
+    int i = 0;
+    ((channel / SIZE == i++ ? f(W{}) : void()), ...);
+  }
+};
+
+// Steps and centers of a lane's channels (two of every 64), and what they make of queries.
+template <int D, class X> struct StaticFold {
+  static constexpr int WORDS = (D + 63) / 64;
+  static constexpr int ROOM = 12;                                                 // queries are of magnitude 2^ROOM at most
+  u32 center[WORDS][2], step[WORDS][2];
+
+  // record: of the KV head, float32 [D] both
+  __device__ __forceinline__ void load(const u8* record, int lane) {
+#pragma unroll
+    for (int k = 0; k < WORDS; k++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const u32* from = reinterpret_cast<const u32*>(record) + min(2 * (k * 32 + lane) + e, D - 1);
+        center[k][e] = ask(from); step[k][e] = ask(from + D);
+      }
+  }
+  __device__ __forceinline__ float scaled(const u32* x, int k, int e) const {
+    return to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(step[k][e]);
+  }
+  // The largest of the lane's numbers, of query x.
+  __device__ __forceinline__ float most(const u32* x) const {
+    float found = 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) found = fmaxf(found, fabsf(scaled(x, k, e)));
+    return found;
+  }
+  // Puts query x where means are multiplied with it (`means`), and where codes are (`codes`), of what it is `size` times; what it adds to
+  // every score is `fixed`. largest: `most` of all lanes. A warp together.
+  __device__ __forceinline__ void put(const u32* x, float largest, u32* means, u32* codes, float* size, float* fixed, int lane) const {
+    const u32 exponent = min(max((__float_as_uint(largest) >> 23) + 1, ROOM + 2u), 252u);
+    const float inverse = __uint_as_float((254 - exponent + ROOM) << 23), back = __uint_as_float((exponent - ROOM) << 23);
+    float constant = 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      const int pair = k * 32 + lane;
+      if (pair >= D / 2) continue;
+      float code[2] = {}, mean[2], middle = 0.f;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float y = scaled(x, k, e) * inverse;
+        X::of_group(2 * pair, [&](auto width) {
+          using W = decltype(width);
+          if (W::BITS) code[e] = y * __uint_as_float(W::GAIN);
+          mean[e] = y * __uint_as_float(W::UNIT);
+          middle = W::MIDDLE;
+        });
+        constant += to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(center[k][e]);
+      }
+      const u32 both = pack_half(code[0], code[1]);
+      codes[pair] = both; means[pair] = pack_half(mean[0], mean[1]);
+      // of what codes are multiplied with, as rounded: the two all but cancel
+      constant -= (half_to_float(both & 0xffff) + half_to_float(both >> 16)) * middle * back;
+    }
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) constant += __shfl_xor_sync(~0u, constant, d);
+    if (lane == 0) { *size = back; *fixed = constant; }
+  }
+};
+
+template <int D, int MEAN_AT, class... W> struct StaticKeys {
+  using X = Columns<D, W...>;
+  using Fold = StaticFold<D, X>;
+  static constexpr bool NORMALISED = true;                // wants queries in copies of their own
+  static constexpr int GROUPS = 1, LIFT = 0;
+  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + D, SECOND = PAGE >= UNIT ? CODES : SLOT;
+
+  u32 q[NT][2 * X::TILES];  // right operand for codes
+  float c[NT][2];           // what products with q, or means, are multiples of
+  float fixed[NT][2];       // what is added to all scores
+  float bias[NT][2];        // the same, with the page's part
+
+  // rows: queries for means, those for codes behind; size, sums: see `StaticFold.put`
+  __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) { c[n][e] = size[8 * n + 2 * t + e] * scale; fixed[n][e] = sums[8 * n + 2 * t + e] * scale; }
+      q[n][2 * X::TILES - 1] = 0;
+      each<0, X::COUNT>([&](auto i) {
+        constexpr Octet o = X::octet(decltype(i)::value);
+        constexpr float factor = (float)(1 << o.shift) / (1 << o.at % 4);
+        u32 x; lds<1>(&x, rows + (8 * (NT + n) + g) * STRIDE + 2 * (o.channel + 2 * t));
+        q[n][decltype(i)::value] = mul2(x, pack_half(factor, factor));
+      });
+    }
+  }
+
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
+    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * X::BYTES, lane);
+    if (fresh || token % PAGE == 0) copy_linear<D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
+  }
+
+  // A page's means as one more row of keys. A lane has eight neighbouring channels of every 32, of the queries too.
+  __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
+    if (!fresh && token % PAGE) return;
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int STRIDE = D * 2 + 16, WHOLE = D / 32;
+    float acc[2][NT][4] = {};
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      u32 m[2] = {}, a[4];
+      if (b < WHOLE) lds<2>(m, slot + CODES + 32 * b + 8 * t); else lds<1>(m, slot + CODES + 32 * b + 4 * t);
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = signed_halves(m[i >> 1] ^ 0x80808080u, i & 1);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        u32 x[4] = {};
+        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+        const u32 low[4] = {a[0], 0u, a[1], 0u}, high[4] = {a[2], 0u, a[3], 0u};
+        mma<false>(acc[0][n], low, x[0], x[1]);
+        if (b < WHOLE) mma<false>(acc[1][n], high, x[2], x[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) bias[n][e] = (acc[0][n][e] + acc[1][n][e]) * c[n][e] + fixed[n][e];
+  }
+
+  // Registers 2 i and 2 i + 1 of the operands over 16 tokens each (h): an octet is half of their columns.
+  template <int O> static __device__ __forceinline__ void unpack(const u32* w, u32 (*a)[4], int i) {
+    constexpr Octet o = X::octet(O);
+    constexpr u32 MASK = ((1u << o.width) - 1) * 0x00010001u << o.at % 4;
+    const u32 x = w[o.at / 4], y = w[o.at / 4] >> 8;
+    a[0][2 * i] = x & MASK; a[0][2 * i + 1] = y & MASK;
+    a[1][2 * i] = x & MASK << 4; a[1][2 * i + 1] = y & MASK << 4;
+  }
+
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32, int lane) {
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
+      const u32 words = slot + blk * X::BYTES + lane * 4 * X::V;
+      u32 w[X::WORDS];
+      each<0, X::TILES>([&](auto k) {
+        constexpr int K = decltype(k)::value, LAST = 2 * K + 1 < X::COUNT ? 2 * K + 1 : X::COUNT - 1;
+        constexpr int HAVE = K == 0 ? 0 : X::octet(2 * K - 1).at / 4 / X::V + 1, NEED = X::octet(LAST).at / 4 / X::V + 1;
+#pragma unroll
+        for (int load = HAVE; load < NEED; load++) lds<X::V>(w + load * X::V, words + load * 128 * X::V);
+        u32 a[2][4] = {};
+        unpack<2 * K>(w, a, 0);
+        if constexpr (2 * K + 1 < X::COUNT) unpack<2 * K + 1>(w, a, 1);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) mma<false>(s[2 * blk + h][n], a[h], q[n][2 * K], q[n][2 * K + 1]);
+      });
+    }
+  }
+
+  __device__ __forceinline__ float factor(int n, int tile, int e) const { return c[n][e] * (TWO24 / operand_position<2>(tile & 1)); }
+  __device__ __forceinline__ float offset(int n, int, int e) const { return bias[n][e]; }
+};
+
+#include "static_values.cuh"

@@ -1,0 +1,196 @@
+// Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static_fragment.py`.
+//   sum p v = center sum p + step [gain (sum p t code - middle sum p t) + unit sum over pages of mean (sum p of the page)]
+// Sums are kept in units of step x gain; a token's scale t goes into the exponent of its weight, so that products are with p t, and
+// weights of tokens are divided by t again where they are summed. Means are added behind a page, in float32.
+#pragma once
+
+template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
+  static constexpr int BITS = W::BITS, HIGH = W::HIGH;
+  static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static_fragment.validate");
+  static constexpr int PER_TILE = HIGH / 2, LOW_AT = D / 16 * PER_TILE;           // words of 16 channels; where those of the lower plane are
+  static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0), V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
+  static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + D;
+  static constexpr int SLOT = SCALES + (SCALED ? PT / 2 : 0), SCRATCH = SCALED ? 2 * PT * 4 : 0;
+  static constexpr float SUM_UNIT = 1 / TWO24, STEPS = 1 << W::LOW;               // in which `add` sums up, times so many steps of the codes
+  static constexpr bool RECORD = true;                                            // wants the KV head's parameters
+
+  const float* record;                   // of the row's KV head: center, step
+  float shift[PT / 32][4];               // added to the exponents of the lane's tokens
+  float z[NT][2];                        // minus middle times the sum of p t, of the lane's tokens
+  float page[NT][2];                     // sum of p of the present page, of the lane's tokens
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = 0.f;
+  }
+
+  // Whether a piece at `token` is the last one of its page, or of its unit.
+  static __device__ __forceinline__ constexpr bool ends(int token) { return PAGE < UNIT || token % UNIT != 0; }
+
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
+    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * BYTES, lane);
+    constexpr int MEAN_LANES = D / 16, SCALE_LANES = SCALED ? PT / 32 : 0;
+    const bool mean = lane < MEAN_LANES;
+    const u8* from = mean ? part + MEAN_AT + 16 * lane : part + SCALE_AT + token / 2 + 16 * (lane - MEAN_LANES);
+    cp16_if(in_unit(limit) && (mean ? ends(token) : lane < MEAN_LANES + SCALE_LANES), slot + MEANS + 16 * lane, from);
+  }
+
+  // A token's place in words multiplies its code with 2^place; j: which of a lane's four neighbours
+  static __device__ __forceinline__ constexpr int place(int j) { return HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1); }
+
+  // For each token of the piece: the binary logarithm of its scale (place divided out), and 1 / scale.
+  __device__ __forceinline__ void weigh(u32 slot, u32 scratch, int, int lane) {
+    if constexpr (!SCALED) {
+#pragma unroll
+      for (int blk = 0; blk < PT / 32; blk++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) shift[blk][j] = -place(j);
+      return;
+    } else {
+      constexpr int EACH = PT / 32;                       // neighbouring tokens of a lane: one or two
+      const u32 first = lane * EACH, pair = lds_u16(slot + SCALES + first / 4 * 2);
+      float x[2][EACH];
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        const u32 token = first + e, j = token & 3, k = pair >> 4 * j & 15;
+        const int at = HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1);
+        x[0][e] = (float)((int)k - 8 - 4 * at) * 0.25f;
+        x[1][e] = ex2(-x[0][e]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) sts<EACH>(scratch + 4 * (i * PT + EACH * lane), x[i]);
+      __syncwarp();
+#pragma unroll
+      for (int blk = 0; blk < PT / 32; blk++) lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+    }
+  }
+  __device__ __forceinline__ float exponent(int tile, int i) const { return shift[tile >> 1][2 * (tile & 1) + (i >> 1)]; }
+
+  // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the page's.
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 slot, u32 scratch, int, int lane) {
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++) {
+      float inverse[4]; u32 p[2][NT][2];
+      if constexpr (SCALED) lds<4>(reinterpret_cast<u32*>(inverse), scratch + (PT + blk * 32 + lane / 4 * 4) * 4);
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          float w[4] = {};
+#pragma unroll
+          for (int i = 0; i < 4; i += EVERY) {
+            const int j = 2 * h + (i >> 1);
+            w[i] = eleven_bits(ex2(x[2 * blk + h][n][i]));
+            page[n][i & 1] += w[i] * (SCALED ? inverse[j] : (float)(1 << place(j)));
+            z[n][i & 1] += w[i] * (-W::MIDDLE * (1 << place(j)));
+          }
+          p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
+        }
+      const u32 words = slot + blk * BYTES + lane * 4 * V;
+      u32 w[WORDS];
+#pragma unroll
+      for (int load = 0; load < WORDS / V; load++) lds<V>(w + load * V, words + load * 128 * V);
+#pragma unroll
+      for (int c = 0; c < D / 16; c++) {
+        u32 a[2][4]; unpack<HIGH>(w + c * PER_TILE, a);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) mma<false>(o[c][n], a[h], p[h][n][0], p[h][n][1]);
+      }
+      if constexpr (W::LOW) add_low(o, p, w + LOW_AT);
+    }
+  }
+
+  // The plane of the lowest bit: half of what the one above counts for, and a quarter where it stands a bit higher.
+  static __device__ __forceinline__ void add_low(float (*o)[NT][4], const u32 (*p)[NT][2], const u32* w) {
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+      const u32 part = odd ? pack_half(0.25f, 0.25f) : pack_half(0.5f, 0.5f);
+      u32 less[2][NT][2];
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) less[h][n][i] = mul2(p[h][n][i], part);
+#pragma unroll
+      for (int c = odd; c < D / 16; c += 2) {
+        const u32 x = w[c / 2], y = x >> 8, mask = 0x00010001u << odd;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const u32 a[4] = {x & mask << 4 * h, y & mask << 4 * h, x & mask << 4 * h + 2, y & mask << 4 * h + 2};
+#pragma unroll
+          for (int n = 0; n < NT; n++) mma<false>(o[c][n], a, less[h][n][0], less[h][n][1]);
+        }
+      }
+    }
+  }
+
+  // Behind the last piece of a page (or of a unit): its weights, and its means times them.
+  __device__ __forceinline__ void end_page(float (*o)[NT][4], float (*l)[2], u32 slot, int lane) {
+    const int g = lane >> 2;
+    // a weight of o's unit
+    const float unit = __uint_as_float(W::UNIT) * (1 / (STEPS * TWO24)) / __uint_as_float(W::GAIN);
+    float part[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; part[n][e] = sum_rows(page[n][e]) * unit; page[n][e] = 0.f; }
+#pragma unroll
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      constexpr int WHOLE = D / 32;
+      u32 m[2];                                           // channels of the lane's rows of two times 16 (`channel_of`), and neighbours
+      if (b < WHOLE) lds<2>(m, slot + MEANS + 32 * b + 8 * (g >> 1)); else lds<1>(m, slot + MEANS + 32 * b + 4 * (g >> 1));
+#pragma unroll
+      for (int u = 0; u < (b < WHOLE ? 2 : 1); u++) {
+        const u32 own = (m[u] ^ 0x80808080u) >> 8 * (g & 1);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float mean = signed_byte(own, 2 * j);
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < COLUMNS_USED; e++) o[2 * b + u][n][2 * j + e] += mean * part[n][e];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void decay(int n, int e, float a) { z[n][e] *= a; page[n][e] *= a; }
+
+  // f(o of a channel and row, center, step x gain, e, n), for the lane's
+  template <class F> __device__ __forceinline__ void channels(float (*o)[NT][4], int lane, F f) const {
+#pragma unroll
+    for (int c = 0; c < D / 16; c++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int channel = channel_of<D>(c, j, lane >> 2);
+        const float center = record[channel], step = record[D + channel] * (__uint_as_float(W::GAIN) * STEPS);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int e = 0; e < COLUMNS_USED; e++) f(o[c][n][2 * j + e], center, step, n, e);
+      }
+  }
+
+  // What the window has added to o, in the unit of pages; centers are added for all weights in the end.
+  __device__ __forceinline__ void enter(float (*o)[NT][4], float (*l)[2], int lane) const {
+    float total[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) total[n][e] = sum_rows(l[n][e]);
+    channels(o, lane, [&](float& x, float center, float step, int n, int e) { x = __fdividef(x - center * total[n][e], step); });
+  }
+
+  // Bring o to true size.
+  __device__ __forceinline__ void leave(float (*o)[NT][4], float (*l)[2], int lane) const {
+    float total[NT][2], middle[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) { total[n][e] = sum_rows(l[n][e]); middle[n][e] = sum_rows(z[n][e]) / STEPS; }
+    channels(o, lane, [&](float& x, float center, float step, int n, int e) { x = (x * TWO24 + middle[n][e]) * step + center * total[n][e]; });
+  }
+};

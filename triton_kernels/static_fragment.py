@@ -1,0 +1,102 @@
+"""Reading pages of `formats.static` in the layouts of `formats.static_fragment`, as `fragment` reads others."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from ..formats import static_fragment
+from ..formats.fragment import LAYOUTS
+from . import static
+
+_FIELDS = (
+    *static.Params._fields,
+    # whether rows of an operand are channels (values); words of a lane, for a block of 32 tokens; how many are one load
+    *("transposed", "lane_words", "vector"),
+    # keys: of each group of channels, where its planes begin in a lane's bits (4 a word)
+    "plane_at",
+)
+Params = namedtuple("Params", _FIELDS)
+
+
+def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
+    plain = static.params(fmt, head_dim, page_size, dtype, ptx)
+    planes = fmt.planes(head_dim)
+    before, starts = 0, {}
+    for plane in planes:
+        starts[plane.width] = before
+        before += plane.width * len(plane.channels) // static_fragment.OCTET
+    count = static_fragment.words(planes, fmt.layout)
+    return Params(
+        *plain,
+        transposed=fmt.layout == LAYOUTS[1],
+        lane_words=count,
+        vector=static_fragment.vector(count),
+        plane_at=tuple(
+            tuple(starts.get(width, 0) + width * (first // static_fragment.OCTET) for width, first in zip(*pair))
+            for pair in zip(plain.plane_width, plain.plane_first, strict=True)
+        ),
+    )
+
+
+@triton.jit
+def _load(page, token, lane, word, bit, keep, P: tl.constexpr):
+    place = ((token // 32) * P.lane_words + word // P.vector * P.vector) * 32 + lane * P.vector + word % P.vector
+    return tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep, other=0) >> bit
+
+
+@triton.jit
+def _key_plane(page, token, channel, keep, i: tl.constexpr, which: tl.constexpr, P: tl.constexpr):
+    """What a plane holds of group i's codes, int32 `[N, padded]`, in its place; 0 in other groups."""
+    WIDTH: tl.constexpr = P.plane_width[i][which]
+    lane = 4 * ((token >> 2) & 7) + ((channel >> 1) & 3)
+    field = 16 * (channel & 1) + 8 * (token & 1) + 4 * ((token >> 1) & 1)
+    here = channel // P.group == i
+    at = P.plane_at[i][which] + tl.where(here, (channel - i * P.group) // 8, 0) * WIDTH
+    found = _load(page, token, lane, at // 4, field + at % 4, keep & here, P) & ((1 << WIDTH) - 1)
+    return tl.where(here, found << P.plane_shift[i][which], 0)
+
+
+@triton.jit
+def _key_codes(page, token, channel, keep, P: tl.constexpr):
+    """Codes, int32, of tokens `[N, 1]` and channels `[1, padded]`."""
+    code = (token * 0 + channel * 0).to(tl.int32)
+    for i in tl.static_range(len(P.bits)):
+        for which in tl.static_range(2):
+            if which < P.count[i]:
+                code += _key_plane(page, token, channel, keep, i, which, P)
+    return code
+
+
+@triton.jit
+def _value_codes(page, token, channel, keep, P: tl.constexpr):
+    """The same, of pages of values: all channels are of the same width."""
+    rest = channel >= P.head_dim // 32 * 32
+    tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
+    row = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
+    column = (token >> 2) & 7
+    lane = 4 * row + (column >> 1)
+    half, h = token & 1, (token >> 1) & 1
+    field = 16 * (column & 1) + 8 * ((channel >> 1) & 1)
+    if P.bits[0] == 4:
+        return _load(page, token, lane, 2 * tile + h, field + 4 * half, keep, P) & 15
+    else:
+        field += 2 * half + 4 * h
+        code = _load(page, token, lane, tile, field, keep, P) & 3
+        if P.bits[0] == 3:
+            low = _load(page, token, lane, P.head_dim // 16 + tile // 2, field + tile % 2, keep, P) & 1
+            code = 2 * code + low
+        return code
+
+
+@triton.jit
+def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    token, channel = (n0 + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, P.padded)[None, :]
+    keep = valid[:, None] & (channel < P.width)
+    if P.transposed:
+        code = _value_codes(page, token, channel, keep, P)
+    else:
+        code = _key_codes(page, token, channel, keep, P)
+    return static.numbers(page, record, code.to(tl.float32), token, valid, channel, P)
