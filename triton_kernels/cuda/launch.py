@@ -1,6 +1,6 @@
 """Entry points: `attend`, `step`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.reference`.
 
-A step of one token is one launch, the transform of queries and keys included.
+A step of one token is one launch, the transform of queries and keys included; a full matrix takes one in front.
 
 Long chunks and `read` are left to Triton's kernels. Where Triton cannot launch any (`toolchain.why_no_launcher`), the kernel
 for decoding serves chunks of any length, which it was not made for, and the reference reads.
