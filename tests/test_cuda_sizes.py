@@ -77,9 +77,13 @@ def test_a_difference_of_a_loaded_kernel_raises(monkeypatch):
     monkeypatch.setattr(modules, "load", lambda *args: SimpleNamespace(integer=lambda name: 7))
     modules.forget()
     case = fragment(Case())
-    asked = (case.spec, *case.dims, case.dtype, 4, 4, False, 0, False, None, False, False, False, torch.device("cpu"))
+    fields = dict.fromkeys(modules.AttendKernel._fields, False) | {"rows": 4, "heads": 4, "sinks": 0, "transform": None}
+    sizes = dict(zip(("head_dim_k", "head_dim_v"), case.dims, strict=True))
+    asked = modules.AttendKernel(
+        **fields | sizes | {"spec": case.spec, "dtype": case.dtype, "device": torch.device("cpu")}
+    )
     with pytest.raises(RuntimeError, match=r"compiled with shared_bytes=7, and [0-9]+ is what Python counts"):
-        modules.attend_module(modules.AttendKernel(*asked))
+        modules.attend_module(asked)
     modules.forget()
 
 
