@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from .formats import fragment
+from .formats import bricks, fragment
 from .pages import LayerSpec
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
 
@@ -47,8 +47,8 @@ class Backend(ABC):
     """Code that runs the operations of layers. Instances are immutable."""
 
     name: ClassVar[str]
-    #: orders of bytes inside pages of keys and of values that its kernels read
-    layouts: ClassVar[tuple[str, str]] = ("planar-1", "planar-1")
+    #: by reading, orders of bytes inside pages of the two streams that its kernels read
+    layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
     #: by reading, the module with `attend`, `append` and `read` as in `reference`; perhaps `step`, which does the first two,
     #: and `expect_steps`, which hears of a prompt that steps may follow
     modules: ClassVar[dict[str, str]]
@@ -98,7 +98,7 @@ class Triton(Backend):
     """GPUs that Triton supports."""
 
     name = "triton"
-    modules: ClassVar[dict[str, str]] = {"separate": "hf_lowbit_kv.triton_kernels.launch"}
+    modules: ClassVar[dict[str, str]] = dict.fromkeys(("separate", "latent"), "hf_lowbit_kv.triton_kernels.launch")
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -110,8 +110,6 @@ class Triton(Backend):
             return "needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'"
         if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
             return reason
-        if served.reading not in self.modules:
-            return f"has no kernels for the reading {served.reading!r}; use backend='torch' (slow reference)"
         if served.spec is None:
             return None
         from hf_lowbit_kv.triton_kernels.registry import why_not
@@ -137,7 +135,10 @@ class Cuda(Backend):
     """NVIDIA GPUs, compute capability 8.0 and later; models in float16 or bfloat16; pages in a layout of its own."""
 
     name = "cuda"
-    layouts = fragment.LAYOUTS
+    layouts: ClassVar[dict[str, tuple[str, str]]] = {
+        "separate": fragment.LAYOUTS,
+        "latent": (bricks.LAYOUT, bricks.LAYOUT),
+    }
     modules: ClassVar[dict[str, str]] = {
         "separate": "hf_lowbit_kv.triton_kernels.cuda.launch",
         "latent": "hf_lowbit_kv.triton_kernels.cuda.latent",
@@ -200,7 +201,7 @@ class Cuda(Backend):
 #: every backend, by name
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
 #: where nothing is asked for, by reading: the first on a GPU that serves the layer; the last must
-ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "torch")}
+ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
 def of_environment() -> str | None:
@@ -299,14 +300,13 @@ def describe(
     """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest."""
     if (reason := reason_for(backend, chosen, device, dtype, spec, widths)) is not None:
         return f"{chosen} ({'slow reference: ' if chosen == 'torch' else ''}{reason})"
-    separate = spec is None or spec.reading.name == "separate"
-    if chosen == "cuda" and separate and (reason := why_no_launcher()) is not None:
+    if chosen == "cuda" and (reason := why_no_launcher()) is not None:
         return f"{chosen} (slower with long chunks: {reason})"
     return chosen
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
     """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
-    layouts = BACKENDS[backend].layouts
+    layouts = BACKENDS[backend].layouts[spec.reading.name]
     keys, values = (fmt.with_layout(layout) for fmt, layout in zip(spec.formats, layouts, strict=True))
     return dataclasses.replace(spec, key_format=keys, value_format=values)

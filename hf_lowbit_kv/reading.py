@@ -30,6 +30,8 @@ class Reading(ABC):
     streams: ClassVar[tuple[str, str]]
     #: whether a transform may be applied to the first stream
     transforms: ClassVar[bool]
+    #: whether the first stream is values, too, and the second one the rest of keys
+    shares_values: ClassVar[bool] = False
 
     @abstractmethod
     def join(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +77,7 @@ class Latent(Reading):
     name = "latent"
     streams = ("latent", "RoPE part")
     transforms = False
+    shares_values = True
 
     def shown_widths(self, head_dim: int) -> tuple[int, int]:
         return 512, 64  # DeepSeek-V2 and V3

@@ -1,14 +1,15 @@
 """SnapMLA's FP8 decoding pipeline in plain PyTorch: queries and weights quantized too (paper, section 3.2 and algorithm 1).
 
-Kernels that multiply FP8 with FP8 are compared with this. The kernels of backend `cuda` so far multiply in fp16, which
-quantizes neither queries nor weights; `reference.attend` defines their results.
+The kernel that multiplies FP8 with FP8 (`latent_wide.cu`) is compared with this. The narrow one of backend `cuda` multiplies in
+fp16, which quantizes neither queries nor weights; `reference.attend` defines its results.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .formats.fp8 import E4M3_MAX, scale_of, to_e4m3
+from .formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
+from .pages import LayerSpec, LayerState, read_pages
 
 #: tokens whose weights share a scale
 BLOCK = 64
@@ -40,8 +41,8 @@ def attention(
     q, q_scale = quantize_queries(query[:, :rank])
     # both RoPE parts are divided by the scales of the content: one accumulation serves
     q_rope = query[:, rank:].float() / q_scale
-    out = torch.zeros(len(q), rank)
-    total, top, p_scale = torch.zeros(len(q)), torch.full((len(q),), float("-inf")), torch.ones(len(q))
+    out = q.new_zeros(len(q), rank)
+    total, top, p_scale = q.new_zeros(len(q)), q.new_full((len(q),), float("-inf")), q.new_ones(len(q))
     for start in range(0, len(codes), BLOCK):
         block = slice(start, start + BLOCK)
         v, v_scale = codes[block].float(), scale[block]
@@ -57,6 +58,60 @@ def attention(
         total = total * decay + part / new_scale
         top, p_scale = new_top, new_scale
     return out / total[:, None], top + torch.log(p_scale * total)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+) -> torch.Tensor:
+    """`reference.attend` by this pipeline, float32: everything stored is attended to quantized, the chunk exactly.
+
+    Args:
+        q: absorbed queries `[B, Hq, S, rank + rope]`. k, v: the chunk's content and RoPE part `[B, 1, S, width]`. mask: bool
+            `[B, S]` or `None`. The layer has no window, and its content is in `fp8`.
+
+    Returns:
+        `[B, S, Hq, rank]`.
+    """
+    codes, scale, rope = stored(state, spec)
+    outs = []
+    for row in range(len(q)):
+        n, parts = int(state.length[row, 0]), []
+        chunk = torch.cat([k[row, 0], v[row, 0]], -1).float()
+        for token in range(q.shape[2]):
+            query = q[row, :, token].float()
+            real = torch.arange(len(chunk), device=q.device) <= token
+            if mask is not None:
+                real &= mask[row]
+            scores = (query @ chunk[real].T) * scaling
+            found = [(torch.softmax(scores, -1) @ k[row, 0][real].float(), scores.logsumexp(-1))] if real.any() else []
+            if n:
+                found.append(attention(query, codes[row, :n], scale[row, :n], rope[row, :n], scaling))
+            weights = torch.softmax(torch.stack([lse for _, lse in found]), 0) if found else None
+            none = query.new_zeros(len(query), k.shape[-1])
+            parts.append(none if weights is None else sum(w[:, None] * out for w, (out, _) in zip(weights, found)))
+        outs.append(torch.stack(parts))
+    return torch.stack(outs)
+
+
+def stored(state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a layer without a window has in its pages, float32: e4m3 numbers `[B, n, rank]`, their scales `[B, n]`, and RoPE
+    parts `[B, n, rope]`."""
+    dtype, (rank, rope) = state.sink_k.dtype, state.head_dims
+    pages = read_pages(state.pool, state.page_table)[:, :, 0]
+    bytes_of_content = spec.part_bytes(rank, rope, dtype)[0]
+    content, rest = pages[..., :bytes_of_content], pages[..., bytes_of_content:]
+    arrays = spec.key_format.split(content, rank, spec.page_size, dtype)
+    ones = {**arrays, "scale": torch.ones_like(arrays["scale"])}
+    assert isinstance(spec.key_format, Fp8)
+    codes = spec.key_format.decode_arrays(ones, rank)
+    parts = spec.value_format.decode(rest, rope, spec.page_size, dtype)
+    return codes.flatten(1, 2), arrays["scale"].flatten(1), parts.flatten(1, 2)
 
 
 def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
@@ -88,4 +143,4 @@ CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
     "D: per block": ("block", None),
 }
 
-__all__ = ["BLOCK", "CONFIGURATIONS", "E4M3_MAX", "attention", "quantize", "quantize_queries"]
+__all__ = ["BLOCK", "CONFIGURATIONS", "E4M3_MAX", "attend", "attention", "quantize", "quantize_queries", "stored"]

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv.backends import storage_spec
 from hf_lowbit_kv.pages import LayerSpec, PagedStore
+from hf_lowbit_kv.triton_kernels.cuda.launch import launches
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,13 @@ class Case:
     spread: float = 1.0
     jump: float = 1.0
     zeros: bool = False
+    content: str = "fp8"
+    layout: str = "cuda"
+    """as the pages of which backend are ordered"""
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec.parse(f"fp8|dense|0|0|{self.page_size}|none|none|latent")
+        return storage_spec(LayerSpec.parse(f"{self.content}|dense|0|0|{self.page_size}|none|none|latent"), self.layout)
 
     @property
     def scaling(self) -> float:
@@ -107,14 +112,24 @@ def plain(filled: Filled) -> torch.Tensor:
     return torch.stack(outs)
 
 
-def check_attend(kernels, case: Case, device: str, seed: int) -> None:
-    """The 2x rule: the kernel's error is at most twice that of the plain computation in the model's dtype."""
+def pipeline(filled: Filled) -> torch.Tensor:
+    """With queries and weights in FP8, too."""
+    case = filled.case
+    v = filled.v.nan_to_num(0.0)
+    return snapmla.attend(filled.q, filled.k, v, filled.mask, filled.store.state, case.spec, case.scaling)
+
+
+def check_attend(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:
+    """The 2x rule: the kernel's error is at most twice that of the plain computation in the model's dtype. Of the wide kernel
+    it is at most twice that of the pipeline that quantizes queries and weights."""
     filled = Filled(case, device, seed)
     options = filled.mask, filled.store.state, case.spec, case.scaling
+    before = launches.get("latent_wide_attend", 0)
     found = kernels.attend(filled.q, filled.k, filled.v, *options).float()
+    assert launches.get("latent_wide_attend", 0) == before + wide
     truth = exact(filled)
     assert torch.isfinite(found).all()
-    error, allowed = ((x.float() - truth).norm() for x in (found, plain(filled)))
+    error, allowed = ((x.float() - truth).norm() for x in (found, pipeline(filled) if wide else plain(filled)))
     rounding = torch.finfo(case.dtype).eps * truth.norm()
     assert error <= 2 * allowed + 0.5 * rounding, (
         f"seed {seed}: {error / truth.norm():.2e}, plain {allowed / truth.norm():.2e}"

@@ -32,9 +32,13 @@ def kernels(request, monkeypatch):
     if not GPU:
         monkeypatch.setattr(latent, "converts", lambda device: request.param)
         # a row is shared by several blocks
-        monkeypatch.setattr(latent, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
+        monkeypatch.setattr(
+            latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines)
+        )
         monkeypatch.setattr(latent, "properties", lambda device: SimpleNamespace(multi_processor_count=3))
-        latent._module.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(latent, "WIDE_ROWS", 10**6)
+    latent._module.cache_clear()
     yield latent
     latent._module.cache_clear()
 

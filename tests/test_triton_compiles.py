@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import latent_cases
 import pytest
 import torch
 from cases import FORMATS
@@ -88,3 +89,18 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
     prompt.attend(step.q, step.k, step.v, None, state, spec, step.scaling, None, None, 200)
     read.read(state, spec, 200)
     assert {"read_pages_kernel", "prompt_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("layout", ["triton", "cuda"])
+@pytest.mark.parametrize("content", ["fp8", "dense"])
+def test_latents_compile(content, layout, compiled):
+    case = latent_cases.Case(lengths=(100, 3), tokens=9, heads=2, rank=512, rope=64, content=content, layout=layout)
+    filled = latent_cases.Filled(case, "cpu", 0)
+    state, spec = filled.store.state, case.spec
+    prompt.attend(filled.q, filled.k, filled.v, None, state, spec, case.scaling)
+    read.read(state, spec, 100)
+    if layout == "triton":
+        launch.append(filled.k, filled.v, None, state, spec)
+        launch.step(*(x[:, :, :1] for x in (filled.q, filled.k, filled.v)), None, state, spec, case.scaling)
+        assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
+    assert {"prompt_kernel", "read_pages_kernel"} <= set(compiled)

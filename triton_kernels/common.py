@@ -88,6 +88,15 @@ def load_plane(rows, stride, rows_valid, j: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def load_bricks(data, token, valid, E: tl.constexpr, P: tl.constexpr):
+    """Tokens `token` `[N]` of a page in layout `core-1` (`formats.bricks`), E numbers in 16 bytes -> `[N, padded]`."""
+    channel = tl.arange(0, P.padded)
+    rows = data + (token // 8) * (8 * P.width) + (token % 8) * E
+    places = (channel // E) * (8 * E) + channel % E
+    return tl.load(rows[:, None] + places[None, :], mask=valid[:, None] & (channel < P.width)[None, :], other=0)
+
+
+@triton.jit
 def plane_channels(j: tl.constexpr, P: tl.constexpr):
     """The channels of plane `j`, `[padded]`: neighbours, or INTERLEAVED those that leave `j` when divided by the number of
     planes."""

@@ -102,6 +102,12 @@ def _has_large_shared_memory(device: torch.device) -> bool:
 
 def prompt_config(rows: int, heads: int, widest: int, is_float32: bool, device: torch.device) -> PromptConfig:
     """rows: query rows of a KV head; heads: KV heads of all sequences; widest: the larger head size."""
+    if widest > 256:  # latents
+        if is_float32:
+            return PromptConfig(16, 16, num_warps=4, num_stages=1, programs=2)
+        if not _has_large_shared_memory(device):
+            return PromptConfig(32, 32, num_warps=4, num_stages=1, programs=1)
+        return PromptConfig(64, 32, num_warps=8, num_stages=2, programs=1)
     if is_float32:
         return PromptConfig(32, 32, num_warps=4, num_stages=1, programs=2)
     if not _has_large_shared_memory(device):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .common import DTYPES, as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
+from ..formats.bricks import LAYOUT
+from .common import DTYPES, as_operand, load_bricks, load_plane, load_tokens, padded_width, query_dot, value_dot
 
 
 class Params(NamedTuple):
@@ -21,11 +22,14 @@ class Params(NamedTuple):
     offset: bool = False
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    #: numbers in 16 bytes of layout `core-1`, which is read only; 0: token after token
+    brick: int = 0
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     padded = padded_width(head_dim)
-    return Params(DTYPES[dtype], head_dim, padded, encode_rows=4096 // padded)
+    brick = 16 // dtype.itemsize if fmt is not None and fmt.layout == LAYOUT else 0
+    return Params(DTYPES[dtype], head_dim, padded, encode_rows=max(4096 // padded, 1), brick=brick)
 
 
 @triton.jit
@@ -69,8 +73,12 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 @triton.jit
 def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, `[BLOCK_N, padded]`; zero where not valid, for such rows may hold NaN."""
-    rows = page.to(tl.pointer_type(P.dtype)) + (n0 + tl.arange(0, BLOCK_N)) * P.width
-    return load_plane(rows, 1, valid, 0, P)
+    token, data = n0 + tl.arange(0, BLOCK_N), page.to(tl.pointer_type(P.dtype))
+    if P.brick:
+        x = load_bricks(data, token, valid, P.brick, P)
+    else:
+        x = load_plane(data + token * P.width, 1, valid, 0, P)
+    return x
 
 
 @triton.jit

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..formats.bricks import LAYOUT
 from ..formats.fp8 import E4M3_MAX, LEAST_SCALE
-from .common import load_plane, load_tokens, padded_width, query_dot, value_dot
+from .common import load_bricks, load_plane, load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
 from .dense import prepare as prepare
 from .dense import weigh as weigh
@@ -30,15 +31,23 @@ class Params(NamedTuple):
     offset: bool = False
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    #: whether pages are in layout `core-1`, which is read only
+    bricks: int = 0
+
+
+def covers(fmt) -> bool:
+    """Not a scale a block."""
+    return fmt.granularity != "block"
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     """Raises `ValueError` for a scale a block."""
-    if fmt.granularity == "block":
+    if not covers(fmt):
         raise ValueError(f"format {fmt.name!r} has no Triton kernels; use backend='torch' (slow reference)")
     padded, last = padded_width(head_dim), fmt.fields(head_dim, page_size, dtype)[-1]
     scaled = int(fmt.granularity == "token")
-    return Params(head_dim, padded, scaled, last.offset * scaled, encode_rows=max(2048 // padded, 1))
+    bricks = int(fmt.layout == LAYOUT)
+    return Params(head_dim, padded, scaled, last.offset * scaled, encode_rows=max(2048 // padded, 1), bricks=bricks)
 
 
 @triton.jit
@@ -68,7 +77,10 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, float32 `[BLOCK_N, padded]`; zero where not valid."""
     token = n0 + tl.arange(0, BLOCK_N)
-    code = load_plane(page + token * P.width, 1, valid, 0, P).to(tl.int16)
+    if P.bricks:
+        code = load_bricks(page, token, valid, 16, P).to(tl.int16)
+    else:
+        code = load_plane(page + token * P.width, 1, valid, 0, P).to(tl.int16)
     # sign, exponent and mantissa at their places in float16 are the number times 2^-8, subnormals included
     half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     x = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0

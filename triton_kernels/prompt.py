@@ -4,6 +4,9 @@ Decoding a page again for every tile of query rows would cost more than the prod
 behind it the chunk, are unpacked once into a transient buffer of bounded size (`config.BUFFER_BYTES`) and attended to
 there as any 16-bit attention would be. From one stretch to the next each query row carries its output so far and the
 log-sum-exp of its scores. No format is known here: `read.unpack` is all that it takes.
+
+Latents (MLA, SHARED below) take the same way: the first stream is both values and the first channels of keys, and the
+second one is the rest of keys.
 """
 
 from __future__ import annotations
@@ -44,13 +47,14 @@ def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _walk(
-    carried, q, keys, values, start, stop, last, factor, softcap,
+    carried, q, more, keys, values, start, stop, last, factor, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole tiles.
 
-    factor: what turns a product into a binary logarithm, above 0; with a softcap, into a natural one.
+    more: SHARED: the queries' channels for the second stream. factor: what turns a product into a binary logarithm, above 0;
+    with a softcap, into a natural one.
     """
     m, l, acc = carried
     for n0 in range(start, stop, BLOCK_N):
@@ -58,6 +62,10 @@ def _walk(
         valid = index < stop
         k = _load(keys + index * DK, valid, DK, DK_PADDED, MASKED).to(DOT)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v = k
+        if SHARED:
+            rest = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
+            s = tl.dot(more, tl.trans(rest), s, input_precision="ieee")
         scale = factor
         if HAS_SOFTCAP:
             s = _capped(s * factor, softcap, True)
@@ -68,7 +76,8 @@ def _walk(
         weights = tl.exp2(s * scale - new_m[:, None])
         decay = tl.exp2(m - new_m)
         l = l * decay + tl.sum(weights, 1)
-        v = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
+        if not SHARED:
+            v = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
         acc = tl.dot(weights.to(DOT), v, acc * decay[:, None], input_precision="ieee")
         m = new_m
     return m, l, acc
@@ -81,15 +90,18 @@ def prompt_kernel(
     heads, tokens, before, first, count, splits, final, scaling, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the group).
 
-    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. A query token is number `before` and up of
-    its chunk, whose tokens follow the row's `length`; HAS_POSITION: their numbers without padding, `position` `[B, S]`.
-    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DV]`. Else what is carried on goes to partial, float32
-    `[B * H, splits, GROUPS * tokens, DV]`, and lse, the same without DV, in binary logarithms.
+    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. SHARED: queries have channels for both,
+    and keys are values, too. A query token is number `before` and up of its chunk, whose tokens follow the row's `length`;
+    HAS_POSITION: their numbers without padding, `position` `[B, S]`.
+    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DO]`, DO = DV, or SHARED: DK. Else what is carried on goes
+    to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary logarithms.
     """
+    DO: tl.constexpr = DK if SHARED else DV
+    DO_PADDED: tl.constexpr = DK_PADDED if SHARED else DV_PADDED
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     split = tl.program_id(1)
@@ -109,30 +121,36 @@ def prompt_kernel(
     stop = tl.minimum((tiles * (split + 1) // splits) * BLOCK_N, end)
     if (first == 0) | (final != 0) | (start < stop):
         carry = (bh * splits + split) * (GROUPS * tokens) + row
-        channel = tl.arange(0, DV_PADDED)
-        keep = rows_valid[:, None] & (channel < DV)[None, :]
+        channel = tl.arange(0, DO_PADDED)
+        keep = rows_valid[:, None] & (channel < DO)[None, :]
         # what is carried counts as one token: the output so far, with the log-sum-exp as its score
         carried = row < tl.where(first > 0, GROUPS * tokens, 0)
         m = tl.load(lse + carry, mask=carried, other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
         m = tl.maximum(m, LOWEST)
-        acc = tl.load(partial + carry[:, None] * DV + channel[None, :], mask=keep & carried[:, None], other=0.0)
+        acc = tl.load(partial + carry[:, None] * DO + channel[None, :], mask=keep & carried[:, None], other=0.0)
         factor = scaling if HAS_SOFTCAP else scaling * LOG2E
         q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
         q_channel = tl.arange(0, DK_PADDED)[None, :]
         queries = tl.load(
             q_rows[:, None] + q_channel * q_stride_d, mask=rows_valid[:, None] & (q_channel < DK), other=0.0
         ).to(DOT)
+        more = queries
+        if SHARED:
+            rest = tl.arange(0, DV_PADDED)[None, :]
+            more = tl.load(
+                q_rows[:, None] + (DK + rest) * q_stride_d, mask=rows_valid[:, None] & (rest < DV), other=0.0
+            ).to(DOT)
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
         m, l, acc = _walk(
-            (m, l, acc), queries, keys, values, start, middle, last, factor, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, False,
+            (m, l, acc), queries, more, keys, values, start, middle, last, factor, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         m, l, acc = _walk(
-            (m, l, acc), queries, keys, values, middle, stop, last, factor, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, HAS_SOFTCAP, BLOCK_N, True,
+            (m, l, acc), queries, more, keys, values, middle, stop, last, factor, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
         if final != 0:
             if HAS_SINKS:
@@ -142,11 +160,11 @@ def prompt_kernel(
                 l = l * decay + tl.exp2(logit - new_m)
                 acc = acc * decay[:, None]
             x = acc / tl.where(l > 0, l, 1.0)[:, None]  # zero where nothing was attended to
-            rows = out + ((b * tokens + token) * (heads * GROUPS) + q_head) * DV
+            rows = out + ((b * tokens + token) * (heads * GROUPS) + q_head) * DO
             tl.store(rows[:, None] + channel[None, :], x.to(out.dtype.element_ty), mask=keep)
         else:
             total = tl.where(l > 0, l, 1.0)
-            tl.store(partial + carry[:, None] * DV + channel[None, :], acc / total[:, None], mask=keep)
+            tl.store(partial + carry[:, None] * DO + channel[None, :], acc / total[:, None], mask=keep)
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
@@ -166,8 +184,8 @@ def attend(
 
     seen: no row holds more tokens than this, as far as the host knows.
     """
-    batch, q_heads, tokens, head_dim_k = q.shape
-    heads, head_dim_v = k.shape[1], v.shape[-1]
+    batch, q_heads, tokens, _ = q.shape
+    heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if scaling <= 0:  # the kernel takes the maximum before it scales
         q, scaling = q * scaling, 1.0
     order = real = position = None
@@ -177,7 +195,8 @@ def attend(
         real = position[:, -1] + 1
     capacity = spec.room(state.page_address.shape[1])
     history = capacity if seen is None else min(capacity, seen)
-    out = q.new_empty(batch, tokens, q_heads, head_dim_v)
+    width = spec.reading.widths(head_dim_k, head_dim_v)[1]
+    out = q.new_empty(batch, tokens, q_heads, width)
     total = history + tokens
     token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
     # sequences side by side, if there is room for more than one of them; else one at a time, and if need be in stretches
@@ -186,7 +205,7 @@ def attend(
     buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
     queries = tokens
     if size < total:
-        queries = min(max(CARRY_BYTES // (q_heads * (head_dim_v + 1) * 4), 1), tokens)
+        queries = min(max(CARRY_BYTES // (q_heads * (width + 1) * 4), 1), tokens)
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
@@ -217,7 +236,7 @@ class _Walk:
 
     def __init__(self, q, position, before, state, spec, chunk, scaling, softcap, sinks, out):
         self.q, self.position, self.before, self.state, self.sinks, self.out = q, position, before, state, sinks, out
-        self.scaling, self.softcap = scaling, softcap
+        self.scaling, self.softcap, self.shared = scaling, softcap, spec.reading.shares_values
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
@@ -264,16 +283,17 @@ class _Walk:
             DOT=dot_type(q.dtype),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            SHARED=self.shared,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
         if final and self.splits > 1:
             _launch(
                 merge_kernel,
-                (self.batch * self.heads, self.rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
+                (self.batch * self.heads, self.rows, triton.cdiv(out.shape[-1], MERGE_CHANNELS)),
                 *(self.partial, self.lse, sinks, out, self.heads, self.rows, self.splits),
                 device=q.device,
-                DV=head_dim_v,
+                DV=out.shape[-1],
                 GROUPS=self.groups,
                 HAS_SINKS=self.sinks is not None,
                 BLOCK=min(triton.next_power_of_2(self.splits), MERGE_SPLITS),

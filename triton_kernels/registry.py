@@ -63,7 +63,9 @@ def reader(fmt: Format) -> ModuleType:
 
 
 def attends_packed(spec: LayerSpec) -> bool:
-    """Whether both formats have what the attend kernel takes."""
+    """Whether the attend kernel reads the layer's pages: keys and values, in formats that have what it takes."""
+    if spec.reading.shares_values:
+        return False
     keys, values = (kernels(fmt) for fmt in spec.formats)
     return hasattr(keys, "scores") and hasattr(values, "add")
 
@@ -71,7 +73,7 @@ def attends_packed(spec: LayerSpec) -> bool:
 def why_not(formats: Iterable[Format]) -> str | None:
     """What keeps the kernels from these formats, or `None`."""
     for fmt in formats:
-        if type(fmt) not in KERNELS:
+        if type(fmt) not in KERNELS or not getattr(KERNELS[type(fmt)], "covers", lambda fmt: True)(fmt):
             return f"cannot serve: {_no_kernels(fmt)}"
     return None
 

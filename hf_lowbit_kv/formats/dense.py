@@ -3,38 +3,56 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from . import bricks
 from .base import Format, Tensors
 
 
 @dataclass(frozen=True, repr=False)
 class Dense(Format):
-    """The model's own dtype, token after token."""
+    """The model's own dtype, token after token (layout `planar-1`), or in `bricks`. The backend chooses the layout."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT)
+
+    layout: str = "planar-1"
 
     grammar: ClassVar[str] = "'dense'"
     stores_latents: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
-        return "dense"
+        return "dense" if self.layout == "planar-1" else f"dense@{self.layout}"
 
     @classmethod
     def parse(cls, name: str) -> Dense | None:
-        return cls() if re.fullmatch("dense", name) else None
+        found = re.fullmatch(f"dense(?:@({bricks.LAYOUT}))?", name)
+        return cls(found[1] or "planar-1") if found else None
+
+    def with_layout(self, layout: str) -> Dense:
+        return replace(self, layout=layout) if layout in self.layouts else self
 
     @property
     def tokenwise(self) -> bool:
         return True
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        if self.layout != "planar-1":
+            return [("codes", dtype, bricks.shape(head_dim, page_size, dtype))]
         return [("codes", dtype, (page_size, head_dim))]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
-        return {"codes": x}
+        return {"codes": x if self.layout == "planar-1" else bricks.pack(x)}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        return arrays["codes"]
+        codes = arrays["codes"]
+        return codes if self.layout == "planar-1" else bricks.unpack(codes)
+
+    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
+        if self.layout != "planar-1":
+            bricks.merge_tokens(old["codes"], new["codes"], at, count)
+        else:
+            super().merge_tokens(old, new, at, count)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
+from . import bricks
 from .base import Format, Tensors
 
 Granularity = Literal["token", "block", "static"]
@@ -38,28 +39,38 @@ class Fp8(Format):
     Args:
         granularity: what shares a scale: a `token` (absmax / 448; SnapMLA, section 3.1), a `block` of 64 tokens x 64
             channels, or everything, with the fixed scale 1 (`static`).
+        layout: order of the codes: token after token (`planar-1`), or see `bricks`. The backend chooses it.
     """
 
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT)
+
     granularity: Granularity = "token"
+    layout: str = "planar-1"
 
     grammar: ClassVar[str] = "'fp8', 'fp8-block', 'fp8-static'"
     stores_latents: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
-        return "fp8" if self.granularity == "token" else f"fp8-{self.granularity}"
+        granularity = "" if self.granularity == "token" else f"-{self.granularity}"
+        return f"fp8{granularity}" + ("" if self.layout == "planar-1" else f"@{self.layout}")
 
     @classmethod
     def parse(cls, name: str) -> Fp8 | None:
-        found = re.fullmatch("fp8(?:-(block|static))?", name)
-        return cls(found[1] or "token") if found else None  # type: ignore[arg-type]
+        found = re.fullmatch(f"fp8(?:-(block|static))?(?:@({bricks.LAYOUT}))?", name)
+        return cls(found[1] or "token", found[2] or "planar-1") if found else None  # type: ignore[arg-type]
+
+    def with_layout(self, layout: str) -> Fp8:
+        return replace(self, layout=layout) if layout in self.layouts else self
 
     @property
     def tokenwise(self) -> bool:
         return self.granularity != "block"
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
-        codes = ("codes", torch.float8_e4m3fn, (page_size, head_dim))
+        codes: tuple[str, torch.dtype, tuple[int, ...]] = ("codes", torch.float8_e4m3fn, (page_size, head_dim))
+        if self.layout != "planar-1":
+            codes = ("codes", torch.float8_e4m3fn, bricks.shape(head_dim, page_size, torch.float8_e4m3fn))
         if self.granularity == "token":
             return [codes, ("scale", torch.float32, (page_size, 1))]
         if self.granularity == "block":
@@ -69,19 +80,29 @@ class Fp8(Format):
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         x = x.float()
         if self.granularity == "static":
-            return {"codes": to_e4m3(x)}
+            return {"codes": self._ordered(to_e4m3(x))}
         if self.granularity == "token":
             scale = scale_of(x.abs().amax(-1, keepdim=True))
-            return {"codes": to_e4m3(x / scale), "scale": scale}
+            return {"codes": self._ordered(to_e4m3(x / scale)), "scale": scale}
         scale = scale_of(_blocks(x).abs().amax((-3, -1)))
-        return {"codes": to_e4m3(x / _spread(scale, *x.shape[-2:])), "scale": scale}
+        return {"codes": self._ordered(to_e4m3(x / _spread(scale, *x.shape[-2:]))), "scale": scale}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        x = arrays["codes"].float()
+        codes = arrays["codes"]
+        x = (codes if self.layout == "planar-1" else bricks.unpack(codes)).float()
         if self.granularity == "static":
             return x
         scale = arrays["scale"]
         return x * (scale if self.granularity == "token" else _spread(scale, *x.shape[-2:]))
+
+    def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes if self.layout == "planar-1" else bricks.pack(codes)
+
+    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
+        old, new = dict(old), dict(new)
+        if self.layout != "planar-1":
+            bricks.merge_tokens(old.pop("codes"), new.pop("codes"), at, count)
+        super().merge_tokens(old, new, at, count)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,19 @@ OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: kernel -> its argument
 ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs", "project": "ProjectArgs"} | dict.fromkeys(
-    ("latent_attend", "latent_merge", "latent_append", "latent_counters"), "LatentArgs"
+    (
+        *("latent_attend", "latent_wide_attend", "latent_merge", "latent_merge_rows"),
+        *("latent_append", "latent_counters"),
+    ),
+    "LatentArgs",
 )
 #: number -> a kernel of the file that holds it
-NUMBERS = {"shared_bytes": "attend", "argument_bytes": "attend", "latent_shared_bytes": "latent_attend"}
+NUMBERS = {
+    "shared_bytes": "attend",
+    "argument_bytes": "attend",
+    "latent_shared_bytes": "latent_attend",
+    "latent_wide_shared_bytes": "latent_wide_attend",
+}
 
 
 def available() -> bool:
@@ -36,6 +45,9 @@ def translate(name: str) -> str:
     text = source(name)
     start, end = text.index("__device__ __forceinline__ void cp16("), text.index("// Sum over the eight lanes")
     text = text[:start] + (HERE / "ptx.h").read_text() + text[end:]
+    if "// begin of hopper" in text:
+        start, end = text.index("// begin of hopper"), text.index("// end of hopper")
+        text = text[:start] + (HERE / "hopper.h").read_text() + text[end:]
     replaced = (
         (r'asm volatile\("ld\.shared\.u16 %0, \[%1\];" : "=h"\((\w+)\) : "r"\((.*?)\)\);', r"\1 = lds_u16(\2);"),
         (r"__device__ __forceinline__ u16 half_bits\(.*\n", ""),
@@ -67,7 +79,9 @@ class Module:
                 "{ argument = a; return run_grid(entry, x, y, z, n, backwards); }\n"
             )
             FOLDER.mkdir(exist_ok=True)
-            headers = "".join((HERE / name).read_text() for name in ("machine.h", "races.h"))
+            headers = "".join(
+                (HERE / name).read_text() for name in ("machine.h", "races.h")
+            )  # the others are in the text
             key = hashlib.sha256((text + headers + repr((OPTIONS, WATCHED))).encode()).hexdigest()[:24]
             path = FOLDER / f"{key}.so"
             if not path.exists():

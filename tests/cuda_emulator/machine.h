@@ -27,6 +27,7 @@ static unsigned draw() {
   return state >> 3;
 }
 static bool hasty;                                  // whether copies of this block may be done before they are waited for
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 static Dim blockIdx, gridDim, blockDim;
@@ -53,6 +54,16 @@ struct Barrier {
 };
 static Barrier warps[32], barriers[17];
 static void __syncthreads() { barriers[0].wait(threads); }
+static int __syncthreads_or(int p) {
+  static int any[2], turn[1024];                      // by turns: one is cleared while the other is in use
+  const int mine = turn[current]++ & 1;
+  any[mine] |= p != 0;
+  __syncthreads();
+  const int found = any[mine];
+  __syncthreads();
+  any[mine] = 0;
+  return found;
+}
 static void __syncwarp() { warps[current / 32].wait(32); }
 static void __threadfence() {}
 
@@ -80,6 +91,10 @@ static unsigned __reduce_add_sync(unsigned, unsigned x) { return exchange(x, [](
 static int __ffs(unsigned x) { return __builtin_ffs(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T> static T __ldcg(const T* p) { return *p; }
+UNWATCHED static int atomicMax(int* p, int x) {
+  races::touch(p, sizeof *p, races::ATOMIC, __builtin_return_address(0));
+  const int old = *p; *p = old > x ? old : x; return old;
+}
 static int atomicAdd(int* p, int x) { const int old = *p; *p += x; return old; }
 static float __int_as_float(int x) { return from_bits<float>(x); }
 static float __uint_as_float(unsigned x) { return from_bits<float>(x); }

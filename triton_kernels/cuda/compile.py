@@ -143,10 +143,10 @@ def _enter_context(device: int) -> None:
 class Module:
     """A compiled file, loaded on one device."""
 
-    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device):
+    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False):
         self._driver, _ = _bindings()
         self.device = device
-        arch = _arch(device)
+        arch = _arch(device) + ("a" if own else "")
         data = binary(name, defines, arch)
         with torch.cuda.device(device):
             _enter_context(device.index)
@@ -192,6 +192,7 @@ class Module:
 
 
 @functools.cache
-def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> Module:
-    """The file `name` compiled with these macros and loaded on `device` (with an index), once a process."""
-    return Module(name, defines, device)
+def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False) -> Module:
+    """The file `name` compiled with these macros and loaded on `device` (with an index), once a process. own: with instructions
+    that only this architecture has (`sm_90a`)."""
+    return Module(name, defines, device, own)

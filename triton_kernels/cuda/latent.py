@@ -1,34 +1,47 @@
-"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.reference`: see `latent.cu`.
+"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.reference`.
 
-Chunks of more than `TOKENS` tokens are attended to by the reference, in stretches, which waits for the device; so does `read`.
-A step of up to that many is two launches, and can be captured in a CUDA graph.
+`latent.cu` attends for few query rows. `latent_wide.cu` attends for many on Hopper GPUs, and quantizes queries and weights too
+(`hf_lowbit_kv.snapmla`).
+
+Chunks of more than `TOKENS` tokens are left to Triton's kernels (`prompt.py`), and so is `read`; where Triton cannot launch any
+(`toolchain.why_no_launcher`), to the reference. A step of up to that many is two launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 
 from ... import reference
-from ...formats import Dense, Fp8
+from ...formats import Dense, Fp8, bricks
 from ...pages import LayerSpec, LayerState
+from ...toolchain import why_no_launcher
+from .. import prompt
+from .. import read as unpacking
 from .compile import Module, load
-from .launch import _address, launches
+from .launch import _address, _rows, launches
 from .modules import properties
 
 #: query tokens that the kernels attend for
 TOKENS = 8
-#: query rows (heads x tokens) that share one reading of the latent
+#: query rows (heads x tokens) of a tile: of those of a block, partial results stand in tiles of as many
 ROWS = 16
+#: query rows from which the wide kernel attends, where it can
+WIDE_ROWS = 17
+#: compute capability that it is written for
+WIDE_CAPABILITY = (9, 0)
+#: by its query rows: 64 tokens each that are on their way into shared memory or there, and blocks on a multiprocessor
+WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
 #: shares of a sequence
 MOST_SPLITS = 512
-#: blocks of threads on a multiprocessor
-BLOCKS = 2
 THREADS = 128
 #: use the conversion instruction where there is one
 CONVERT = True
+#: query rows of all sequences from which a warp merges a row; fewer are merged by blocks, a slice of channels each
+MERGE_ROWS = 512
 RANKS = range(64, 513, 64)
 ROPES = (16, 32, 64, 128)
 
@@ -47,7 +60,7 @@ class _Args(ctypes.Structure):
 
 def why_not(spec: LayerSpec) -> str | None:
     """What keeps these kernels from serving the layer, or `None`."""
-    if spec.formats != (Fp8(), Dense()):
+    if tuple(fmt.with_layout("planar-1") for fmt in spec.formats) != (Fp8(), Dense()):
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         return f"has kernels for latents in formats 'fp8' / 'dense', not in {names}"
     if not spec.direct or spec.sink:
@@ -66,7 +79,17 @@ def why_not_widths(rank: int, rope: int) -> str | None:
 
 @functools.cache
 def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: bool) -> tuple[tuple[str, str], ...]:
-    """convert: by the instruction for it."""
+    """convert: by the instruction for it.
+
+    Raises:
+        ValueError: pages in another layout than the kernels read.
+    """
+    if spec.formats != (Fp8(layout=bricks.LAYOUT), Dense(layout=bricks.LAYOUT)):
+        names = " / ".join(repr(fmt.name) for fmt in spec.formats)
+        raise ValueError(
+            f"backend='cuda' stores latents as 'fp8' / 'dense' in layout {bricks.LAYOUT!r}, not as {names}: see "
+            "backends.storage_spec"
+        )
     content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
     parts = spec.part_bytes(rank, rope, dtype)
     values = {
@@ -90,19 +113,67 @@ def converts(device: torch.device) -> bool:
     return CONVERT and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+class Plan(NamedTuple):
+    """How a step attends."""
+
+    module: Module
+    kernel: str
+    threads: int
+    shared: int
+    rows: int
+    """query rows of a block"""
+    blocks: int
+    """blocks on a multiprocessor at a time"""
+    tokens: int
+    """that a share of a sequence has at least"""
+
+
+def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
+    """What keeps the wide kernel from attending for `rows` query rows (heads x tokens), or `None`."""
+    if (found := torch.cuda.get_device_capability(device)) != WIDE_CAPABILITY:
+        return f"needs compute capability {WIDE_CAPABILITY}, not {found}"
+    if rank % 128:
+        return f"needs a latent rank that is a multiple of 128, not {rank}"
+    return None if rows >= WIDE_ROWS else f"is for {WIDE_ROWS} query rows and more, not for {rows}"
+
+
+def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, device: torch.device) -> Plan:
+    """Which kernel attends for `rows` query rows, compiled."""
+    if why_not_wide(rank, rows, device) is not None:
+        module, shared = _module(spec, rank, rope, dtype, device)
+        return Plan(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
+    columns = min(64, max(16, 1 << (rows - 1).bit_length()))
+    return _wide_plan(spec, rank, rope, dtype, columns, *WIDE_SHAPES[columns], device)
+
+
+@functools.cache
+def _wide_plan(
+    spec: LayerSpec,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    columns: int,
+    stages: int,
+    blocks: int,
+    device: torch.device,
+) -> Plan:
+    more = ("COLUMNS", str(columns)), ("STAGES", str(stages)), ("BLOCKS", str(blocks))
+    module = load("latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *more), device, own=True)
+    shared = module.integer("latent_wide_shared_bytes")
+    return Plan(module, "latent_wide_attend", 256, shared, columns, blocks, tokens=128)
+
+
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
     module = load("latent.cu", defines(spec, rank, rope, dtype, converts(device)), device)
     return module, module.integer("latent_shared_bytes")
 
 
-def _launch(module: Module, name: str, grid: tuple[int, int, int], args: _Args, *more, shared: int = 0) -> None:
+def _launch(
+    module: Module, name: str, grid: tuple[int, int, int], args: _Args, *more, threads: int = THREADS, shared: int = 0
+) -> None:
     launches[name] = launches.get(name, 0) + 1
-    module.launch(name, grid, THREADS, args, *more, shared=shared)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    module.launch(name, grid, threads, args, *more, shared=shared)
 
 
 def attend(
@@ -134,14 +205,16 @@ def _step(
 ) -> torch.Tensor:
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     if tokens > TOKENS or softcap is not None or sinks is not None:
-        out = reference.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+        by = prompt if why_no_launcher() is None else reference
+        out = by.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
         if store:
             append(k, v, mask, state, spec)
         return out
     q, k, v, device = _rows(q), _rows(k), _rows(v), q.device
-    module, shared = _module(spec, rank, rope, q.dtype, device)
-    tiles, pages = -(-heads * tokens // ROWS), state.page_address.shape[1]
-    splits = split_count(properties(device).multi_processor_count, batch * tiles, pages * spec.page_size)
+    rows, pages = heads * tokens, state.page_address.shape[1]
+    how = plan(spec, rank, rope, q.dtype, rows, device)
+    tiles, blocks = -(-rows // ROWS), -(-rows // how.rows)
+    splits = split_count(how, properties(device).multi_processor_count, batch * blocks, pages * spec.page_size)
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
@@ -173,16 +246,20 @@ def _step(
         ),
         *(heads, tokens, pages, splits, spec.room(pages), int(store), scaling),
     )
-    _launch(module, "latent_attend", (splits, batch, tiles), args, shared=shared)
-    slices = rank // (128 if rank % 128 == 0 else 64)  # `SLICE` in latent.cu
-    _launch(module, "latent_merge", (heads * tokens + int(store), batch, slices), args)
+    _launch(how.module, how.kernel, (splits, batch, blocks), args, threads=how.threads, shared=how.shared)
+    module, _ = _module(spec, rank, rope, q.dtype, device)
+    if rank % 128 == 0 and batch * rows >= MERGE_ROWS:
+        _launch(module, "latent_merge_rows", (-(-rows // 4) + int(store), batch, 1), args)
+    else:
+        slices = rank // (128 if rank % 128 == 0 else 64)  # `SLICE` in latent_merge.cuh
+        _launch(module, "latent_merge", (rows + int(store), batch, slices), args)
     return out
 
 
-def split_count(processors: int, programs: int, tokens: int) -> int:
-    """Shares that each of `programs` (sequences x tiles of query rows) is cut into: all blocks run at once, and none has
-    fewer than two blocks of 64 tokens."""
-    return max(min(processors * BLOCKS // programs, tokens // 128, MOST_SPLITS), 1)
+def split_count(how: Plan, processors: int, programs: int, tokens: int) -> int:
+    """Shares that each of `programs` (sequences x tiles of query rows) is cut into: all blocks run at once, and none has too
+    few tokens."""
+    return max(min(processors * how.blocks // programs, tokens // how.tokens, MOST_SPLITS), 1)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
@@ -223,4 +300,7 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
     _launch(module, "latent_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))
 
 
-read = reference.read
+def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.read`."""
+    by = unpacking if why_no_launcher() is None else reference
+    return by.read(state, spec, max_length)

@@ -1,0 +1,364 @@
+// Attention of many query rows (heads x tokens) to latents in FP8 on Hopper: as `latent.cu`, with products of warpgroups (`wgmma`), both of
+// whose operands are e4m3. Queries and weights are quantized (SnapMLA, section 3.2): `hf_lowbit_kv/snapmla.py` is the reference.
+//
+// A block of two warpgroups attends for COLUMNS query rows, 128 tokens at a time. Operands are swapped: tokens, or channels, are the rows.
+//
+//   scores    S^T = K q^T. A warpgroup takes 64 tokens; content in e4m3, the RoPE part in the model's dtype.
+//   weights   p x scale of the token, in e4m3, relative to a reference that all 128 tokens have. It is renewed where a weight is too great
+//             for it, and every RENEWAL blocks, after which it follows the block's own maximum: small weights lose nothing. In between
+//             no warp waits for another's maximum, and sums need no decay.
+//   values    O^T = V^T P^T. A warpgroup takes half of the channels and all tokens. V^T comes from the same bytes as K: `ldmatrix.trans`
+//             turns pairs of channels, `prmt` parts them, and products take it from registers.
+//
+// Pages are in core matrices (layout `core-1`), so 64 tokens come as plain bulk copies, into a ring of STAGES halves.
+#include "latent.cuh"
+#include "hopper.cuh"
+
+constexpr int HALF = 64, THREADS = 256, WARPS = 8;
+constexpr int CODE_BYTES = HALF * RANK, ROPE_BYTES = HALF * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + HALF * 4;
+constexpr int TILES = RANK / 128;                         // of 64 channels, that a warpgroup weighs
+constexpr int EACH = COLUMNS / 4;                         // columns of which a lane has scores, of two tokens each
+constexpr int GROUP_BYTES = COLUMNS * 16;                 // weights of 16 tokens
+constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
+constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // of the queries' scales, a float a column
+constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;       // of the block, ordered as integers
+constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;    // twice: in powers of two
+constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;      // twice: maximum so far
+constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;            // of each warp
+constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
+// A weight at the reference is 2^LIFT. One that is GROWTH powers of two greater is e4m3 still (MOST); the reference stays until the block's
+// maximum is greater than that, or SHRINKAGE below. It never gets DEPTH below the maximum so far, so that sums stay finite. Between two
+// renewals, what is lost of weights that have become small is 128 RENEWAL times 2^-18 of the greatest, at most.
+constexpr float LIFT = 8.f, GROWTH = 0.75f, MOST = 430.f, SHRINKAGE = 2.f, DEPTH = 40.f;
+constexpr int RENEWAL = 8;
+static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 && STAGES >= 2, "");
+
+extern "C" __device__ int latent_wide_shared_bytes = BARRIERS_AT + STAGES * 8;
+
+// Floats in the order of integers.
+__device__ __forceinline__ int ordered(float x) { const int i = __float_as_int(x); return i ^ (i >> 31 & 0x7fffffff); }
+__device__ __forceinline__ float unordered(int i) { return __int_as_float(i ^ (i >> 31 & 0x7fffffff)); }
+__device__ __forceinline__ float2 pair_at(u32 address) {
+  u32 x[2];
+  lds<2>(x, address);
+  return {__uint_as_float(x[0]), __uint_as_float(x[1])};
+}
+
+// Query rows as right operands: content in e4m3, a scale a row, and the RoPE part as it is.
+__device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
+  constexpr int WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
+  float* factors = reinterpret_cast<float*>(smem + FACTORS_AT);
+#pragma unroll 4
+  for (int row = warp; row < COLUMNS; row += WARPS) {
+    const int all = tile * COLUMNS + row;
+    const bool real = all < a.heads * a.tokens;
+    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + all % a.heads * a.q_h + all / a.heads * a.q_s : 0));
+    u32 content[WORDS], rope[MORE];
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) content[k] = real ? ask(source + 32 * k + lane) : 0u;
+#pragma unroll
+    for (int k = 0; k < MORE; k++) rope[k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+    float most = 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) most = fmaxf(most, fmaxf(fabsf(to_float(content[k] & 0xffff)), fabsf(to_float(content[k] >> 16))));
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    const float scale = fmaxf(most * (1.f / 448.f), 8.673617379884035e-19f), inverse = 1.f / scale;  // 2^-60: `formats.fp8.LEAST_SCALE`
+    if (lane == 0) factors[row] = scale * a.scaling * LOG2E;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      const int x = 64 * k + 2 * lane;
+      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) = (u16)pack_e4m3(to_float(content[k] & 0xffff) * inverse, to_float(content[k] >> 16) * inverse);
+    }
+#pragma unroll
+    for (int k = 0; k < MORE; k++) {
+      const int x = 64 * k + 2 * lane;
+      if (x < ROPE) *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[k];
+    }
+  }
+}
+
+// The halves of a share of a sequence, and where the next one goes: one thread begins the copies.
+struct Halves {
+  int next, stop;                                         // halves of the sequence
+  i64 page;                                               // where the page of `next` starts, asked for early
+  __device__ __forceinline__ void ask_page(const LatentArgs& a, int b) {
+    if (next < stop) page = ask(a.address + (i64)b * a.pages + next * HALF / PAGE_TOKENS);
+  }
+  __device__ __forceinline__ void copy(const LatentArgs& a, int b, u32 memory, int slot) {
+    if (next >= stop) return;
+    const int token = next * HALF % PAGE_TOKENS;
+    const u8* from = a.pool + page;
+    const u32 stage = memory + STAGES_AT + slot * STAGE_BYTES, barrier = memory + BARRIERS_AT + slot * 8;
+    barrier_expect(barrier, STAGE_BYTES);
+    copy_bulk(stage, from + (i64)token * RANK, CODE_BYTES, barrier);
+    copy_bulk(stage + CODE_BYTES, from + ROPE_AT + token * ROPE * 2, ROPE_BYTES, barrier);
+    copy_bulk(stage + CODE_BYTES + ROPE_BYTES, from + SCALE_AT + token * 4, HALF * 4, barrier);
+    next++;
+  }
+};
+
+// Of `COUNT` numbers a lane, maxima over the eight lanes that have the same columns: what is left are `COUNT / 8` numbers, at least one, of the
+// columns from `column` on.
+template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, int& column, int lane) {
+  int left = COUNT;
+#pragma unroll
+  for (int d = 16; d >= 4; d >>= 1) {
+    if (left > 1) {
+      left /= 2;
+      const bool upper = lane & d;
+#pragma unroll
+      for (int i = 0; i < COUNT / 2; i++)
+        if (i < left) {
+          const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + left], d);
+          x[i] = fmaxf(upper ? x[i + left] : x[i], other);
+        }
+      if (upper) column += left;
+    } else x[0] = fmaxf(x[0], __shfl_xor_sync(~0u, x[0], d));
+  }
+}
+
+// Grid (share, sequence, tile of COLUMNS query rows).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
+  extern __shared__ __align__(128) u8 smem[];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, part = warp & 3;
+  const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z, tiles = (a.heads * a.tokens + 15) / 16;
+  const int length = a.length[b], blocks = (length + 2 * HALF - 1) / (2 * HALF);
+  const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
+  auto slot_of = [&](int row) { return ((i64)b * tiles + tile * (COLUMNS / 16) + row / 16) * a.splits + split; };
+  auto is_real = [&](int row) { return tile * (COLUMNS / 16) + row / 16 < tiles; };
+  if (first >= stop) {
+    if (thread < COLUMNS && is_real(thread)) { float* at = a.sums + slot_of(thread) * 32 + thread % 16; at[0] = LOWEST; at[16] = 0.f; }
+    return;
+  }
+  const u32 memory = shared_address(smem), weights = memory + WEIGHTS_AT;
+  Halves halves{2 * first, min(2 * stop, (length + HALF - 1) / HALF), 0};
+  if (thread == 0) {
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) barrier_init(memory + BARRIERS_AT + 8 * i);
+    barrier_init_done();
+    i64 pages[STAGES];                                    // all are asked for before one is used
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) { halves.next = 2 * first + i; halves.ask_page(a, b); pages[i] = halves.page; }
+    halves.next = 2 * first;
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) { halves.page = pages[i]; halves.copy(a, b, memory, i); }
+    halves.ask_page(a, b);
+  }
+  if (thread < COLUMNS) {
+    reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
+    reinterpret_cast<float*>(smem + REFERENCES_AT)[thread] = 0.f;
+    reinterpret_cast<float*>(smem + TOPS_AT)[thread] = LOWEST;
+  }
+  put_queries(a, b, tile, smem, warp, lane);
+  proxy_fence();
+  __syncthreads();
+
+  float o[TILES][COLUMNS / 2], l[EACH];
+#pragma unroll
+  for (int k = 0; k < TILES; k++)
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++) o[k][i] = 0.f;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) l[i] = 0.f;
+  const float factor = a.scaling * LOG2E;
+  int turn = 0, slot = 0, phase = 0;                      // slot: of the block's first half; phase: of that slot
+
+#pragma unroll 1
+  for (int block = first; block < stop; block++) {
+    const bool whole = 2 * block + 1 < halves.stop;       // else there is no second half, and the first stands for it
+    const int next = slot + 1 == STAGES ? 0 : slot + 1, next_phase = phase ^ (slot + 1 == STAGES);
+    const u32 stages = memory + STAGES_AT, mine = stages + (group && whole ? next : slot) * STAGE_BYTES;
+    barrier_wait(memory + BARRIERS_AT + slot * 8, phase);
+    if (whole) barrier_wait(memory + BARRIERS_AT + next * 8, next_phase);
+
+    float s[COLUMNS / 2], r[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++) s[i] = r[i] = 0.f;
+    keep<COLUMNS / 2>(s); keep<COLUMNS / 2>(r);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < ROPE / 16; k++)
+      wgmma_model<COLUMNS>(r, matrix(mine + CODE_BYTES + k * 256, 128, ROPE * 16), matrix(memory + COLUMNS * RANK + k * 256, 128, ROPE * 16), k > 0);
+#pragma unroll
+    for (int k = 0; k < RANK / 32; k++)
+      wgmma_e4m3<COLUMNS>(s, matrix(mine + k * 256, 128, RANK * 8), matrix(memory + k * 256, 128, RANK * 8), k > 0);
+    wgmma_commit();
+
+    float scale[2], inverse[2], logarithm[2];             // of tokens g and g + 8 of the warp's 16
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int token = 16 * part + g + 8 * i;
+      const bool real = (2 * block + group) * HALF + token < length;
+      u32 bits;
+      lds<1>(&bits, mine + CODE_BYTES + ROPE_BYTES + token * 4);
+      scale[i] = real ? __uint_as_float(bits) : 1.f;
+      logarithm[i] = real ? lg2(scale[i]) : -INF;         // a token that is not there has no weight
+      inverse[i] = rcp(scale[i]);
+    }
+    wgmma_wait<0>();
+    keep<COLUMNS / 2>(s); keep<COLUMNS / 2>(r);
+
+    // Scores become exponents of weights, relative to the reference so far.
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j++) {
+      const float2 size = pair_at(memory + FACTORS_AT + (8 * j + 2 * t) * 4);
+      const float2 reference = pair_at(memory + REFERENCES_AT + (turn * COLUMNS + 8 * j + 2 * t) * 4);
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int x = 4 * j + 2 * i + e;
+          s[x] = s[x] * (scale[i] * (e ? size.y : size.x)) + (r[x] * factor + (logarithm[i] - ((e ? reference.y : reference.x) - LIFT)));
+        }
+    }
+    const int count = block - first;
+    bool renew = (count & (count - 1)) == 0 || count % RENEWAL == 0;
+    u32 codes[COLUMNS / 8];
+    auto put_weights = [&]() {                            // 16 tokens of a warp: first, ninth, second, ...
+      constexpr int AT_ONCE = COLUMNS >= 32 ? 4 : 2;
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j += AT_ONCE)
+        stmatrix_trans<AT_ONCE>(weights + warp * GROUP_BYTES + j * 128 + (lane & (8 * AT_ONCE - 1)) * 16, codes + j);
+      proxy_fence();
+    };
+    // Values, 32 tokens at a time: the first ones are loaded before weights are waited for, the next ones while products run.
+    u32 v[2][TILES][4];
+    auto load = [&](int step) {
+      const u32 stage = stages + (step >= 2 && whole ? next : slot) * STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < TILES; k++) {
+        u32 x[4];
+        ldmatrix4_trans(x, stage + brick(CHUNKS, step % 2 * 32 + lane, (group * TILES + k) * 4 + part));
+        v[step & 1][k][0] = permuted2(x[0], x[1], 0x6240);
+        v[step & 1][k][1] = permuted2(x[0], x[1], 0x7351);
+        v[step & 1][k][2] = permuted2(x[2], x[3], 0x6240);
+        v[step & 1][k][3] = permuted2(x[2], x[3], 0x7351);
+      }
+    };
+    load(0);
+    if (!renew) {
+      float sum[EACH], most = 0.f;
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j++) {
+        u32 pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float p0 = ex2(s[4 * j + e]), p1 = ex2(s[4 * j + 2 + e]);
+          most = fmaxf(most, fmaxf(p0, p1));
+          sum[2 * j + e] = p0 * inverse[0] + p1 * inverse[1];
+          pair[e] = pack_e4m3(p0, p1);
+        }
+        codes[j] = pair[0] | pair[1] << 16;
+      }
+      put_weights();
+      renew = __syncthreads_or(most > MOST);              // weights are there, unless one is too great
+      if (!renew) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) l[i] += sum[i];
+      }
+    }
+    if (renew) {
+      float top[EACH];
+      int column = 0;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) top[i] = fmaxf(s[i / 2 * 4 + (i & 1)], s[i / 2 * 4 + 2 + (i & 1)]);
+      reduce_columns<EACH>(top, column, lane);
+#pragma unroll
+      for (int i = 0; i < (EACH + 7) / 8; i++) {
+        const int c = column + i;
+        if (EACH >= 8 || !(g & (8 / EACH - 1)))
+          atomicMax(reinterpret_cast<int*>(smem + MAXIMA_AT) + 8 * (c >> 1) + 2 * t + (c & 1), ordered(fmaxf(top[i], LOWEST)));
+      }
+      __syncthreads();
+      bool moved = false;
+      float decay[EACH];
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j++) {
+        const u32 at = (8 * j + 2 * t) * 4, old = at + turn * COLUMNS * 4;
+        const float2 most = pair_at(memory + MAXIMA_AT + at), reference = pair_at(memory + REFERENCES_AT + old), high = pair_at(memory + TOPS_AT + old);
+        float now[2], tops[2];
+        u32 pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float before = e ? reference.y : reference.x, known = e ? high.y : high.x;
+          const float excess = unordered(__float_as_int(e ? most.y : most.x)) - LIFT, m = before + excess;
+          tops[e] = fmaxf(m, known);
+          const bool moves = excess > GROWTH || excess < -SHRINKAGE;
+          now[e] = moves ? fmaxf(m, tops[e] - DEPTH) : before;
+          moved |= moves;
+          const float d = known == LOWEST ? 0.f : ex2(before - now[e]), p0 = ex2(s[4 * j + e] + (before - now[e])), p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
+          decay[2 * j + e] = d;
+          l[2 * j + e] = l[2 * j + e] * d + (p0 * inverse[0] + p1 * inverse[1]);
+          pair[e] = pack_e4m3(p0, p1);
+        }
+        codes[j] = pair[0] | pair[1] << 16;
+        if (warp == 0 && g == 0) {
+          sts<2>(memory + REFERENCES_AT + at + (turn ^ 1) * COLUMNS * 4, now);
+          sts<2>(memory + TOPS_AT + at + (turn ^ 1) * COLUMNS * 4, tops);
+        }
+      }
+      put_weights();
+      __syncthreads();                                    // weights are there
+      if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
+      turn ^= 1;
+      if (__any_sync(~0u, moved)) {
+#pragma unroll
+        for (int k = 0; k < TILES; k++)
+#pragma unroll
+          for (int i = 0; i < COLUMNS / 2; i++) o[k][i] *= decay[i / 4 * 2 + (i & 1)];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < TILES; k++) wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], matrix(weights + 2 * step * GROUP_BYTES, GROUP_BYTES, 128));
+      wgmma_commit();
+      if (step < 3) {
+        if (step) wgmma_wait<1>();                        // registers of the next are free
+        load(step + 1);
+      }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
+
+    __syncthreads();                                      // the block's bytes are used up
+    if (thread == 0) {
+      halves.copy(a, b, memory, slot); halves.ask_page(a, b);
+      halves.copy(a, b, memory, next); halves.ask_page(a, b);
+    }
+    phase ^= slot + 2 >= STAGES;
+    slot = slot + 2 >= STAGES ? slot + 2 - STAGES : slot + 2;
+  }
+
+#pragma unroll
+  for (int k = 0; k < TILES; k++)
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int row = 8 * j + 2 * t + e;
+        if (is_real(row))
+          *reinterpret_cast<float2*>(a.partial + (slot_of(row) * 16 + row % 16) * RANK + ((group * TILES + k) * 4 + part) * 16 + 2 * g) =
+              float2{o[k][4 * j + e], o[k][4 * j + 2 + e]};
+      }
+  float* shared_sums = reinterpret_cast<float*>(smem + SUMS_AT);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const float all = sum_rows(l[i]);
+    if (g == 0) shared_sums[warp * COLUMNS + 8 * (i >> 1) + 2 * t + (i & 1)] = all;
+  }
+  __syncthreads();
+  if (thread < COLUMNS && is_real(thread)) {
+    float all = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all += shared_sums[w * COLUMNS + thread];
+    float* at = a.sums + slot_of(thread) * 32 + thread % 16;
+    at[0] = reinterpret_cast<const float*>(smem + REFERENCES_AT)[turn * COLUMNS + thread] - LIFT;
+    at[16] = all;
+  }
+}
