@@ -44,6 +44,15 @@ def test_links_lead_somewhere():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("preset", ["eigen-2", "eigen-3"])
+def test_the_figures_of_calibrated_presets_are_those_of_the_records(preset):
+    ((bits, top1),) = re.findall(rf"`{preset}` \(([\d.]+) bits\) in ([\d.]+) %", TEXT)
+    assert bits == f"{lb.get_preset(preset).spec().bits_per_value(32768, 128):.2f}"
+    records = read_records(RESULTS / "accuracy-smollm2.jsonl")
+    newest = {record["text"]: record["top1"] for record in records if record["preset"] == preset}
+    assert float(top1) == pytest.approx(50 * (newest["worked.txt"] + newest["popular.txt"]), abs=0.06)
+
+
 def test_it_is_short():
     assert len(TEXT.splitlines()) <= 150
 
