@@ -76,12 +76,24 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     )
 
 
+# Two functions, because Triton 3.6 takes no tuple as an argument.
+
+
 @triton.jit
-def _of_group(values: tl.constexpr, channel, P: tl.constexpr):
-    """`values[group of the channel]`, float32, for each channel; 0 behind the last."""
+def _gain(channel, P: tl.constexpr):
+    """The gain of each channel's group, float32; 0 behind the last."""
     x = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(P.bits)):
-        x = tl.where(channel // P.group == i, values[i], x)
+        x = tl.where(channel // P.group == i, P.gain[i], x)
+    return x
+
+
+@triton.jit
+def _mean_unit(channel, P: tl.constexpr):
+    """What a page's mean is counted in, of each channel's group, float32; 0 behind the last."""
+    x = tl.zeros_like(channel).to(tl.float32)
+    for i in tl.static_range(len(P.bits)):
+        x = tl.where(channel // P.group == i, P.mean_unit[i], x)
     return x
 
 
@@ -129,12 +141,12 @@ def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
     middle = tl.zeros_like(step)
     for i in tl.static_range(len(P.bits)):
         middle = tl.where(channel // P.group == i, ((1 << P.bits[i]) - 1) * 0.5, middle)
-    x = (code - middle) * _of_group(P.gain, channel, P)
+    x = (code - middle) * _gain(channel, P)
     if P.token_scale:
         byte = tl.load(page + P.scale_at + token // 2, mask=valid[:, None], other=0).to(tl.int32)
         k = ((byte >> (token % 2 * 4)) & 15) + LOWEST
         x = x * tl.exp2(k.to(tl.float32) * 0.25)
-    x = (x + mean * _of_group(P.mean_unit, channel, P)) * step + center
+    x = (x + mean * _mean_unit(channel, P)) * step + center
     return tl.where(valid[:, None] & keep, x, 0.0)
 
 
@@ -180,7 +192,7 @@ def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: t
     total = x
     for i in tl.static_range(P.folds):
         total = tl.sum(tl.reshape(total, (2, P.page_size >> (i + 1), n)), 0)
-    unit = _of_group(P.mean_unit, channel, P)
+    unit = _mean_unit(channel, P)
     mean = tl.reshape(total, (1, n)) * (1.0 / P.page_size) / tl.where(unit > 0, unit, 1.0)  # powers of two: exact
     # clamped before it is rounded: the same number, and small enough for `_round`
     mean = _round(tl.minimum(tl.maximum(mean, -LEVELS), LEVELS))
