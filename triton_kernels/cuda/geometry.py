@@ -22,6 +22,9 @@ from .registry import needs
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
+#: so many warps of a multiprocessor suffice for a wide window: H100s have them wherever the window bounds their number, and
+#: were measured with wide windows
+ENOUGH_WARPS = 6
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
 
@@ -66,7 +69,7 @@ def choose(
     """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
     multiprocessor. per_head: whether each KV head has a codebook of its own.
 
-    As many warps as registers and shared memory allow. The window is narrow where that leaves room for more of them.
+    As many warps as registers and shared memory allow. Where a wide window leaves room for few, it is narrow if more fit then.
 
     Raises:
         NoRoomError: not even one warp has room.
@@ -84,17 +87,19 @@ def choose(
     tables = keys.table + values.table
     most_teams = 3 if not tables else 1 if per_head else 2
     best, found = (0.0, 0, 0), None
-    narrows = (True,) if tables else (False, True)
-    for narrow, warps, teams in itertools.product(narrows, (1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
-        need = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow).block(warps, teams)
-        if need + RESERVED > shared or warps * teams > most:
-            continue
-        slots = processors * teams
-        even = grid_size(slots, heads) % heads == 0
-        # where a team has many rows one after the other, several teams keep each other's gaps busy
-        score = (warps * teams + 1.5 * even, -narrow, -teams if slots >= heads else teams)
-        if score > best:
-            best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
+    for narrow in (True,) if tables else (False, True):
+        if found is not None and found.warps * found.teams >= ENOUGH_WARPS:
+            break
+        each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
+        for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
+            if each.block(warps, teams) + RESERVED > shared or warps * teams > most:
+                continue
+            slots = processors * teams
+            even = grid_size(slots, heads) % heads == 0
+            # where a team has many rows one after the other, several teams keep each other's gaps busy
+            score = (warps * teams + 1.5 * even, -narrow, -teams if slots >= heads else teams)
+            if score > best:
+                best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
     if found is None:
         least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(1, 1) + RESERVED
         raise NoRoomError(
