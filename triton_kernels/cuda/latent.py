@@ -30,7 +30,7 @@ TOKENS = 8
 #: query rows (heads x tokens) of a tile: of those of a block, partial results stand in tiles of as many
 ROWS = 16
 #: query rows from which the wide kernel attends, where it can
-WIDE_ROWS = 17
+WIDE_ROWS = 16
 #: compute capability that it is written for
 WIDE_CAPABILITY = (9, 0)
 #: by its query rows: 64 tokens each that are on their way into shared memory or there, and blocks on a multiprocessor

@@ -26,10 +26,11 @@ constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;    // twice: in powers of
 constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;      // twice: maximum so far
 constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;            // of each warp
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
-// A weight at the reference is 2^LIFT. One that is GROWTH powers of two greater is e4m3 still (MOST); the reference stays until the block's
-// maximum is greater than that, or SHRINKAGE below. It never gets DEPTH below the maximum so far, so that sums stay finite. Between two
-// renewals, what is lost of weights that have become small is 128 RENEWAL times 2^-18 of the greatest, at most.
-constexpr float LIFT = 8.f, GROWTH = 0.75f, MOST = 430.f, SHRINKAGE = 2.f, DEPTH = 40.f;
+// A weight at the reference is 2^LIFT. One that is GROWTH powers of two greater is e4m3 still (MOST), so maxima may grow for long before they
+// outgrow the reference. Renewed, it becomes the block's maximum where that is greater, or SHRINKAGE smaller. After it has jumped by JUMP the
+// next block renews it again: tokens behind one that outweighs them all are not lost. It never gets DEPTH below the maximum so far, so that sums stay
+// finite. A weight is lost below 2^-15 of the reference.
+constexpr float LIFT = 5.f, GROWTH = 3.7f, MOST = 430.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
 constexpr int RENEWAL = 8;
 static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 && STAGES >= 2, "");
 
@@ -163,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
   for (int i = 0; i < EACH; i++) l[i] = 0.f;
   const float factor = a.scaling * LOG2E;
   int turn = 0, slot = 0, phase = 0;                      // slot: of the block's first half; phase: of that slot
+  bool again = false;                                     // renew, because the reference has just jumped
 
 #pragma unroll 1
   for (int block = first; block < stop; block++) {
@@ -213,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         }
     }
     const int count = block - first;
-    bool renew = (count & (count - 1)) == 0 || count % RENEWAL == 0;
+    bool renew = again || (count & (count - 1)) == 0 || count % RENEWAL == 0;
     u32 codes[COLUMNS / 8];
     auto put_weights = [&]() {                            // 16 tokens of a warp: first, ninth, second, ...
       constexpr int AT_ONCE = COLUMNS >= 32 ? 4 : 2;
@@ -271,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
           atomicMax(reinterpret_cast<int*>(smem + MAXIMA_AT) + 8 * (c >> 1) + 2 * t + (c & 1), ordered(fmaxf(top[i], LOWEST)));
       }
       __syncthreads();
-      bool moved = false;
+      bool moved = false, jumped = false;
       float decay[EACH];
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
@@ -284,7 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
           const float before = e ? reference.y : reference.x, known = e ? high.y : high.x;
           const float excess = unordered(__float_as_int(e ? most.y : most.x)) - LIFT, m = before + excess;
           tops[e] = fmaxf(m, known);
-          const bool moves = excess > GROWTH || excess < -SHRINKAGE;
+          const bool moves = excess > 0.f || excess < -SHRINKAGE;
+          jumped |= excess > JUMP && known != LOWEST;
           now[e] = moves ? fmaxf(m, tops[e] - DEPTH) : before;
           moved |= moves;
           const float d = known == LOWEST ? 0.f : ex2(before - now[e]), p0 = ex2(s[4 * j + e] + (before - now[e])), p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
@@ -302,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       __syncthreads();                                    // weights are there
       if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
       turn ^= 1;
+      again = __any_sync(~0u, jumped);                    // in all warps alike
       if (__any_sync(~0u, moved)) {
 #pragma unroll
         for (int k = 0; k < TILES; k++)
