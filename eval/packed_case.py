@@ -95,6 +95,8 @@ class Case:
         q, k, v = reference.transformed(self.q, self.k, self.v, self.state, self.spec)
         store = copy.copy(self.store)
         store.spec = dataclasses.replace(self.spec, key_transform=NONE, value_transform=NONE)
+        own = [record for role, record in self.spec.by_role(self.state).items() if role.endswith("_format")]
+        store.state = self.state._replace(parameters=own)
         return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
     def append(self, token: int, backend: str) -> None:

@@ -82,12 +82,13 @@ def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
     assert done == [("", False, [torch.Tensor]), 0, 1, 2, ("ours", True, [tuple] * 3)]
 
 
-def test_bench_decode_counts_the_transform(tmp_path):
+@pytest.mark.parametrize(("preset", "transform"), [("kitty-hadamard", "hadamard"), ("eigen-2", "eigen")])
+def test_bench_decode_counts_the_transform(preset, transform, tmp_path):
     out = tmp_path / "decode.jsonl"
-    done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", "kitty-hadamard")
+    done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", preset)
     assert done.exit_code == 0, done.output
     record = json.loads(out.read_text())
-    assert record["transform"] == "hadamard"
+    assert record["transform"] == transform
     assert record["relerr"] < 1e-5
     assert record["transform_share"] == pytest.approx(record["ms"] / (record["ms"] - record["transform_ms"]) - 1)
 

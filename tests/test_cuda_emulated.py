@@ -79,7 +79,7 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(**EIGEN_3, **PAGES, lengths=(700, 1, 290), heads=1, groups=3, tokens=5, padded=True, softcap=20.0, sinks=True),
         Case(**EIGEN_3, lengths=(300, 40), groups=16, heads=1, dtype=torch.bfloat16),
         Case(**EIGEN_2, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0),
-        Case(**EIGEN_3, **PAGES, lengths=(500,), heads=1, outliers=True),
+        Case(**EIGEN_3, **PAGES, lengths=(500, 1), heads=1, outliers=True),
         Case(keys="static-53222110", values="static-4", lengths=(300, 40), groups=1, page_size=64),
         Case(keys="static-442200", values="static-2-t", head_dim=96, page_size=256, lengths=(600,), heads=1),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, left_padded, tiny_models
+from cases import FAMILIES, FORMATS, cache_of, left_padded, tiny_models
 from transformers import DynamicCache, LogitsProcessor
 
 import hf_lowbit_kv as lb
@@ -139,11 +139,11 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
 @pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 400}], ids=str)
 def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backend):
     ids, mask = _prompt(3)
-    cache = lb.LowBitCache(llama, *formats, backend=backend, **options)
+    cache = cache_of(llama, formats, backend=backend, **options)
     together = _generate(llama, cache, ids, mask)
     for row in range(3):
         start = 7 * row
-        cache = lb.LowBitCache(llama, *formats, backend=backend, **options)
+        cache = cache_of(llama, formats, backend=backend, **options)
         alone = _generate(llama, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
         for step, (x, y) in enumerate(zip(together.logits, alone.logits, strict=True)):
             error = float((x[row].float() - y[0].float()).norm() / y[0].float().norm())

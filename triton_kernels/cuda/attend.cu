@@ -271,13 +271,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     w.keys.begin(rows, size, size + ROWS, scale, lane);
     if (both) {
       window.attend(w, row_block, rows_raw, scale);
-      enter_pages(w.values, w.o, w.l, lane);
+      enter_pages(w.values, w.o, lane);
       w.turn_to_pages();
       if constexpr (Order<Values>::OWN) w.reorder(merge + warp * (WARP_BYTES / 4), lane);
       pages.start(w, item, slots);
     }
     pages.attend(w, rows, slots, a.softcap);
-    leave_pages(w.values, w.o, w.l, lane);
+    leave_pages(w.values, w.o, lane);
 
     // the warps of the team; each puts what it has where its copies were
     __syncwarp();

@@ -18,10 +18,11 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   float shift[PT / 32][4];               // added to the exponents of the lane's tokens
   float z[NT][2];                        // minus middle times the sum of p t, of the lane's tokens
   float page[NT][2];                     // sum of p of the present page, of the lane's tokens
+  float pages[NT][2];                    // the same of all pages before it
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = 0.f;
+    for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = pages[n][0] = pages[n][1] = 0.f;
   }
 
   // Whether a piece at `token` is the last one of its page, or of its unit.
@@ -136,7 +137,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; part[n][e] = sum_rows(page[n][e]) * unit; page[n][e] = 0.f; }
+      for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; pages[n][e] += page[n][e]; part[n][e] = sum_rows(page[n][e]) * unit; page[n][e] = 0.f; }
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
@@ -157,7 +158,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     }
   }
 
-  __device__ __forceinline__ void decay(int n, int e, float a) { z[n][e] *= a; page[n][e] *= a; }
+  __device__ __forceinline__ void decay(int n, int e, float a) { z[n][e] *= a; page[n][e] *= a; pages[n][e] *= a; }
 
   // f(o of a channel and row, center, step x gain, e, n), for the lane's
   template <class F> __device__ __forceinline__ void channels(float (*o)[NT][4], int lane, F f) const {
@@ -174,23 +175,18 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
       }
   }
 
-  // What the window has added to o, in the unit of pages; centers are added for all weights in the end.
-  __device__ __forceinline__ void enter(float (*o)[NT][4], float (*l)[2], int lane) const {
-    float total[NT][2];
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) total[n][e] = sum_rows(l[n][e]);
-    channels(o, lane, [&](float& x, float center, float step, int n, int e) { x = __fdividef(x - center * total[n][e], step); });
+  // What the window has added to o, in the unit of pages. Centers have no part in it: what is 0 stays so.
+  __device__ __forceinline__ void enter(float (*o)[NT][4], int lane) const {
+    channels(o, lane, [&](float& x, float, float step, int, int) { x = __fdividef(x, step); });
   }
 
   // Bring o to true size.
-  __device__ __forceinline__ void leave(float (*o)[NT][4], float (*l)[2], int lane) const {
+  __device__ __forceinline__ void leave(float (*o)[NT][4], int lane) const {
     float total[NT][2], middle[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) { total[n][e] = sum_rows(l[n][e]); middle[n][e] = sum_rows(z[n][e]) / STEPS; }
+      for (int e = 0; e < COLUMNS_USED; e++) { total[n][e] = sum_rows(pages[n][e]); middle[n][e] = sum_rows(z[n][e]) / STEPS; }
     channels(o, lane, [&](float& x, float center, float step, int n, int e) { x = (x * TWO24 + middle[n][e]) * step + center * total[n][e]; });
   }
 };

@@ -39,14 +39,14 @@ template <class F> __device__ __forceinline__ void give_record(F& values, const 
   if constexpr (Record<F>::WANTED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
 }
 // Between window and pages, behind the last piece of a page or unit, and at the end: of sums o and weights l.
-template <class F, class O, class L> __device__ __forceinline__ void enter_pages(const F& values, O o, L l, int lane) {
-  if constexpr (Record<F>::WANTED) values.enter(o, l, lane);
+template <class F, class O> __device__ __forceinline__ void enter_pages(const F& values, O o, int lane) {
+  if constexpr (Record<F>::WANTED) values.enter(o, lane);
 }
 template <class F, class O, class L> __device__ __forceinline__ void end_page(F& values, O o, L l, u32 slot, int lane) {
   if constexpr (Record<F>::WANTED) values.end_page(o, l, slot, lane);
 }
-template <class F, class O, class L> __device__ __forceinline__ void leave_pages(F& values, O o, L l, int lane) {
-  if constexpr (Record<F>::WANTED) values.leave(o, l, lane); else values.finish(o);
+template <class F, class O> __device__ __forceinline__ void leave_pages(F& values, O o, int lane) {
+  if constexpr (Record<F>::WANTED) values.leave(o, lane); else values.finish(o);
 }
 constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
 
