@@ -88,6 +88,24 @@ def test_attend_at_deepseek_sizes(heads, tokens, kernels):
     check_attend(kernels, Case(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED, wide=True)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_fewer_stages(stages, kernels, monkeypatch):
+    monkeypatch.setattr(latent, "WIDE_SHAPES", {16: (stages, 1)})
+    check_attend(kernels, Case(lengths=(900, 70), heads=16), DEVICE, SEED, wide=True)
+
+
+def test_shared_memory_has_room_for_every_width(kernels):
+    for rank in range(128, 513, 128):
+        for rope in latent.ROPES:
+            for columns, (wanted, _) in latent.WIDE_SHAPES.items():
+                assert 2 <= latent.wide_stages(rank, rope, columns, wanted) <= wanted
+    spec = Case(page_size=128).spec
+    how = latent._wide_plan(
+        spec, 512, 128, torch.bfloat16, 64, latent.wide_stages(512, 128, 64, 4), 1, torch.device(DEVICE)
+    )
+    assert latent.WIDE_SHARED - 50_000 < how.shared <= latent.WIDE_SHARED
+
+
 def test_latents_of_zeros_are_exact(kernels):
     filled = Filled(Case(lengths=(150,), heads=32, zeros=True), DEVICE, SEED)
     case = filled.case

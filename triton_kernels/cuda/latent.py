@@ -35,6 +35,8 @@ WIDE_ROWS = 16
 WIDE_CAPABILITY = (9, 0)
 #: by its query rows: 64 tokens each that are on their way into shared memory or there, and blocks on a multiprocessor
 WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
+#: bytes of shared memory that a block may have there
+WIDE_SHARED = 227 * 1024
 #: shares of a sequence
 MOST_SPLITS = 512
 THREADS = 128
@@ -143,7 +145,14 @@ def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, d
         module, shared = _module(spec, rank, rope, dtype, device)
         return Plan(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
     columns = min(64, max(16, 1 << (rows - 1).bit_length()))
-    return _wide_plan(spec, rank, rope, dtype, columns, *WIDE_SHAPES[columns], device)
+    stages, blocks = WIDE_SHAPES[columns]
+    return _wide_plan(spec, rank, rope, dtype, columns, wide_stages(rank, rope, columns, stages), blocks, device)
+
+
+def wide_stages(rank: int, rope: int, columns: int, wanted: int) -> int:
+    """As many of `wanted` as shared memory has room for, beside queries, weights and what belongs to a column."""
+    beside = columns * (rank + 2 * rope + 8 * 16 + 14 * 4) + 8 * wanted
+    return min(wanted, (WIDE_SHARED - beside) // (64 * (rank + 2 * rope + 4)))
 
 
 @functools.cache
