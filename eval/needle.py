@@ -89,7 +89,8 @@ def run(
         `logprob` (mean over needles, nats, of the whole code), `packed_share`.
 
     Raises:
-        ValueError: an unknown preset, a length that the text or the model's context does not reach, a depth outside 0 to 1.
+        ValueError: an unknown preset, a length that the text or the model's context does not reach, a depth outside 0 to 1,
+            a chunk longer than a prompt.
     """
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depths={bad} are not allowed; they must be 0 (start) to 1 (end)")
@@ -102,6 +103,11 @@ def run(
             caches[preset]()  # raises for what it cannot do; nothing is allocated
     path = Path(text) if text is not None else essay("worked")
     texts = {length: _texts(path, tokenizer, model, length, depths, trials) for length in lengths}
+    if not 1 <= chunk <= min(lengths):
+        raise ValueError(
+            f"kv_chunk={chunk} is not allowed; it must be 1 to {min(lengths)}, the tokens of the shortest prompt: a "
+            "prompt that is read at once reads nothing packed"
+        )
     rows = []
     for preset, make_cache in caches.items():
         for length in lengths:
