@@ -254,13 +254,15 @@ def filled(page: str, rows: list[Row]) -> str:
 
 
 def points(rows: list[Row]) -> list[dict[str, Any]]:
-    """What the picture shows: presets with a record of the transcript, presets that store the same once."""
+    """What the picture shows: presets with a record of the transcript, but for ablations of Kitty other than by variance, which
+    a table of their own has; presets that store the same once."""
     shown: dict[tuple[float, float], dict[str, Any]] = {}
     listed = {
         name: place for place, name in enumerate(lb.preset_names())
     }  # of presets that store the same, the first listed
     for row in sorted(rows, key=lambda row: listed.get(row.preset, len(listed))):
-        if row.transcript is not None and row.bits < 16:
+        ablation = row.preset.startswith("kitty") and row.preset.endswith(("-random", "-range", "-hadamard-variance"))
+        if row.transcript is not None and row.bits < 16 and not ablation:
             kl = row.transcript["kl"]
             shown.setdefault((row.bits, kl), {"preset": row.preset, "bits_per_value": row.bits, "kl": kl})
     return list(shown.values())
