@@ -1,0 +1,93 @@
+"""Tables of what eigen-2 and eigen-3 were tried with (`eval.eigen`), for `report`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hf_lowbit_kv.eval import batch_rows, eigen
+from hf_lowbit_kv.eval.calibrated_tables import newest
+from hf_lowbit_kv.pages import LayerSpec
+
+#: where the share of a 16-bit window shows
+SHORT, HEAD_DIM = 8192, 128
+
+
+class _Table(NamedTuple):
+    groups: tuple[str, ...]
+    """of `eigen.ROWS`, besides the presets themselves"""
+    head: str
+    label: Callable[[dict[str, Any]], str]
+    """what tells a record's line from the others"""
+    window: bool = False
+    """whether bits at `SHORT` tokens are shown"""
+
+
+def _preset(record: dict[str, Any]) -> str:
+    return "`eigen-3`" if record["values"] == eigen.VALUES_3 else "`eigen-2`"
+
+
+def _of_gradients(record: dict[str, Any]) -> str:
+    shown = {"far": "of queries far behind", "all": "of all queries", "none": "none"}
+    return f"{_preset(record)}, {shown[record['gradients']]}"
+
+
+def _of_texts(record: dict[str, Any]) -> str:
+    windows = f"{record['windows']} windows of {record['length']}"
+    return f"{_preset(record)}, {record['texts'].replace('+', ' and ')}, {windows}"
+
+
+_TABLES = {
+    "own-patterns": _Table(("pattern",), "keys", lambda r: f"`{r['keys']}`"),
+    "own-gradients": _Table(("gradients",), "gradients", _of_gradients),
+    "own-texts": _Table(("calibrated on", "windows"), "calibrated on", _of_texts),
+    "own-windows": _Table(
+        ("first tokens", "newest tokens", "smallest window"),
+        "window",
+        lambda r: f"{_preset(r)}, sink {r['sink']}, residual {r['residual']}",
+        window=True,
+    ),
+    "own-sides": _Table(("one side",), "stored", lambda r: f"keys `{r['keys']}`, values `{r['values']}`"),
+}
+
+
+def render(name: str, rows: Any = None) -> str:
+    """KL by configuration, those of a preset together behind the preset's own; in per cent of that."""
+    table = _TABLES[name]
+    found = newest(eigen.OUT, (row for row in eigen.ROWS if row.group in ("presets", *table.groups)))
+    own = {record["values"]: record for record in found if record["group"] == "presets"}
+    of = {_preset(record) for record in found if record["group"] != "presets"}
+    found = sorted((record for record in found if _preset(record) in of), key=_preset)
+    others = [text for text in eigen.TEXTS[2:] if all(text in r["by_text"] for r in found if r["group"] != "presets")]
+    head = [
+        table.head,
+        "bits",
+        *([f"bits at {SHORT} tokens"] if table.window else []),
+        "essays: KL",
+        "to the preset",
+        "top-1",
+    ]
+    head += [f"{text}: KL" for text in others]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for record in found:
+        base = own.get(record["values"]) or own[eigen.VALUES_2]
+        change = "" if record["group"] == "presets" else f"{100 * (record['kl'] / base['kl'] - 1):+.0f} %"
+        cells = [table.label(record), f"{record['bits']:.2f}"]
+        if table.window:
+            cells.append(f"{_spec(record).bits_per_value(SHORT, HEAD_DIM):.2f}")
+        cells += [f"{record['kl']:.4f}", change, f"{record['top1']:.3f}"]
+        cells += [f"{record['by_text'][text]['kl']:.4f}" for text in others]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spec(record: dict[str, Any]) -> LayerSpec:
+    return eigen.Row(**{field: record[field] for field in eigen.Row._fields}).spec
+
+
+#: what `report` calls with its own rows, which these tables do not need
+TABLES: dict[str, Callable[[Any], str]] = {
+    **{name: functools.partial(render, name) for name in _TABLES},
+    "own-rows": lambda rows: batch_rows.render(),
+}
