@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import gradients
-from hf_lowbit_kv.eval import eigen, eigen_tables
+from hf_lowbit_kv.calibrators_static import RIDGE
+from hf_lowbit_kv.eval import eigen, eigen_layers, eigen_tables
 
 TEXT = "".join(chr(97 + (i * i) % 23) for i in range(3000))
 
@@ -96,3 +98,32 @@ def test_tables_compare_with_the_preset_of_the_same_values(tmp_path, monkeypatch
         "| `eigen-3`, of queries far behind | 2.09 | 0.0100 |  | 0.500 |",
         "| `eigen-3`, none | 2.09 | 0.0125 | +25 % | 0.500 |",
     ]
+
+
+def test_bits_are_shared_out_at_least_cost():
+    """Against all choices of four layers."""
+    bits, mean = [1.0, 2.0, 3.0], 2.0
+    costs = {n: [size, size / 4, size / 16] for n, size in enumerate((1.0, 3.0, 0.01, 5.0))}
+    found = eigen_layers.share_out(costs, bits, mean)
+    assert sum(bits[i] for i in found.values()) <= mean * len(costs)
+    allowed = [x for x in itertools.product(range(3), repeat=4) if sum(bits[i] for i in x) <= mean * 4]
+    least = min(sum(costs[n][i] for n, i in enumerate(x)) for x in allowed)
+    assert sum(costs[n][i] for n, i in found.items()) == pytest.approx(least)
+
+
+def test_predicted_cost_is_that_of_the_errors_that_are_left():
+    """Against noise of known size in the channels of the transform."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 500, 16, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, 16)
+    g = torch.randn(2, 500, 16, generator=generator, dtype=torch.float64) * torch.linspace(3, 1, 16)
+    weights, covariance = g.mT @ g, x.mT @ x
+    (cost,) = eigen_layers.losses(weights, covariance, ["40"])
+    weights = weights + RIDGE * weights.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(16)
+    expected = 0.0
+    for w, c in zip(weights, covariance, strict=True):
+        root = torch.linalg.cholesky(w)
+        values, vectors = torch.linalg.eigh(root.T @ c @ root)
+        left = torch.tensor([1.0] * 8 + [0.01154] * 8, dtype=torch.float64)  # ascending: the larger half has 4 bits
+        error = torch.linalg.inv(root.T) @ vectors @ torch.diag(left * values) @ vectors.T @ torch.linalg.inv(root)
+        expected += float((w * error).sum())  # trace of W times the covariance of errors
+    assert cost == pytest.approx(expected)
