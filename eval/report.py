@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import calibrated_tables, measure
+from hf_lowbit_kv.eval import calibrated_tables, eigen_tables, measure
 from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
 from hf_lowbit_kv.eval.pareto import plot
 from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
@@ -236,6 +236,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "positions": positions_table,
     "own": own_table,
     **calibrated_tables.TABLES,
+    **eigen_tables.TABLES,
 }
 
 
