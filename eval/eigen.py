@@ -87,8 +87,9 @@ ROWS = (
     Row("one side", "dense", transform="none"),
     Row("gradients", gradients="none"),
     Row("gradients", gradients="none", **EIGEN_3),
-    *(Row("calibrated on", texts=texts) for texts in ("essays", "python")),
     Row("gradients", gradients="all"),
+    Row("gradients", gradients="all", residual=32),
+    *(Row("calibrated on", texts=texts) for texts in ("essays", "python")),
     Row("windows", windows=64, length=512),
 )  # fmt: skip
 ESSAYS, TEXTS = ("worked", "popular"), ("worked", "popular", "transcript", "jargon")

@@ -8,10 +8,6 @@ from typing import Any, NamedTuple
 
 from hf_lowbit_kv.eval import batch_rows, eigen
 from hf_lowbit_kv.eval.calibrated_tables import newest
-from hf_lowbit_kv.pages import LayerSpec
-
-#: where the share of a 16-bit window shows
-SHORT, HEAD_DIM = 8192, 128
 
 
 class _Table(NamedTuple):
@@ -21,7 +17,7 @@ class _Table(NamedTuple):
     label: Callable[[dict[str, Any]], str]
     """what tells a record's line from the others"""
     window: bool = False
-    """whether bits at `SHORT` tokens are shown"""
+    """whether bytes of a row are shown, as `batch_rows` counts them: where a window's share shows"""
 
 
 def _preset(record: dict[str, Any]) -> str:
@@ -30,7 +26,8 @@ def _preset(record: dict[str, Any]) -> str:
 
 def _of_gradients(record: dict[str, Any]) -> str:
     shown = {"far": "of queries far behind", "all": "of all queries", "none": "none"}
-    return f"{_preset(record)}, {shown[record['gradients']]}"
+    window = f", residual {record['residual']}" if record["residual"] != eigen.RESIDUAL else ""
+    return f"{_preset(record)}, {shown[record['gradients']]}{window}"
 
 
 def _of_texts(record: dict[str, Any]) -> str:
@@ -63,7 +60,7 @@ def render(name: str, rows: Any = None) -> str:
     head = [
         table.head,
         "bits",
-        *([f"bits at {SHORT} tokens"] if table.window else []),
+        *(["MB a row"] if table.window else []),
         "essays: KL",
         "to the preset",
         "top-1",
@@ -75,15 +72,12 @@ def render(name: str, rows: Any = None) -> str:
         change = "" if record["group"] == "presets" else f"{100 * (record['kl'] / base['kl'] - 1):+.0f} %"
         cells = [table.label(record), f"{record['bits']:.2f}"]
         if table.window:
-            cells.append(f"{_spec(record).bits_per_value(SHORT, HEAD_DIM):.2f}")
+            name = f"{_preset(record)[1:-1]},sink={record['sink']},residual={record['residual']}"
+            cells.append(f"{batch_rows.room(name).row / 1e6:.0f}")
         cells += [f"{record['kl']:.4f}", change, f"{record['top1']:.3f}"]
         cells += [f"{record['by_text'][text]['kl']:.4f}" for text in others]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _spec(record: dict[str, Any]) -> LayerSpec:
-    return eigen.Row(**{field: record[field] for field in eigen.Row._fields}).spec
 
 
 #: what `report` calls with its own rows, which these tables do not need

@@ -95,6 +95,7 @@ def test_tables_compare_with_the_preset_of_the_same_values(tmp_path, monkeypatch
         "| `eigen-2`, of queries far behind | 2.09 | 0.0200 |  | 0.500 |",
         "| `eigen-2`, none | 2.09 | 0.0250 | +25 % | 0.500 |",
         "| `eigen-2`, of all queries | 2.09 | 0.0250 | +25 % | 0.500 |",
+        "| `eigen-2`, of all queries, residual 32 | 2.09 | 0.0250 | +25 % | 0.500 |",
         "| `eigen-3`, of queries far behind | 2.09 | 0.0100 |  | 0.500 |",
         "| `eigen-3`, none | 2.09 | 0.0125 | +25 % | 0.500 |",
     ]
