@@ -71,6 +71,7 @@ SMALL_STORES = [
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
     (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
+    (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, ties=True), [40, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37)), [40, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
