@@ -1,6 +1,6 @@
 # make demo    a real model writes text from every preset (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
-# make test-all  make test, then the long ones: the whole matrix of formats, and accuracy against its bands
+# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md and its excerpts from the records, in seconds
@@ -15,10 +15,12 @@
 PYTHON ?= python3
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_TRITON := 3.6.0
 
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+TRITON := $(VENV)/triton-$(OLDEST_TRITON)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
@@ -35,8 +37,10 @@ test: $(VENV)/.ready $(OLDEST)/.ready
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
 
-test-all: test
+test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/test_triton_compiles.py
 
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
@@ -85,4 +89,9 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 $(OLDEST)/.ready: $(VENV)/.ready
 	rm -rf $(OLDEST)
 	$(PIP) --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+$(TRITON)/.ready: $(VENV)/.ready
+	rm -rf $(TRITON)
+	$(PIP) --no-deps --target $(TRITON) triton==$(OLDEST_TRITON)
 	@touch $@
