@@ -190,11 +190,12 @@ class Absorbed(Side):
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         keys, _ = self._up.matrices(query.dtype)
         nope, rope = query.split([self._up.nope, self.rope], dim=-1)
-        return torch.cat([nope @ keys, rope], dim=-1)
+        # one product a head, of all rows; `@` would copy the weights for each row of the batch
+        return torch.cat([torch.einsum("bhsn,hnl->bhsl", nope, keys), rope], dim=-1)
 
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
         _, values = self._up.matrices(out.dtype)
-        return (out.transpose(1, 2) @ values.transpose(1, 2)).transpose(1, 2)
+        return torch.einsum("bshl,hvl->bshv", out, values)
 
     def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = type(self.module).expand_kv(self.module, first, second)

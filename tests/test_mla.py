@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -279,6 +280,35 @@ def test_weights_are_shared_not_copied(models):
     keys, values = mla.UpProjection(attention).matrices(torch.float32)
     assert keys.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
     assert values.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that an operation made."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.found = max(self.found, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_step_copies_no_weights(models, tokens):
+    """W_UK and W_UV are read as they lie. Copied for each row of a batch they outweigh thousands of tokens of that row."""
+    attention, rows = attentions(models[0])[0], 6
+    side = mla.Absorbed(attention)
+    heads, nope, rope = 4, attention.qk_nope_head_dim, attention.qk_rope_head_dim
+    query, out = torch.randn(rows, heads, tokens, nope + rope), torch.randn(rows, tokens, heads, side.rank)
+    keys, values = mla.UpProjection(attention).matrices(torch.float32)
+    with Largest() as largest:
+        absorbed, expanded = side.queries(query), side.outputs(out)
+    assert largest.found == absorbed.numel() < rows * min(keys.numel(), values.numel())
+    for head in range(heads):
+        expected = torch.cat([query[:, head, :, :nope] @ keys[head], query[:, head, :, nope:]], -1)
+        torch.testing.assert_close(absorbed[:, head], expected)
+        torch.testing.assert_close(expanded[:, :, head], out[:, :, head] @ values[head].T)
 
 
 # ---- FP8 --------------------------------------------------------------------------------------------------------------------
