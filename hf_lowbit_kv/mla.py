@@ -28,6 +28,10 @@ from .reading import READINGS, Side, StreamSizes, causal_attention
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
 NEEDED = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "layer_idx")
+OTHER_COPY = (
+    "the low-bit cache was made from another copy of this model, and would multiply with the weights of that copy: make the "
+    "cache from the model that runs"
+)
 
 
 class UpProjection:
@@ -181,6 +185,9 @@ class Absorbed(Side):
         if stays and not torch.compiler.is_compiling():
             _holders.setdefault(self.module, weakref.WeakSet()).add(self)
         _replace(self.module)
+
+    def why_not(self, module: Any) -> str | None:
+        return None if module is self._module() else OTHER_COPY
 
     def end(self) -> None:
         if (module := self._module()) is not None:
