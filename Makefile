@@ -6,6 +6,7 @@
 # make results  renders docs/results.md and its excerpts from the records, in seconds
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
+# make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
 # make clean   removes what these made
 #
 # PYTHON  the interpreter to build the environment from: 3.10 or later
@@ -25,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: calibrations demo test test-all notebooks gpu-test measure results lint clean
+.PHONY: calibrations demo test test-all notebooks gpu-test bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -48,6 +49,9 @@ notebooks: $(VENV)/.ready
 gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu
 
+bench: $(VENV)/.ready
+	$(BIN)/python -m hf_lowbit_kv.eval.bench_all
+
 measure: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.measure
 
@@ -68,7 +72,7 @@ calibrations: $(VENV)/.ready
 		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct-eigen.safetensors
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist bench-logs *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, alone and pinned: as a dependency of something else pip could choose another build of it
