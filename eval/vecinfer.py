@@ -72,10 +72,10 @@ def read(source: str) -> list[str]:
 
 
 def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> Iterator[dict[str, Any]]:
-    """Calibrate and score rows, those of a group together that are calibrated alike."""
-    for kind in dict.fromkeys((row.group, row.texts, row.per_head) for row in rows):
-        of = [row for row in rows if (row.group, row.texts, row.per_head) == kind]
-        _, texts, per_head = kind
+    """Calibrate and score rows, those together that are calibrated alike."""
+    for kind in dict.fromkeys((row.texts, row.per_head) for row in rows):
+        of = [row for row in rows if (row.texts, row.per_head) == kind]
+        texts, per_head = kind
         calibration = lb.calibrate(
             model, tokenizer, read(texts), [row.spec for row in of], samples=64, per_head=per_head
         )

@@ -95,6 +95,16 @@ def test_codebooks_of_a_layer(model):
         model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
 
 
+def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
+    """Neither on formats that want more tokens, nor on a spec without a sink."""
+    monkeypatch.setattr("hf_lowbit_kv.calibrators.MOST_POINTS", 40)  # a page or two for each codebook
+    alone = made(model)
+    more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
+    together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=8, length=256)
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(tensor, together.tensors[name]), name
+
+
 def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
     """Through a file and a real cache: what is packed is entries of the layer's own codebooks."""
     calibration.save(tmp_path / "x.safetensors")
