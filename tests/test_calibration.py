@@ -97,10 +97,10 @@ def test_codebooks_of_a_layer(model):
 
 def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
     """Neither on formats that want more tokens, nor on a spec without a sink."""
-    monkeypatch.setattr("hf_lowbit_kv.calibrators.MOST_POINTS", 40)  # a page or two for each codebook
-    alone = made(model)
+    monkeypatch.setattr("hf_lowbit_kv.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
+    alone = made(model, samples=20)
     more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
-    together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=8, length=256)
+    together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=20, length=256)
     for name, tensor in alone.tensors.items():
         assert torch.equal(tensor, together.tensors[name]), name
 
