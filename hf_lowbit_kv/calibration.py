@@ -61,6 +61,8 @@ def calibrate(
             finite. ImportError: on a CPU, without faiss.
     """
     asked = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
+    if not asked:
+        raise ValueError("preset=[] is not allowed; name one preset or more")
     specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in asked}
     jobs = [job for spec in specs.values() for job in _jobs(spec)]
     if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
@@ -218,8 +220,9 @@ def draw_windows(
     texts: Sequence[str], tokenizer: Any, samples: int | None, length: int, seed: int, device: str
 ) -> list[torch.Tensor]:
     """Windows of `length` tokens, int64 `[length]` each, drawn from texts without overlap; see `calibrate`."""
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of strings, not a string")
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
+        raise TypeError(f"texts must be a list of strings, not {'' if wrong is texts else 'of '}{type(wrong).__name__}")
     if length < 2 * PAGE:
         raise ValueError(f"length={length} is not allowed; it must be {2 * PAGE} or more (tokens of a window)")
     if samples is not None and samples < 1:
