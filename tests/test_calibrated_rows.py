@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import calibrated_rows, eigen, vecinfer
+from hf_lowbit_kv.eval import calibrated_rows, calibrated_tables, eigen, vecinfer
 from hf_lowbit_kv.eval.results import read_records
 
 
@@ -75,3 +76,45 @@ def test_records_are_of_rows_that_can_be_measured_again(script):
     for record in read_records(script.OUT):
         assert {name: record[name] for name in rows[0]} in rows
         assert all(isinstance(cell(record), str) for cell in script.COLUMNS.values())
+
+
+def _record(row, kl, device, date, **changes):
+    means = {"bits": 2.0, "kl": kl, "top1": 0.5, "ppl": 20.0, "kl_by_text": {"worked": kl, "popular": kl}}
+    return row._asdict() | means | {"context": 4096, "device": device, "date": date} | changes
+
+
+def _write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_a_table_shows_the_newest_record_of_a_row_and_where_it_was_measured(tmp_path):
+    row = vecinfer.Row("keys alone", values="dense")
+    path = _write(
+        tmp_path / "x.jsonl",
+        _record(row, 0.25, "cpu", "2026-02-02T00:00:00Z"),
+        _record(row, 0.5, "NVIDIA H200", "2026-01-01T00:00:00Z"),
+        _record(row, 0.75, "cpu", "2026-03-03T00:00:00Z", context=1024),
+    )
+    *_, line = calibrated_tables.render("vecinfer-sides", path=path).splitlines()
+    assert line == "| keys `vq-d4b8`, values `dense` | 2.00 | 0.2500 | 0.2500 | 0.2500 | 0.500 | 20.00 | CPU |"
+    *_, line = calibrated_tables.devices_table(path=path).splitlines()
+    assert line == "| keys alone, hadamard | 0.2500 | 0.5000 | 0.500 |"
+
+
+def test_the_table_of_transforms_names_devices_cell_by_cell_where_a_column_has_several(tmp_path):
+    rows = [vecinfer.Row("transform", transform=how) for how in ("none", "smooth")]
+    other = vecinfer.Row("no sink", transform="none", sink=0)
+    date = "2026-01-01T00:00:00Z"
+    known = [_record(rows[0], 0.5, "cpu", date), _record(other, 0.25, "cpu", date)]
+    head, _, none, smooth, *_ = calibrated_tables.transforms_table(
+        path=_write(tmp_path / "x.jsonl", *known)
+    ).splitlines()
+    assert head == "| keys mapped by | 2 bits (CPU) | a codebook a KV head | no sink (CPU) | 1.5 bits |"
+    assert none == "| `none` | 0.5000 |  | 0.2500 |  |"
+    assert smooth == "| `smooth` |  |  |  |  |"
+    path = _write(tmp_path / "y.jsonl", *known, _record(rows[1], 0.125, "NVIDIA H200", date))
+    head, _, none, smooth, *_ = calibrated_tables.transforms_table(path=path).splitlines()
+    assert head == "| keys mapped by | 2 bits | a codebook a KV head | no sink (CPU) | 1.5 bits |"
+    assert none == "| `none` | 0.5000 (CPU) |  | 0.2500 |  |"
+    assert smooth == "| `smooth` | 0.1250 (H200) |  |  |  |"
