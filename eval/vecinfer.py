@@ -20,6 +20,7 @@ from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.transforms import parse_transform
 
 OUT = results_path("vecinfer", "smollm2")
+START = 512
 
 
 class Row(NamedTuple):
@@ -72,34 +73,34 @@ def read(source: str) -> list[str]:
 
 
 def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> Iterator[dict[str, Any]]:
-    """Calibrate and score rows, those together that are calibrated alike."""
+    """Calibrate together what is calibrated alike, and score it group by group: what is done is recorded, whatever comes."""
     for kind in dict.fromkeys((row.texts, row.per_head) for row in rows):
-        of = [row for row in rows if (row.texts, row.per_head) == kind]
+        alike = [row for row in rows if (row.texts, row.per_head) == kind]
         texts, per_head = kind
-        calibration = lb.calibrate(
-            model, tokenizer, read(texts), [row.spec for row in of], samples=64, per_head=per_head
-        )
-        factories = {
-            str(number): functools.partial(
-                lb.LowBitCache,
-                *(model, row.keys, row.values),
-                sink=row.sink,
-                transform=row.transform,
-                value_transform=row.value_transform,
-                calibration=calibration,
-                backend=backend,
-            )
-            for number, row in enumerate(of)
-        }
-        batch = 2 if model.device.type == "cuda" else 1
-        scores = score(
-            factories, default_texts(), model, tokenizer, context, 512, progress=False, batch=batch, parallel=True
-        )
-        for row, each in zip(of, scores.values(), strict=True):
-            means = mean_row(each, position_edges(512, context))
-            del means["by_position"]
-            texts_kl = {path.stem: round(x.means()["kl"], 5) for path, x in zip(default_texts(), each, strict=True)}
-            yield row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": texts_kl}
+        specs = [row.spec for row in alike]
+        calibration = lb.calibrate(model, tokenizer, read(texts), specs, samples=64, per_head=per_head)
+        for group in dict.fromkeys(row.group for row in alike):
+            of = [row for row in alike if row.group == group]
+            factories = {str(number): _factory(row, model, calibration, backend) for number, row in enumerate(of)}
+            options = {"progress": False, "batch": 2 if model.device.type == "cuda" else 1, "parallel": True}
+            scores = score(factories, default_texts(), model, tokenizer, context, START, **options)
+            for row, each in zip(of, scores.values(), strict=True):
+                means = mean_row(each, position_edges(START, context))
+                del means["by_position"]
+                by_text = {path.stem: round(x.means()["kl"], 5) for path, x in zip(default_texts(), each, strict=True)}
+                yield row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": by_text}
+
+
+def _factory(row: Row, model: Any, calibration: Any, backend: str | None) -> Any:
+    return functools.partial(
+        lb.LowBitCache,
+        *(model, row.keys, row.values),
+        sink=row.sink,
+        transform=row.transform,
+        value_transform=row.value_transform,
+        calibration=calibration,
+        backend=backend,
+    )
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
