@@ -83,6 +83,14 @@ SMALL_STORES = [
     ),
 ]
 
+#: codebooks of all sizes, entries that repeat, tokens far from all entries
+CODEBOOK_STORES = [
+    (Case(keys="vq-d8b12", values="vq-d4b10", lengths=(5,), heads=1), [70]),
+    (Case(keys="vq-d2b7", values="vq-d8b12", lengths=(5,), heads=1, outliers=True, dtype=torch.bfloat16), [70]),
+    (Case(keys="vq-d2b8", values="vq-d2b3", lengths=(5,), heads=1, ties=True), [70]),
+    (Case(keys="vq-d2b12", values="vq-d4b6", lengths=(5,), heads=1, ties=True, head_dim=128), [40]),
+]
+
 #: head size, dtype, transform: what kernels apply by themselves
 TRANSFORMS = [
     (head_dim, dtype, name)
