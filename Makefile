@@ -1,11 +1,12 @@
 # make demo    a real model writes text from every preset (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
-# make test-all  make test, then the long ones: the whole matrix of formats, and accuracy against its bands
+# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md and its excerpts from the records, in seconds
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
+# make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
 # make clean   removes what these made
 #
 # PYTHON  the interpreter to build the environment from: 3.10 or later
@@ -15,15 +16,17 @@
 PYTHON ?= python3
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_TRITON := 3.6.0
 
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+TRITON := $(VENV)/triton-$(OLDEST_TRITON)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: calibrations demo test test-all notebooks gpu-test measure results lint clean
+.PHONY: calibrations demo test test-all notebooks gpu-test bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -35,14 +38,19 @@ test: $(VENV)/.ready $(OLDEST)/.ready
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
 
-test-all: test
+test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/test_triton_compiles.py
 
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
 
 gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m hf_lowbit_kv.eval.bench_all
 
 measure: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.measure
@@ -64,7 +72,7 @@ calibrations: $(VENV)/.ready
 		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct-eigen.safetensors
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist bench-logs *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, alone and pinned: as a dependency of something else pip could choose another build of it
@@ -85,4 +93,9 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 $(OLDEST)/.ready: $(VENV)/.ready
 	rm -rf $(OLDEST)
 	$(PIP) --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+$(TRITON)/.ready: $(VENV)/.ready
+	rm -rf $(TRITON)
+	$(PIP) --no-deps --target $(TRITON) triton==$(OLDEST_TRITON)
 	@touch $@

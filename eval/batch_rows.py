@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_lowbit_kv.eval.bench_batch import qwen3_8b, rows_within
 from hf_lowbit_kv.eval.bench_generate import is_host
 from hf_lowbit_kv.eval.generate_case import low_bit_cache
-from hf_lowbit_kv.eval.results import run_command, wide_console
+from hf_lowbit_kv.eval.results import markdown_table, run_command, wide_console
 
 PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
 DTYPE = torch.bfloat16
@@ -69,10 +69,8 @@ def weight_bytes() -> int:
 def render(caches: Sequence[str] = CACHES) -> str:
     """A Markdown table; ratios are to the first."""
     found = [room(cache) for cache in caches]
-    lines = ["| cache | MB a row | rows | ratio |", "|---|---:|---:|---:|"]
-    for each in found:
-        lines.append(f"| `{each.cache}` | {each.row / 1e6:.0f} | {each.rows} | {each.rows / found[0].rows:.1f}x |")
-    return "\n".join(lines) + "\n"
+    lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / found[0].rows:.1f}x"] for x in found)
+    return markdown_table(("cache", "MB a row", "rows", "ratio"), lines)
 
 
 def main() -> None:

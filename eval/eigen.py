@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import typer
-from rich.table import Table
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import calibration, gradients
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, load_model
+from hf_lowbit_kv.eval.calibrated_rows import command
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.results import results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
 from hf_lowbit_kv.eval.vecinfer import read
 from hf_lowbit_kv.formats import parse_format
@@ -202,29 +200,21 @@ def _factory(row: Row, model: Any, calibration: Any, backend: str | None) -> Any
     )
 
 
-def main(
-    group: Annotated[list[str] | None, typer.Option(help="Group of rows, repeatable [default: all].")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each text; those from 512 on are scored.")] = 4096,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda [default: a GPU if there is one].")] = None,
-    backend: Annotated[str | None, typer.Option(help="torch, cpu, triton [default: by device].")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
-) -> None:
-    """Calibrate, measure on two essays and two other texts, and record."""
-    where = torch.device(device) if device else default_device()
-    model, tokenizer = load_model(None, torch.float32, where)
-    rows = [row for row in ROWS if not group or row.group in group]
-    table = Table("group", "keys", "values", "window", "calibrated on", "bits", "KL essays", "top-1", *TEXTS[2:])
-    for record in measure(rows, model, tokenizer, backend, context):
-        setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
-        append_record(out, record | setting | {"backend": backend or "the default"} | provenance(commit))
-        on = f"{record['texts']}, {record['gradients']}, {record['windows']} x {record['length']}"
-        window = f"{record['sink']}/{record['residual']}"
-        shown = f"{record['bits']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}"
-        others = (f"{of['kl']:.4f}" if (of := record["by_text"].get(text)) else "" for text in TEXTS[2:])
-        table.add_row(record["group"], record["keys"], record["values"], window, on, *shown, *others)
-    wide_console().print(table)
+def _kl_of(text: str, record: dict[str, Any]) -> str:
+    """Nothing where a row was not measured on the text."""
+    return f"{record['by_text'][text]['kl']:.4f}" if text in record["by_text"] else ""
 
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    **{name: operator.itemgetter(name) for name in ("group", "keys", "values")},
+    "window": lambda record: f"{record['sink']}/{record['residual']}",
+    "calibrated on": lambda r: f"{r['texts']}, {r['gradients']}, {r['windows']} x {r['length']}",
+    "bits": lambda record: f"{record['bits']:.2f}",
+    "KL essays": lambda record: f"{record['kl']:.4f}",
+    "top-1": lambda record: f"{record['top1']:.3f}",
+    **{text: functools.partial(_kl_of, text) for text in TEXTS[2:]},
+}
+main = command(ROWS, measure, COLUMNS, OUT)
 
 if __name__ == "__main__":
     run_command(main)

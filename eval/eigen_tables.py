@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_lowbit_kv.eval import batch_rows, eigen
 from hf_lowbit_kv.eval.calibrated_tables import newest
+from hf_lowbit_kv.eval.results import markdown_table
 
 
 class _Table(NamedTuple):
@@ -52,7 +53,7 @@ _TABLES = {
 def render(name: str, rows: Any = None) -> str:
     """KL by configuration, those of a preset together behind the preset's own; in per cent of that."""
     table = _TABLES[name]
-    found = newest(eigen.OUT, (row for row in eigen.ROWS if row.group in ("presets", *table.groups)))
+    found = list(newest(eigen.OUT, (row for row in eigen.ROWS if row.group in ("presets", *table.groups))).values())
     own = {record["values"]: record for record in found if record["group"] == "presets"}
     of = {_preset(record) for record in found if record["group"] != "presets"}
     found = sorted((record for record in found if _preset(record) in of), key=_preset)
@@ -66,7 +67,7 @@ def render(name: str, rows: Any = None) -> str:
         "top-1",
     ]
     head += [f"{text}: KL" for text in others]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    lines = []
     for record in found:
         base = own.get(record["values"]) or own[eigen.VALUES_2]
         change = "" if record["group"] == "presets" else f"{100 * (record['kl'] / base['kl'] - 1):+.0f} %"
@@ -76,8 +77,8 @@ def render(name: str, rows: Any = None) -> str:
             cells.append(f"{batch_rows.room(name).row / 1e6:.0f}")
         cells += [f"{record['kl']:.4f}", change, f"{record['top1']:.3f}"]
         cells += [f"{record['by_text'][text]['kl']:.4f}" for text in others]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 #: what `report` calls with its own rows, which these tables do not need

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype
+from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.eval.reading import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
@@ -93,7 +94,8 @@ class LowBitLM(HFLM):
         else:
             pretrained.set_attn_implementation(ATTENTION_NAME)
             arguments.pop("device", None)
-        super().__init__(pretrained, **arguments)
+        with explained(pretrained) if isinstance(pretrained, str) else nullcontext():
+            super().__init__(pretrained, **arguments)
         self.new_cache()  # raises for what the preset cannot do with this model
         if kv_chunk > self.max_length:
             raise ValueError(
@@ -145,10 +147,7 @@ class LowBitLM(HFLM):
             super()._create_tokenizer(pretrained, tokenizer, *args, **kwargs)
         except (OSError, ValueError, TypeError, KeyError) as error:
             name = tokenizer or getattr(pretrained, "name_or_path", pretrained)
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"{str(name)!r} has no tokenizer that could be loaded ({reason}); name one: tokenizer="
-            ) from error
+            raise ValueError(f"{without_tokenizer(name, error)}, or name another one: tokenizer=") from error
 
     # ---- lm-eval's contract ---------------------------------------------------------------------------------------
 

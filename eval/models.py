@@ -10,6 +10,8 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +96,39 @@ def load_model(
     device = default_device() if device is None else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name
-    if Path(path).is_absolute() and not Path(path).is_dir():
-        raise OSError(f"there is no folder {path!r} with a model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except ValueError as error:  # OSError, which says what is missing, where there is no such model at all
-        raise OSError(
-            f"model {path!r} has no tokenizer that can be loaded; put its files (tokenizer.json) beside the weights: {error}"
-        ) from error
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    with explained(path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except ValueError as error:  # OSError, which says what is missing, where there is no such model at all
+            raise OSError(without_tokenizer(path, error)) from error
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Around the loading of model `name` (a folder or a hub name): `OSError`, with what to do, where there is no such model."""
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise OSError(f"there is no folder {name!r} with a model")
+    try:
+        yield
+    except OSError as error:
+        if Path(name).is_dir():  # the message says what the folder lacks
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise OSError(
+            f"model {name!r} cannot be loaded: {reason}. Without the hub, name a folder, or leave the model out: "
+            f"{BUNDLED_MODEL} comes with a package"
+        ) from error
+
+
+def without_tokenizer(name: Any, error: Exception) -> str:
+    """What to say of a model or folder whose tokenizer cannot be loaded."""
+    reason = str(error).splitlines()[0].strip()
+    shown = "" if reason.endswith(":") else f" ({reason})"  # what follows a colon would be a list
+    return (
+        f"{str(name)!r} has no tokenizer that can be loaded{shown}; put its files (tokenizer.json) beside the weights"
+    )
 
 
 def bundled_model() -> Path:

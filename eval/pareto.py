@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,26 +55,69 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "pr
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.figure.canvas.draw()  # places are known then
-    taken: list[Any] = []
+    taken = [*_markers(axes, rows), *_steps(axes, front)]
     _name(axes, front, label, "black", 9, taken)
     _name(axes, rest, label, "0.45", 7, taken)
 
 
-#: where a label may stand beside its point, in points: the first place where nothing else stands is taken
-_PLACES = [(sign * 6, y) for y in (4, -10, 14, -20, 24, -30) for sign in (1, -1)]
+def _places(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    """Where the rows' points are, in pixels `[rows, 2]`."""
+    return axes.transData.transform([(row["bits_per_value"], row["kl"]) for row in rows]) if rows else []
+
+
+def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The boxes of the points."""
+    from matplotlib.transforms import Bbox
+
+    half = 3 * axes.figure.dpi / 72
+    return [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in _places(axes, rows)]
+
+
+def _steps(axes: Any, front: Sequence[dict[str, Any]]) -> list[Any]:
+    """The boxes of the line that joins the front: to the right, then down."""
+    from matplotlib.transforms import Bbox
+
+    boxes = []
+    for (x, y), (next_x, next_y) in itertools.pairwise(_places(axes, front)):
+        boxes += [Bbox.from_extents(x, y - 1, next_x, y + 1), Bbox.from_extents(next_x - 1, next_y, next_x + 1, y)]
+    return boxes
+
+
+#: where a label may begin, or end, beside its point, in points: the first place where nothing else stands is taken
+_SIDES = (
+    *((6, -3), (6, 5), (6, -11), (12, 14), (12, -20), (18, 24), (18, -30)),
+    *((30, 34), (30, -40), (45, 20), (45, -26), (45, -50), (60, -60)),
+)
+_OFFSETS = [(sign * x, y) for x, y in _SIDES for sign in (1, -1)]
+#: a label this far away is joined to its point
+_FAR = 12
+
+
+def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[Any]:
+    """Boxes along the line from a point, but for its first quarter, to the label in `box`."""
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform(point)
+    across, up = (box.x0 if right else box.x1) - x, (box.y0 + box.y1) / 2 - y
+    ways = [part / 16 for part in range(4, 16)]
+    return [Bbox.from_bounds(x + way * across, y + way * up, 1, 1) for way in ways]
 
 
 def _name(axes: Any, rows: Sequence[dict[str, Any]], label: str, colour: str, size: int, taken: list[Any]) -> None:
-    """Write the rows' names beside their points, where there is room; `taken` collects what is written where."""
+    """Write the rows' names beside their points, where there is room; `taken` collects what stands where."""
     for row in rows:
-        for x, y in _PLACES:
-            text = axes.annotate(
-                row[label], (row["bits_per_value"], row["kl"]), xytext=(x, y), textcoords="offset points",
-                fontsize=size, color=colour, ha="left" if x > 0 else "right",
-            )  # fmt: skip
+        point = row["bits_per_value"], row["kl"]
+        for x, y in _OFFSETS:
+            aligned: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if x > 0 else "right"}
+            text = axes.annotate(row[label], point, xytext=(x, y), fontsize=size, color=colour, **aligned)
             box = text.get_window_extent()
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.figure.bbox.x1 and axes.bbox.y0 <= box.y0
-            if inside and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
+            line = _line(axes, point, box, x > 0) if abs(x) >= _FAR else []
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.figure.bbox.x1
+            inside &= axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            if inside and not any(part.overlaps(other) for part in (box, *line) for other in taken):
+                taken += [box, *line]
+                if line:
+                    style = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+                    axes.annotate("", point, xytext=(x, y + size / 3), arrowprops=style, **aligned)
                 break
             text.remove()

@@ -223,12 +223,20 @@ def chunk_bounds(spec: LayerSpec, context: int, chunk: int) -> tuple[int, ...]:
     return (0, *range(first, context, chunk), context)
 
 
-def window_tokens(text: Text, tokenizer: Any, context: int, windows: int) -> list[torch.Tensor]:
-    """Tokens of the windows, int64 `[1, context]` each; what is left behind the last one is not used."""
+def window_tokens(text: Text, tokenizer: Any, context: int, windows: int, name: str = "context") -> list[torch.Tensor]:
+    """Tokens of the windows, int64 `[1, context]` each; what is left behind the last one is not used. name: what the caller
+    calls `context`.
+
+    Raises:
+        ValueError: the text has fewer tokens than one window.
+    """
     # a warning about the model's maximal length would be about text that is cut off here
     ids = tokenizer(text.content, return_tensors="pt", verbose=False).input_ids
     if ids.shape[1] < context:
-        raise ValueError(f"text {text.name!r} has {ids.shape[1]} tokens, and context={context} are needed")
+        raise ValueError(
+            f"{name}={context} is more than the {ids.shape[1]} tokens of text {text.name!r}; give a longer text, or a smaller "
+            f"{name}"
+        )
     count = ids.shape[1] // context
     return [ids[:, i * context : (i + 1) * context] for i in range(min(windows or count, count))]
 

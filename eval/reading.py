@@ -238,7 +238,8 @@ class Reader:
         """Add to the scores of texts. logits: `[rows, kept, vocabulary]`, of the columns from `first` on."""
         places = torch.tensor([(target.row, target.column - first, target.token) for target in targets])
         rows, columns, tokens = places.to(logits.device).unbind(1)
-        chosen = logits[rows, columns].float().log_softmax(-1)
+        chosen = logits[rows, columns]
+        chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)).log_softmax(-1)
         logprobs = chosen.gather(-1, tokens[:, None])[:, 0].double().tolist()
         greedy = (chosen.argmax(-1) == tokens).tolist()
         for target, logprob, is_greedy in zip(targets, logprobs, greedy, strict=True):

@@ -12,7 +12,7 @@ import torch
 import hf_lowbit_kv as lb
 
 from .fitting import fitting_presets
-from .perplexity import Factory, mean_row, position_edges, score
+from .perplexity import Factory, mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
 #: bytes of the units that `parse_size` knows
@@ -123,12 +123,14 @@ def recommend(
         ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too short.
     """
     overrides = overrides or {}
+    source = read_text(text)
+    window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
     names = list(presets) if presets else fitting_presets(model, overrides)[0]
     factories = {name: _Maker(name, model, overrides) for name in names}
     same = _same(factories)
     found = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
     chosen = within(budget, found)
-    scores = score({name: factories[name] for name in chosen}, [read_text(text)], model, tokenizer, tokens, start,
+    scores = score({name: factories[name] for name in chosen}, [source], model, tokenizer, tokens, start,
                    progress=progress)  # fmt: skip
     rows = []
     for name, of in scores.items():

@@ -30,6 +30,10 @@ INTRO = """# Benchmarks
 
 `python -m hf_lowbit_kv.eval.render_benchmarks` writes this page from the records in `eval/results/`. Do not edit it by hand.
 `eval/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
+
+`make bench` repeats all of it on a GPU, the most wanted first. `python -m hf_lowbit_kv.eval.bench_all --minutes 30` keeps to a
+time, `--only decode,start` chooses, `--list` shows the commands. Each measurement is a process with a log (`--logs`) and
+appends its records. What the GPU or the installed packages do not allow is skipped, with the reason.
 """
 
 Record = dict[str, Any]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +25,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import calibrated_tables, eigen_tables, measure
 from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
 from hf_lowbit_kv.eval.pareto import plot
-from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
+from hf_lowbit_kv.eval.results import RESULTS, markdown_table, read_records, run_command
 
 ROOT = RESULTS.parents[1]
 PAGES = ("docs/results.md", "docs/accuracy.md", "docs/own-formats.md", "docs/vecinfer.md", "README.md")
@@ -109,14 +109,6 @@ def _essays(preset: str, newest: dict[tuple[str, str], dict[str, Any]]) -> dict[
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
-    head = list(head)
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def _cells(record: dict[str, Any] | None, *keys: str) -> list[str]:
     """Figures of a record; nothing for what is not known."""
     digits = {"top1": 3, "ppl": 2, "ppl_full": 2, "kl_p99": 2}
@@ -135,7 +127,7 @@ def presets_table(rows: list[Row]) -> str:
         [f"`{row.preset}`", f"{row.bits:.2f}", *(x for of in row[2:4] for x in _cells(of, "kl", "kl_p99", "top1"))]
         for row in rows
     )
-    return table(head, body)
+    return markdown_table(head, body)
 
 
 #: presets of the short table, one for each purpose
@@ -154,7 +146,7 @@ def short_table(rows: list[Row]) -> str:
         ]
         for name in SHORT
     )
-    return table(head, body)
+    return markdown_table(head, body)
 
 
 #: own presets, and those of about their size
@@ -170,7 +162,7 @@ def own_table(rows: list[Row]) -> str:
         for name in OWN
         if name in found
     )
-    return table(head, body)
+    return markdown_table(head, body)
 
 
 #: the steps of Kitty's table 4, and the points of accuracy that each gained Qwen3-8B there
@@ -195,7 +187,7 @@ def kitty_table(rows: list[Row]) -> str:
         ]
         for step, name, paper in KITTY_STEPS
     )
-    return table(head, body)
+    return markdown_table(head, body)
 
 
 CHOICES = (("kivi-2", "none"), ("kitty", "12.5 %"), ("kitty-pro", "25 %"))
@@ -212,7 +204,7 @@ def boost_table(rows: list[Row]) -> str:
         return "".join(_cells(found[name].essays, "kl")) if name in found else ""
 
     head = ["boosted channels", *(shown for _, shown in SCORES)]
-    return table(head, ([shown, *(cell(preset, suffix) for suffix, _ in SCORES)] for preset, shown in CHOICES))
+    return markdown_table(head, ([shown, *(cell(preset, suffix) for suffix, _ in SCORES)] for preset, shown in CHOICES))
 
 
 POSITIONS = ("kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink", "kivi-2")
@@ -225,7 +217,7 @@ def positions_table(rows: list[Row]) -> str:
         return "(no record)\n"
     edges = [f"{bucket['from']:.0f} to {bucket['to']:.0f}" for bucket in found[names[0]]["by_position"]]
     body = ([f"`{name}`", *(_number(b["kl"], None) for b in found[name]["by_position"])] for name in names)
-    return table(["tokens", *edges], body)
+    return markdown_table(["tokens", *edges], body)
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {

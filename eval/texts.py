@@ -97,9 +97,15 @@ def _load(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]
             return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except ConnectionError as error:
-        raise OSError(f"dataset {name!r} cannot be loaded, the hub is not reached: {error}. {OFFLINE}.") from error
+        raise OSError(
+            f"dataset {name!r} cannot be loaded, the hub is not reached: {_said(error)}. {OFFLINE}."
+        ) from error
     except FileNotFoundError as error:
-        raise OSError(f"dataset {name!r} is not found: {error}. {OFFLINE}.") from error
+        raise OSError(f"dataset {name!r} is not found: {_said(error)}. {OFFLINE}.") from error
+
+
+def _said(error: Exception) -> str:
+    return str(error).rstrip(".")
 
 
 def _documents(rows: Iterable[dict[str, Any]], name: str, column: str, enough: int) -> Sequence[str]:

@@ -7,29 +7,20 @@ measured through the cache, as `perplexity` does. Records go to `eval/results/ve
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import torch
-import typer
-from rich.table import Table
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.models import (
-    BUNDLED_MODEL,
-    calibration_texts,
-    default_device,
-    default_texts,
-    library_texts,
-    load_model,
-)
+from hf_lowbit_kv.eval.calibrated_rows import command
+from hf_lowbit_kv.eval.models import calibration_texts, default_texts, library_texts
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.results import results_path, run_command
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.transforms import parse_transform
 
 OUT = results_path("vecinfer", "smollm2")
+START = 512
 
 
 class Row(NamedTuple):
@@ -82,61 +73,47 @@ def read(source: str) -> list[str]:
 
 
 def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, context: int) -> Iterator[dict[str, Any]]:
-    """Calibrate and score rows, those of a group together that are calibrated alike."""
-    for kind in dict.fromkeys((row.group, row.texts, row.per_head) for row in rows):
-        of = [row for row in rows if (row.group, row.texts, row.per_head) == kind]
-        _, texts, per_head = kind
-        calibration = lb.calibrate(
-            model, tokenizer, read(texts), [row.spec for row in of], samples=64, per_head=per_head
-        )
-        factories = {
-            str(number): functools.partial(
-                lb.LowBitCache,
-                *(model, row.keys, row.values),
-                sink=row.sink,
-                transform=row.transform,
-                value_transform=row.value_transform,
-                calibration=calibration,
-                backend=backend,
-            )
-            for number, row in enumerate(of)
-        }
-        batch = 2 if model.device.type == "cuda" else 1
-        scores = score(
-            factories, default_texts(), model, tokenizer, context, 512, progress=False, batch=batch, parallel=True
-        )
-        for row, each in zip(of, scores.values(), strict=True):
-            means = mean_row(each, position_edges(512, context))
-            del means["by_position"]
-            texts_kl = {path.stem: round(x.means()["kl"], 5) for path, x in zip(default_texts(), each, strict=True)}
-            yield row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": texts_kl}
+    """Calibrate together what is calibrated alike, and score it group by group: what is done is recorded, whatever comes."""
+    for kind in dict.fromkeys((row.texts, row.per_head) for row in rows):
+        alike = [row for row in rows if (row.texts, row.per_head) == kind]
+        texts, per_head = kind
+        specs = [row.spec for row in alike]
+        calibration = lb.calibrate(model, tokenizer, read(texts), specs, samples=64, per_head=per_head)
+        for group in dict.fromkeys(row.group for row in alike):
+            of = [row for row in alike if row.group == group]
+            factories = {str(number): _factory(row, model, calibration, backend) for number, row in enumerate(of)}
+            options = {"progress": False, "batch": 2 if model.device.type == "cuda" else 1, "parallel": True}
+            scores = score(factories, default_texts(), model, tokenizer, context, START, **options)
+            for row, each in zip(of, scores.values(), strict=True):
+                means = mean_row(each, position_edges(START, context))
+                del means["by_position"]
+                by_text = {path.stem: round(x.means()["kl"], 5) for path, x in zip(default_texts(), each, strict=True)}
+                yield row._asdict() | {"bits": row.spec.bits_per_value(10**9, 64)} | means | {"kl_by_text": by_text}
 
 
-def main(
-    group: Annotated[list[str] | None, typer.Option(help="Group of rows, repeatable [default: all].")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each text; those from 512 on are scored.")] = 4096,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda [default: a GPU if there is one].")] = None,
-    backend: Annotated[str | None, typer.Option(help="torch, cpu, triton [default: by device].")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
-) -> None:
-    """Calibrate, measure on the default texts, and record."""
-    where = torch.device(device) if device else default_device()
-    model, tokenizer = load_model(None, torch.float32, where)
-    rows = [row for row in ROWS if not group or row.group in group]
-    table = Table("group", "keys", "values", "transform", "sink", "bits", "KL", "top-1", "ppl")
-    for record in measure(rows, model, tokenizer, backend, context):
-        setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
-        setting["backend"] = backend or "the default"
-        append_record(out, record | setting | provenance(commit))
-        shown = (f"{record['bits']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}", f"{record['ppl']:.2f}")
-        transform = record["transform"] + (
-            "" if record["value_transform"] == "none" else f" / {record['value_transform']}"
-        )
-        extra = "" if record["texts"] == "essays" else f" {record['texts']}"
-        table.add_row(record["group"] + extra, record["keys"], record["values"], transform, str(record["sink"]), *shown)
-    wide_console().print(table)
+def _factory(row: Row, model: Any, calibration: Any, backend: str | None) -> Any:
+    return functools.partial(
+        lb.LowBitCache,
+        *(model, row.keys, row.values),
+        sink=row.sink,
+        transform=row.transform,
+        value_transform=row.value_transform,
+        calibration=calibration,
+        backend=backend,
+    )
 
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "group": lambda record: record["group"] + ("" if record["texts"] == "essays" else f" {record['texts']}"),
+    **{name: operator.itemgetter(name) for name in ("keys", "values", "transform")},
+    "of values": operator.itemgetter("value_transform"),
+    "sink": lambda record: str(record["sink"]),
+    "bits": lambda record: f"{record['bits']:.2f}",
+    "KL": lambda record: f"{record['kl']:.4f}",
+    "top-1": lambda record: f"{record['top1']:.3f}",
+    "ppl": lambda record: f"{record['ppl']:.2f}",
+}
+main = command(ROWS, measure, COLUMNS, OUT)
 
 if __name__ == "__main__":
     run_command(main)

@@ -9,7 +9,6 @@ A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -139,6 +138,7 @@ class Cuda(Backend):
         "separate": fragment.LAYOUTS,
         "latent": (bricks.LAYOUT, bricks.LAYOUT),
     }
+    #: each also has `why_not(spec, widths, dtype, device)`: what keeps its kernels from serving a layer, or `None`
     modules: ClassVar[dict[str, str]] = {
         "separate": "hf_lowbit_kv.triton_kernels.cuda.launch",
         "latent": "hf_lowbit_kv.triton_kernels.cuda.latent",
@@ -162,40 +162,13 @@ class Cuda(Backend):
             return f"needs compute capability {self.capability}, and {torch.cuda.get_device_name(device)} has {found}"
         if served.dtype not in (None, *self.dtypes):
             return f"computes in {self.dtypes}, not in {served.dtype}"
-        if served.spec is not None and (reason := self._why_not_spec(served.spec, served.widths)) is not None:
-            return reason
         if importlib.util.find_spec("triton") is None:
             return f"needs Triton for long prompts: {INSTALL_TRITON}"
-        return why_no_compiler(found) or self._why_no_room(served)
-
-    def _why_not_spec(self, spec: LayerSpec, widths: tuple[int, int] | None) -> str | None:
-        if spec.reading.name == "separate":
-            from hf_lowbit_kv.triton_kernels.cuda.registry import why_not
-
-            return why_not(*spec.formats) or (self._why_no_layout(spec, widths) if widths else None)
-        module = self.operations(spec.reading.name)
-        return module.why_not(spec) or (module.why_not_widths(*widths) if widths else None)
-
-    def _why_no_layout(self, spec: LayerSpec, widths: tuple[int, int]) -> str | None:
-        """What keeps pages for heads of these sizes from being stored in the order that the kernels read."""
-        try:
-            storage_spec(spec, self.name).validate(*widths)
-        except ValueError as error:
-            return f"does not take these heads: {error}"
-        return None
-
-    def _why_no_room(self, served: Served) -> str | None:
-        """What keeps a block of threads from running at all: codebooks are large, and some GPUs have little shared memory."""
-        if served.spec is None or served.widths is None or served.dtype is None or served.reading != "separate":
-            return None
-        from hf_lowbit_kv.triton_kernels.cuda.geometry import NoRoomError, choose
-
-        shared = torch.cuda.get_device_properties(served.device).shared_memory_per_multiprocessor
-        try:
-            choose(storage_spec(served.spec, self.name), *served.widths, served.dtype, rows=16, shared=shared)
-        except NoRoomError as error:
-            return str(error)
-        return None
+        if served.spec is not None:
+            module = self.operations(served.reading)
+            if (reason := module.why_not(served.spec, served.widths, served.dtype, device)) is not None:
+                return reason
+        return why_no_compiler(found)
 
 
 #: every backend, by name
@@ -307,6 +280,4 @@ def describe(
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
     """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
-    layouts = BACKENDS[backend].layouts[spec.reading.name]
-    keys, values = (fmt.with_layout(layout) for fmt, layout in zip(spec.formats, layouts, strict=True))
-    return dataclasses.replace(spec, key_format=keys, value_format=values)
+    return spec.with_layouts(*BACKENDS[backend].layouts[spec.reading.name])

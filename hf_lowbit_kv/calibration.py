@@ -61,6 +61,8 @@ def calibrate(
             finite. ImportError: on a CPU, without faiss.
     """
     asked = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
+    if not asked:
+        raise ValueError("preset=[] is not allowed; name one preset or more")
     specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in asked}
     jobs = [job for spec in specs.values() for job in _jobs(spec)]
     if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
@@ -132,14 +134,17 @@ class _Plan:
         return [number for number, side in enumerate(SIDES) if side in found]
 
     def choose(self, windows: int, length: int, seed: int) -> None:
-        """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all."""
+        """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all. Each calibrator
+        gets the first of them in the order in which they were drawn, whatever else is calibrated."""
         pages = length // PAGE
         wanted = max((calibrator.pages for calibrator in self.calibrators.values()), default=0)
         spare = 1 + windows if any(job.skip for job in self.jobs) else 1  # a window's first page may be left out
         order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))
-        chosen = sorted(order[: wanted + spare].tolist())
+        drawn = order[: wanted + spare]
+        chosen = drawn.sort().values.tolist()
         self.keep = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
         self.first = [page == 0 for window in self.keep for page in window]
+        self.drawn = drawn.argsort().argsort().tolist()  # places in `chosen`, which is the order of `kept`
 
     def see(self, window: int, layer: int, x: tuple) -> None:
         """Keys and values of a window `[1, H, S, D]`."""
@@ -178,9 +183,7 @@ class _Plan:
         found = {}
         for job in self.jobs:
             pages = self.kept[layer, job.side]
-            if job.skip:
-                pages = [page for page, first in zip(pages, self.first, strict=True) if not first]
-            x = torch.stack(pages, 1).float()
+            x = torch.stack([pages[at] for at in self.drawn if not (job.skip and self.first[at])], 1).float()
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:
@@ -217,8 +220,9 @@ def draw_windows(
     texts: Sequence[str], tokenizer: Any, samples: int | None, length: int, seed: int, device: str
 ) -> list[torch.Tensor]:
     """Windows of `length` tokens, int64 `[length]` each, drawn from texts without overlap; see `calibrate`."""
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of strings, not a string")
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
+        raise TypeError(f"texts must be a list of strings, not {'' if wrong is texts else 'of '}{type(wrong).__name__}")
     if length < 2 * PAGE:
         raise ValueError(f"length={length} is not allowed; it must be {2 * PAGE} or more (tokens of a window)")
     if samples is not None and samples < 1:

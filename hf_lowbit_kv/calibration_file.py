@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .presets import get_preset
+from .presets import get_preset, preset_names
 
 #: of the file's layout; another one is refused
 VERSION = 1
@@ -49,9 +49,13 @@ class Calibration:
 
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
         """One tensor. Raises `ValueError` where the calibration does not hold it."""
-        name = ".".join(("layers", str(layer), side, *names))
+        *what, parameter = names
+        name = ".".join(("layers", str(layer), side, *what, parameter))
         if (found := self.tensors.get(name)) is None:
-            raise ValueError(f"calibration{self._where()} holds no {name!r}; it holds {self.contents()}")
+            raise ValueError(
+                f"calibration{self._where()} holds no {parameter} for {side} of {'.'.join(what)} ({name}); it holds "
+                f"{', '.join(self.contents()) or 'nothing'}"
+            )
         return found
 
     def contents(self) -> list[str]:
@@ -84,8 +88,13 @@ class Calibration:
         """Read a file, or the file `calibration.safetensors` of a folder or of a hub repository.
 
         Raises:
-            ValueError: no calibration, truncated, of another version. OSError: there is nothing of that name.
+            ValueError: no calibration, truncated, of another version, or with numbers that are not finite. TypeError: no path.
+            OSError: there is nothing of that name.
         """
+        if not isinstance(source, (str, os.PathLike)):
+            raise TypeError(
+                f"calibration must be a path, a hub repository or a Calibration, not {type(source).__name__}"
+            )
         path = _find(source)
         try:
             with safe_open(path, framework="pt") as file:
@@ -104,6 +113,8 @@ class Calibration:
             model, made_from = json.loads(metadata["model"]), json.loads(metadata["source"])
         except (KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"calibration={str(source)!r} does not say what it was made for: {error!r}") from error
+        if bad := next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None):
+            raise ValueError(f"calibration={str(source)!r} holds numbers that are not finite, in {bad}: make it again")
         return cls(tensors, model, made_from, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
@@ -131,7 +142,13 @@ def _find(source: str | Path) -> Path:
     if text.count("/") == 1 and not path.is_absolute() and not text.startswith(".") and path.suffix != ".safetensors":
         from transformers.utils import cached_file
 
-        if (found := cached_file(text, FILE_NAME)) is not None:
+        try:
+            found = cached_file(text, FILE_NAME)
+        except OSError as error:
+            raise OSError(
+                f"calibration={text!r} is no file here, and no hub repository that can be read: {error}"
+            ) from error
+        if found is not None:
             return Path(found)
     raise FileNotFoundError(f"calibration={text!r} is neither a file, nor a folder or hub repository with {FILE_NAME}")
 
@@ -231,30 +248,43 @@ def parameters_for(
     Raises:
         ValueError: there is none, it was made for another model, or it does not hold what a layer asks for.
     """
-    asked = {layer: list(asked_of(spec)) for layer, spec in specs.items()}
-    if calibration is None and not any(asked.values()):
+    asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
+    if calibration is None and not asked:
         return {}
     model = describe_model(model_or_config, sizes)
+    name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
         given = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
         given.check(model)
-        return _taken(given, asked)
+        try:
+            return _taken(given, asked)
+        except ValueError as error:
+            raise ValueError(f"{error}; {_how_to_make(asked, name, preset, given.path)}") from error
     reasons = []
     for found in find(model):
         try:
             return _taken(found, asked)
         except ValueError as error:
             reasons.append(str(error))
-    layer, spec = next((layer, spec) for layer, spec in specs.items() if asked[layer])
+    layer, spec = next((layer, specs[layer]) for layer in asked)
     what = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
-    if not all(asked.values()) and not (preset and list(asked_of(get_preset(preset).spec()))):
+    if len(asked) < len(specs) and not (preset and list(asked_of(get_preset(preset).spec()))):
         what, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
-    model_name = getattr(model_or_config, "name_or_path", "") or "NAME"
     raise ValueError(
-        f"{what} needs a calibration for {model['name']}, and none was given: hf-lowbit-kv calibrate --model {model_name} "
-        f"--text FILE --preset {preset or 'PRESET'} -o FILE.safetensors, then calibration='FILE.safetensors'"
+        f"{what} needs a calibration for {model['name']}, and none was given: {_how_to_make(asked, name, preset)}"
         + (f" ({'; '.join(reasons)})" if reasons else "")
     )
+
+
+def _how_to_make(asked: Mapping[int, Iterable[Any]], model: str, preset: str | None, path: str | None = None) -> str:
+    """The command for what layers ask for; path: of a file to add to."""
+    made = {name: set(asked_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())}
+    found = [next((name for name, what in made.items() if what.issuperset(wanted)), None) for wanted in asked.values()]
+    if None in found:
+        return "make one with lb.calibrate(model, tokenizer, texts, spec), spec a LayerSpec of these formats and transforms"
+    file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, found)))
+    command = f"hf-lowbit-kv calibrate --model {model} --text FILE --preset {names} -o {file}"
+    return f"{command}, then calibration={file!r} (--calibration {file})"
 
 
 def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .attention import lowbit_attention
 from .implementation import ATTENTION_NAME
 from .methods import from_preset
-from .presets import preset_names
+from .presets import get_preset, preset_names
 from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, version, why_no_launcher
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
@@ -164,7 +164,13 @@ def _missing() -> list[dict[str, str]]:
 
 
 def _layer(preset: str, backend: str | None = None) -> Any:
-    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent."""
+    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent.
+
+    What a calibration would supply is random: which backend serves the layer does not depend on it."""
+    wanted = get_preset(preset).spec().parameters(128, 128, 2)
+    random = torch.Generator().manual_seed(0)
+    given = {name: (torch.rand(shape, generator=random) + 0.5).to(dtype) for name, shape, dtype in wanted}
+    options = {"backend": backend} | ({"parameters": {0: given}} if given else {})
     errors: list[Exception] = []
     for family, sizes in (("llama", {"head_dim": 128, "num_key_value_heads": 2}), ("deepseek_v3", _LATENT)):
         config = AutoConfig.for_model(family, **{**_SIZES, **sizes})
@@ -173,7 +179,7 @@ def _layer(preset: str, backend: str | None = None) -> Any:
             source = (
                 config if family == "llama" else AutoModelForCausalLM.from_config(config)
             )  # latents need the model itself
-            return from_preset(preset, source, backend=backend).packed_layers[0]
+            return from_preset(preset, source, **options).packed_layers[0]
         except ValueError as error:
             errors.append(error)
     raise errors[0]
@@ -189,10 +195,7 @@ def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -
 def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for preset in preset_names():
-        try:
-            layer = _layer(preset)
-        except (ValueError, TypeError, ImportError):
-            continue  # needs parameters that come from a calibration
+        layer = _layer(preset)
         pair = str(layer.spec.key_format), str(layer.spec.value_format), str(layer.spec.reading.name)
         if pair in rows:
             rows[pair]["presets"].append(preset)

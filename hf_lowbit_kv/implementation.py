@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .reading import Side
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"
@@ -56,23 +59,24 @@ def describe(config: Any) -> str:
     )
 
 
-def why_not_usable(what: str) -> str:
+def why_not_usable(what: str, side: Side | None = None) -> str:
     """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
-    them. what: what that code did, e.g. "cannot be indexed"."""
-    running = _running_implementation(sys._getframe(1))
-    if running not in (None, ATTENTION_NAME):
+    them. what: what that code did, e.g. "cannot be indexed". side: of the layer, if known."""
+    module = _running_module(sys._getframe(1))
+    if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
         return OTHER_MODEL.format(running)
-    return COMPUTED.format(what)
+    other = side.why_not(module) if side is not None and module is not None else None
+    return other or COMPUTED.format(what)
 
 
-def _running_implementation(frame: FrameType | None) -> str | None:
-    """The attention implementation of the innermost module whose method is being called, or `None`. Only the module that
+def _running_module(frame: FrameType | None) -> Any:
+    """The innermost module with an attention implementation whose method is being called, or `None`. Only the module that
     attends can tell: a cache is not told which model calls it."""
     while frame is not None:
         module = frame.f_locals.get("self")
         config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
         if hasattr(config, "_attn_implementation"):
-            return config._attn_implementation
+            return module
         frame = frame.f_back
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 from .cache import LowBitCache
 from .formats import Affine, Boosted, Format, parse_format
 from .formats.boosted import Score
-from .presets import get_preset
+from .presets import VECINFER_TRANSFORM, get_preset
 
 #: arguments of `from_preset` that change a format's parameters, and these
 KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
@@ -116,13 +116,13 @@ class MLAFP8Cache(LowBitCache):
 
 
 class VecInferCache(LowBitCache):
-    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys smoothed and rotated.
+    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys rotated.
 
     Args:
         calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one, or what
             `calibrate` returned; `None`: the user's and the bundled calibrations are looked through.
         key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
-        transform: of keys, as for `LowBitCache`.
+        transform: of keys, as for `LowBitCache`. The default is that of the presets; the paper's is "smooth+hadamard".
         **options: as for `LowBitCache`.
     """
 
@@ -133,7 +133,7 @@ class VecInferCache(LowBitCache):
         calibration=None,
         key_format="vq-d4b8",
         value_format="vq-d4b8",
-        transform="smooth+hadamard",
+        transform=VECINFER_TRANSFORM,
         sink=32,
         **options,
     ):

@@ -28,6 +28,10 @@ from .reading import READINGS, Side, StreamSizes, causal_attention
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
 NEEDED = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "layer_idx")
+OTHER_COPY = (
+    "the low-bit cache was made from another copy of this model, and would multiply with the weights of that copy: make the "
+    "cache from the model that runs"
+)
 
 
 class UpProjection:
@@ -182,6 +186,9 @@ class Absorbed(Side):
             _holders.setdefault(self.module, weakref.WeakSet()).add(self)
         _replace(self.module)
 
+    def why_not(self, module: Any) -> str | None:
+        return None if module is self._module() else OTHER_COPY
+
     def end(self) -> None:
         if (module := self._module()) is not None:
             _holders.get(module, weakref.WeakSet[Side]()).discard(self)
@@ -190,11 +197,12 @@ class Absorbed(Side):
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         keys, _ = self._up.matrices(query.dtype)
         nope, rope = query.split([self._up.nope, self.rope], dim=-1)
-        return torch.cat([nope @ keys, rope], dim=-1)
+        # one product a head, of all rows; `@` would copy the weights for each row of the batch
+        return torch.cat([torch.einsum("bhsn,hnl->bhsl", nope, keys), rope], dim=-1)
 
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
         _, values = self._up.matrices(out.dtype)
-        return (out.transpose(1, 2) @ values.transpose(1, 2)).transpose(1, 2)
+        return torch.einsum("bshl,hvl->bshv", out, values)
 
     def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = type(self.module).expand_kv(self.module, first, second)

@@ -142,6 +142,10 @@ class Side(ABC):
     def begin(self, stays: bool) -> None:  # noqa: B027  (most sides have nothing to do)
         """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo nothing."""
 
+    def why_not(self, module: Any) -> str | None:
+        """What keeps it from serving `module`, the attention module that runs, or `None`."""
+        return None
+
     def end(self) -> None:  # noqa: B027
         """The layer was reset, or is gone: nothing of ours may stay on the model."""
 

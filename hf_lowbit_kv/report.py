@@ -34,7 +34,8 @@ def rows(cache: Accounted) -> dict[str, str]:
         "attention": describe(cache.config),
         "length": f"{tokens} tokens" + (f" x {ready[0].batch_size} rows" if ready else ""),
         "bits per value": f"{cache.bits_per_value:.2f}",
-        "a packed token": ", ".join(f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store),
+        "a packed token": ", ".join(f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store)
+        or "known after the first call",
         **{f"bytes: {kind}": decimal(count) for kind, count in nbytes.parts.items()},
         "total": f"{decimal(nbytes)} (in the model's dtype: {in_16_bits})",
     }

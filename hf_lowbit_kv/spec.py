@@ -84,6 +84,11 @@ class LayerSpec:
     def formats(self) -> tuple[Format, Format]:
         return self.key_format, self.value_format
 
+    def with_layouts(self, first: str, second: str) -> LayerSpec:
+        """The same, pages of the two streams in these orders of bytes where their formats offer them."""
+        formats = self.key_format.with_layout(first), self.value_format.with_layout(second)
+        return dataclasses.replace(self, key_format=formats[0], value_format=formats[1])
+
     @functools.cached_property
     def untransformed(self) -> bool:
         """Whether tokens are stored as the model made them."""

@@ -21,7 +21,7 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}"))
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}", self.layer.side))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -47,6 +47,8 @@ class Case:
     spread: str | None = None
     """"keys" or "values": their scales are drawn over twelve orders of magnitude, of each token where the format has such, else
     of each channel; queries weigh them so that all count"""
+    ties: bool = False
+    """entries of codebooks are multiples of a half: many are equal, or equally near"""
     transform: str | None = None
     value_transform: str | None = None
 
@@ -121,6 +123,8 @@ def records_for(
         if name.endswith("matrix"):
             x = torch.linalg.qr(x)[0] + 0.1 * torch.eye(shape[-1])
         x = x if name.endswith(("matrix", "codebook")) else x.abs() + 0.5
+        if case is not None and case.ties and name.endswith("codebook"):
+            x = (2 * x).round() / 2
         if case is not None and name.endswith(("center", "step")):
             keys = name.startswith("key")
             x = x * (case.key_size if keys else case.value_size)

@@ -71,6 +71,7 @@ SMALL_STORES = [
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
     (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
+    (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, ties=True), [40, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37)), [40, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
@@ -80,6 +81,14 @@ SMALL_STORES = [
         Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
         [40, 30],
     ),
+]
+
+#: codebooks of all sizes, entries that repeat, tokens far from all entries
+CODEBOOK_STORES = [
+    (Case(keys="vq-d8b12", values="vq-d4b10", lengths=(5,), heads=1), [70]),
+    (Case(keys="vq-d2b7", values="vq-d8b12", lengths=(5,), heads=1, outliers=True, dtype=torch.bfloat16), [70]),
+    (Case(keys="vq-d2b8", values="vq-d2b3", lengths=(5,), heads=1, ties=True), [70]),
+    (Case(keys="vq-d2b12", values="vq-d4b6", lengths=(5,), heads=1, ties=True, head_dim=128), [40]),
 ]
 
 #: head size, dtype, transform: what kernels apply by themselves

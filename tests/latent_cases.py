@@ -138,6 +138,26 @@ def check_attend(kernels, case: Case, device: str, seed: int, wide: bool = False
         assert torch.equal(found, found * 0) or case.tokens > 0
 
 
+def sizes(x: torch.Tensor) -> torch.Tensor:
+    """Norm of each head of `[B, S, Hq, rank]`, `[Hq]`."""
+    return x.movedim(2, 0).flatten(1).norm(dim=1)
+
+
+def check_sizes_of_queries(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:
+    """Heads whose queries are 1e-6 to 1e3 of the usual size, those of every other head in the content alone, and all zeros in
+    the first: `check_attend`'s rule for each head by itself."""
+    filled = Filled(case, device, seed)
+    size = torch.logspace(-6, 3, case.heads, device=device)[:, None, None].repeat(1, 1, case.rank + case.rope)
+    size[::2, :, case.rank :] = 1
+    size[0] = 0
+    filled.q = (filled.q.float() * size).to(case.dtype)
+    given = filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
+    found, truth = kernels.attend(*given).float(), exact(filled)
+    error, allowed = (sizes(x.float() - truth) for x in (found, pipeline(filled) if wide else plain(filled)))
+    rounding = torch.finfo(case.dtype).eps * sizes(truth)
+    assert (error <= 2 * allowed + 0.5 * rounding).all(), f"seed {seed}: {error / allowed}"
+
+
 def check_steps(kernels, case: Case, steps: int, device: str, seed: int) -> None:
     """Steps that attend and store: outputs as `attend` gives them, bytes and counters as the reference leaves them."""
     filled = Filled(case, device, seed)

@@ -95,3 +95,17 @@ def tiny_models(folder: str, dtype: torch.dtype = torch.float32, **changes):
 def attentions(model) -> list[torch.nn.Module]:
     """The attention modules that cache a latent."""
     return [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+
+
+def prompt(batch=2, tokens=50, padded=0):
+    """Inputs of random tokens; row `b` is padded on the left by `padded * b`."""
+    ids = torch.randint(3, 160, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, : padded * row], mask[row, : padded * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def replaced(model):
+    """The attention modules whose method is replaced."""
+    return [module for module in attentions(model) if "expand_kv" in vars(module)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import pathlib
 
 import pytest
 import torch
@@ -37,7 +40,7 @@ TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) f
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "cache"))
-    for module in (lb.methods, calibrating):
+    for module in (lb.methods, calibrating, calibration_file):
         known = module.get_preset
         monkeypatch.setattr(
             module, "get_preset", lambda name, known=known: PRESET if name == "tiny-vq" else known(name)
@@ -95,6 +98,16 @@ def test_codebooks_of_a_layer(model):
         model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
 
 
+def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
+    """Neither on formats that want more tokens, nor on a spec without a sink."""
+    monkeypatch.setattr("hf_lowbit_kv.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
+    alone = made(model, samples=20)
+    more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
+    together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=20, length=256)
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(tensor, together.tensors[name]), name
+
+
 def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
     """Through a file and a real cache: what is packed is entries of the layer's own codebooks."""
     calibration.save(tmp_path / "x.safetensors")
@@ -123,6 +136,13 @@ def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_pat
     assert all(torch.equal(found.tensors[name], x) for name, x in calibration.tensors.items())
     for preset in ("tiny-vq", "million-2"):
         lb.from_preset(preset, model, calibration=path)
+    lb.VecInferCache(model, transform="none", calibration=path)
+
+
+def test_the_class_takes_what_the_preset_takes(model):
+    """A file that is made for `vecinfer-2` serves `VecInferCache` as it is."""
+    calibration = lb.calibrate(model, Tokenizer(), TEXTS, "vecinfer-2", samples=8, length=256)
+    assert lb.VecInferCache(model, calibration=calibration).spec == lb.get_preset("vecinfer-2").spec()
 
 
 def test_caches_find_it(model, calibration):
@@ -180,11 +200,33 @@ def test_files_that_are_refused(calibration, tmp_path):
         lb.Calibration.load(path)
     with pytest.raises(FileNotFoundError, match="neither a file"):
         lb.Calibration.load(tmp_path / "nothing.safetensors")
+    name = "layers.1.values.none.vq-d8b3.codebook"
+    bad = calibration.tensors[name].clone()
+    bad[0, 0, 0] = torch.nan
+    dataclasses.replace(calibration, tensors=calibration.tensors | {name: bad}).save(path)
+    with pytest.raises(ValueError, match=f"not finite, in {name}"):
+        lb.Calibration.load(path)
+    with pytest.raises(TypeError, match="calibration must be a path, a hub repository or a Calibration, not int"):
+        lb.Calibration.load(3)
 
 
 def test_a_preset_that_the_file_lacks(model, calibration):
-    with pytest.raises(ValueError, match=r"holds no 'layers.0.keys.none.vq-d4b8.codebook'; it holds"):
+    with pytest.raises(
+        ValueError,
+        match=r"no codebook for keys of none.vq-d4b8 \(layers.0.*it holds keys of smooth.*--preset million-2 -o",
+    ):
         lb.from_preset("million-2", model, calibration=calibration)
+
+
+def test_messages_say_how_to_make_what_is_missing(model):
+    """The command of a preset that makes it, also for other formats and single layers; else the function that takes any."""
+    with pytest.raises(ValueError, match=r"vq-d4b8 / vq-d4b8 needs a calibration.*--preset vecinfer-2 -o"):
+        lb.VecInferCache(model)
+    with pytest.raises(ValueError, match="--preset vecinfer-2,vecinfer-4 -o"):
+        lb.from_preset("vecinfer-2", model, per_layer={1: "vecinfer-4"})
+    for changed in ({"key_format": "vq-d4b10"}, {"transform": "smooth+hadamard"}):
+        with pytest.raises(ValueError, match=r"make one with lb.calibrate\(.*LayerSpec"):
+            lb.VecInferCache(model, **changed)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +248,10 @@ def test_presets_without_parameters_and_texts_that_are_no_list(model):
         lb.calibrate(model, Tokenizer(), TEXTS, "kivi-2")
     with pytest.raises(TypeError, match="list of strings"):
         lb.calibrate(model, Tokenizer(), TEXTS[0], "tiny-vq")
+    with pytest.raises(TypeError, match="list of strings, not of PosixPath"):
+        lb.calibrate(model, Tokenizer(), [pathlib.PosixPath("book.txt")], "tiny-vq")
+    with pytest.raises(ValueError, match=r"preset=\[\] is not allowed"):
+        lb.calibrate(model, Tokenizer(), TEXTS, [])
 
 
 def test_keys_that_are_not_finite():
@@ -251,3 +297,22 @@ def test_the_package_brings_what_presets_need_of_the_bundled_model():
         names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in asked]
         assert names
         assert any(set(names) <= set(file.tensors) for file in files), preset
+
+
+def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration, monkeypatch, tmp_path):
+    """What is to be added to is read first: calibration takes minutes."""
+    command = importlib.import_module("hf_lowbit_kv.cli.calibrate")  # the package shows the function under that name
+    text, out = tmp_path / "text.txt", tmp_path / "x.safetensors"
+    text.write_text(TEXTS[0], encoding="utf-8")
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads the model first"))
+    with pytest.raises(ValueError, match=r"--out '.*' is a folder; name a file, e\.g\. '.*calibration\.safetensors'"):
+        command.calibrate(["vecinfer-2"], [text], out=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"--out '.*text\.txt' exists, and nothing can be added to it: .*cannot be read"
+    ):
+        command.calibrate(["vecinfer-2"], [text], out=text)
+    calibration.save(out)
+    monkeypatch.setattr(command, "load", lambda *_: (tiny_models("llama", head_dim=128)[0], Tokenizer()))
+    monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("calibrates first"))
+    with pytest.raises(ValueError, match=r"x\.safetensors' was made for another model"):
+        command.calibrate(["vecinfer-2"], [text], out=out)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+import transformers
 from cases import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -237,11 +238,25 @@ def test_layers_and_sweep(run, tiny_model, tmp_path):
     assert "int2-channel/int2-token r128" in run("eval", "sweep", *grid, *options)[1]
 
 
+def test_an_unreachable_model_is_explained(run, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://hub'.\nCheck your connection")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
+    code, _, err = run("eval", "layers", "--model", "some/model")
+    assert code == 1
+    assert "model 'some/model' cannot be loaded: We couldn't connect to 'https://hub'. Without" in " ".join(err.split())
+    assert "leave the model out: SmolLM2-135M-Instruct comes with a package" in " ".join(err.split())
+
+
 def test_a_model_without_a_tokenizer(run, tmp_path):
     tiny_models("llama")[0].save_pretrained(tmp_path)
     code, _, err = run("demo", "--model", tmp_path, "--prompt", "1 2 3")
     assert code == 1
-    assert "has no tokenizer that can be loaded" in " ".join(err.split())
+    assert "has no tokenizer that can be loaded; put its files" in " ".join(err.split())
+    code, _, err = run("eval", "lm-eval", "--model", tmp_path, "--tasks", "needle", "--preset", "kivi-2")
+    assert code == 1
+    assert "beside the weights, or name another one: tokenizer=" in " ".join(err.split())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import kernel_checks as kernels
 from cases import tiny_models
 from kernel_cases import Case, filled, generator, random_step
 from kernel_matrix import (
+    CODEBOOK_STORES,
     GRAPHS,
     SMALL,
     SMALL_STORES,
@@ -91,7 +92,9 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("case", "chunks"), _half([*SMALL_STORES, *stores(), *static_stores()]), ids=str)
+@pytest.mark.parametrize(
+    ("case", "chunks"), [*CODEBOOK_STORES, *_half([*SMALL_STORES, *stores(), *static_stores()])], ids=str
+)
 def test_store(case, chunks, launch):
     kernels.check_store(fragment(case), chunks)
 

@@ -17,7 +17,7 @@ import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
 from emulated import emulated
 from kernel_cases import Case, check_steps
-from kernel_matrix import EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
+from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
@@ -213,6 +213,7 @@ def test_attend_transformed(case):
         ),
         (Case(keys="vq-d4b8", values="vq-d2b8", lengths=(5,), outliers=True), [70]),
         (Case(keys="vq-d8b8", values="vq-d4b4", lengths=(5,), heads=1, dtype=torch.bfloat16), [90]),
+        *CODEBOOK_STORES,
         (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
         (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
         (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [70, 0]),

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
-from latent_cases import Case, Filled, check_attend, check_steps, exact
+from latent_cases import Case, Filled, check_attend, check_sizes_of_queries, check_steps, exact
 
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.triton_kernels.cuda import latent
@@ -76,6 +76,13 @@ def test_merging_row_by_row(case, kernels, monkeypatch):
     if case.lengths != (9000,):
         check_steps(kernels, case, 2, DEVICE, SEED)
     assert launches["latent_merge_rows"] > before
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], Case(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+)
+def test_queries_of_all_sizes(case, kernels):
+    check_sizes_of_queries(kernels, case, DEVICE, SEED, wide=True)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from types import SimpleNamespace
 
@@ -60,6 +61,29 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     ):
         ops.choose_backend("cuda", device, torch.float16, LayerSpec(plain, boosted))
     assert ops.choose_backend("cuda", device, torch.float16, LayerSpec(boosted, plain)) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("key", "widths", "reason"),
+    [
+        ("dense|dense|0|0|128", None, r"latents in formats 'fp8' / 'dense', not in 'dense' / 'dense'"),
+        ("fp8|dense|0|128|128", None, "latents without a window, not for sink=0, residual=128"),
+        ("fp8|dense|4|0|128", None, "latents without a window, not for sink=4, residual=0"),
+        ("fp8|dense|0|0|32", None, "pages of 64, 128 or 256 tokens, not of 32"),
+        ("fp8|dense|0|0|128", (576, 64), "not for 576 and 64"),
+        ("fp8|dense|0|0|128", (512, 48), "not for 512 and 48"),
+        ("fp8|dense|0|0|128", (512, 64), None),
+    ],
+)
+def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeypatch):
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    spec = LayerSpec.parse(f"{key}|none|none|latent")
+    for stored in (spec, backends.storage_spec(spec, "cuda")):
+        served = backends.Served(torch.device("cuda"), torch.bfloat16, stored, widths)
+        found = backends.BACKENDS["cuda"].why_not(served)
+        assert found is None if reason is None else re.search(reason.replace("'dense'", "'dense(@core-1)?'"), found)
 
 
 def test_default_on_a_gpu(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cases import tiny_models
@@ -9,7 +11,7 @@ from test_recommend import TEXT, Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import layers, sweep
-from hf_lowbit_kv.eval.pareto import pareto, plot
+from hf_lowbit_kv.eval.pareto import draw, pareto, plot
 from hf_lowbit_kv.eval.perplexity import run as perplexity
 
 SHORT = {"context": 600, "start": 300}
@@ -67,7 +69,7 @@ def test_peaks_of_known_channels():
 
 
 def test_the_attention_function_is_back_afterwards(model):
-    with pytest.raises(ValueError, match="has 700 tokens, and context=800"):
+    with pytest.raises(ValueError, match="context=800 is more than the 700 tokens"):
         layers.run(["kivi-2"], TEXT, model, Numbers(), context=800)
     before = model(torch.tensor([[5, 6]])).logits
     with (
@@ -102,6 +104,25 @@ def test_what_no_other_beats():
     points = [(2.0, 0.5), (2.5, 0.1), (3.0, 0.2), (2.0, 0.6), (4.0, 0.1)]
     rows = [{"bits_per_value": bits, "kl": kl} for bits, kl in points]
     assert pareto(rows) == [True, True, False, False, False]
+
+
+def test_names_in_the_picture_stand_clear_of_points_and_of_each_other():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    places = [(2.0 + 0.02 * (i % 4), 0.1 * (1 + i // 4)) for i in range(12)] + [(4.0, 0.01), (8.0, 0.001)]
+    rows = [{"preset": f"name-{i}", "bits_per_value": bits, "kl": kl} for i, (bits, kl) in enumerate(places)]
+    axes = Figure(figsize=(7.5, 4.5), layout="constrained").subplots()
+    draw(axes, rows, "crowded")
+    named = [text for text in axes.texts if text.get_text()]
+    assert {"name-12", "name-13"} <= {text.get_text() for text in named}  # there is room for these
+    boxes = [Text.get_window_extent(text) for text in named]
+    points = axes.transData.transform(places)
+    assert not any(box.contains(x, y) for box in boxes for x, y in points)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    far = [text for text in named if abs(text.get_position()[0]) >= 12]
+    assert len([text for text in axes.texts if not text.get_text()]) == len(far) > 0  # joined to their points
 
 
 def test_bad_input(model):

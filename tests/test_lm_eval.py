@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from cases import SMALL_PAGES, tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -134,6 +135,15 @@ def test_full_precision_agrees_with_lm_evals_own_model(folder, preset, batch_siz
     assert lm.packed_share == {"numbers": None}  # nothing is to be packed
 
 
+@pytest.mark.parametrize(("preset", "bound"), [("full", 1e-9), ("dense", 5e-6)])
+def test_chunks_and_shared_contexts_change_nothing_but_rounding(folder, preset, bound):
+    """In float64 they agree to 13 digits with one pass over each text. `dense` keeps float64 too, but attends in float32."""
+    plain = huggingface.HFLM(str(folder), device="cpu", dtype=torch.float64, batch_size=4)
+    expected = [answer[0] for answer in plain.loglikelihood(requests(), disable_tqdm=True)]
+    for batch_size in (1, 8):
+        assert logprobs(lm_of(folder, preset, batch_size, dtype=torch.float64)) == pytest.approx(expected, abs=bound)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["dense", "kivi-2"])
 def test_gpu_agrees_with_cpu(folder, preset):
@@ -236,6 +246,17 @@ def test_nothing_packed_is_an_error(folder):
 def test_bad_arguments(folder, options, error, message):
     with pytest.raises(error, match=message):
         lm_of(folder, **options)
+
+
+def test_an_unreachable_model_is_explained(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://hub'.\nCheck your connection")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(
+        OSError, match=r"'some/model' cannot be loaded: We couldn't connect to 'https://hub'\. Without the hub"
+    ):
+        LowBitLM("some/model", preset="kivi-2", device="cpu")
 
 
 def test_a_batch_size_must_be_a_number(folder):

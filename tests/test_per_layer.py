@@ -113,7 +113,11 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ({"per_layer": {"1": "kv8"}}, TypeError, "per_layer has the index '1'; it must be an integer"),
         ({"per_layer": "kv8"}, TypeError, "per_layer='kv8' is not allowed; it must be a mapping"),
         ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
-        ({"per_layer": {2: "eigen-2"}}, ValueError, r"per_layer\[2\] \(static-.* needs a calibration.*--preset PRESET"),
+        (
+            {"per_layer": {2: "eigen-2"}},
+            ValueError,
+            r"per_layer\[2\] \(static-.* needs a calibration.*--preset eigen-2",
+        ),
         ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, ValueError, "layer 3: group_size=128.*head_dim=64"),
         (
             {"per_layer": {1: {"transform": "smooth"}}, "parameters": {}},

@@ -89,6 +89,11 @@ def test_overrides_are_part_of_the_code(model):
     assert rows[0]["code"].endswith('("kivi-2", model, residual=64)')
 
 
+def test_a_short_text_is_refused(model):
+    with pytest.raises(ValueError, match="tokens=701 is more than the 700 tokens of text 'numbers'"):
+        recommend(model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], tokens=701, progress=False)
+
+
 def test_presets_for_other_models_are_left_out(model):
     names, reasons = fitting_presets(model)
     assert "kivi-2" in names

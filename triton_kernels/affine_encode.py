@@ -41,17 +41,9 @@ def store_codes(page, code, token, word, keep, P: tl.constexpr):
 
 @triton.jit
 def encode(
-    page,
-    record,
-    source,
-    start,
-    stop,
-    base,
-    ROWS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    TAIL: tl.constexpr,
-    P: tl.constexpr,
-):
+    page, record, source, start, stop, base,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Store tokens `start` to `stop` of a page (per channel: all of it); token 0 of the page has index `base`."""
     scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))
     zeros = (page + P.zero_at).to(tl.pointer_type(tl.float16))

@@ -265,17 +265,9 @@ def _largest(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def encode(
-    page,
-    record,
-    source,
-    start,
-    stop,
-    base,
-    ROWS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    TAIL: tl.constexpr,
-    P: tl.constexpr,
-):
+    page, record, source, start, stop, base,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Score, choose, quantize and pack a whole page, in one tile; its token 0 has index `base`."""
     token = tl.arange(0, P.page_size)
     word = tl.arange(0, P.padded)[None, :]

@@ -83,17 +83,9 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def encode(
-    page,
-    record,
-    source,
-    start,
-    stop,
-    base,
-    ROWS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    TAIL: tl.constexpr,
-    P: tl.constexpr,
-):
+    page, record, source, start, stop, base,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     channel = tl.arange(0, P.padded)[None, :]
     target = page.to(tl.pointer_type(P.dtype))
     for t0 in range(start, stop, ROWS):

@@ -104,17 +104,9 @@ def _to_e4m3(x):
 
 @triton.jit
 def encode(
-    page,
-    record,
-    source,
-    start,
-    stop,
-    base,
-    ROWS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    TAIL: tl.constexpr,
-    P: tl.constexpr,
-):
+    page, record, source, start, stop, base,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     channel = tl.arange(0, P.padded)[None, :]
     for t0 in range(start, stop, ROWS):
         row = t0 + tl.arange(0, ROWS)

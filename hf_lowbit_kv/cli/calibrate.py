@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..calibration import calibrate as run
-from ..calibration_file import Calibration, user_file
+from ..calibration import packed_sizes
+from ..calibration_file import FILE_NAME, Calibration, describe_model, user_file
 from ..eval.models import calibration_texts
 from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 
@@ -66,7 +67,10 @@ def calibrate(
     """
     names = resolve_presets(preset or ["vecinfer-2"])
     texts = [_read(path) for path in text or calibration_texts()]
+    before = None if out is None else _existing(out)  # refused now, not after minutes of calibration
     loaded, tokenizer = load(model, device, dtype)
+    if before is not None:
+        before.check(describe_model(loaded, packed_sizes(loaded)))
     columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
@@ -86,6 +90,18 @@ def calibrate(
         found = Calibration.load(path).merged(found)
     found.save(path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+
+
+def _existing(path: Path) -> Calibration | None:
+    """The calibration that is to be added to; `None`: there is none yet."""
+    if path.is_dir():
+        raise ValueError(f"--out {str(path)!r} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
+    if not path.exists():
+        return None
+    try:
+        return Calibration.load(path)
+    except ValueError as error:
+        raise ValueError(f"--out {str(path)!r} exists, and nothing can be added to it: {error}") from error
 
 
 def _read(path: Path) -> str:

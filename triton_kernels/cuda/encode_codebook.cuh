@@ -1,11 +1,14 @@
 // Packing with a codebook: the nearest entry, as `formats/codebook.py` defines it. See encode.cuh.
 #pragma once
 
-// Tensor cores find out how near entries are, up to rounding: x . c - |c|^2 / 2 is largest for the nearest. Where rounding may hide that another
-// entry is as near (one sub-vector in thousands), distances are computed as they are defined.
+// Tensor cores find out how near entries are, up to rounding: x . c - |c|^2 / 2 is largest for the nearest. That is asked of classes of entries:
+// a lane's share of TILES products. Distances are computed as they are defined in the class of the nearest entry, and of all entries
+// where rounding may hide that another class has an entry as near (one sub-vector in thousands).
 template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
   static constexpr int COUNT = D / DIM, WORDS = COUNT * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-  static constexpr int VECTORS = 32, N = VECTORS / 8;     // sub-vectors that a warp takes at a time
+  // Sub-vectors that a warp takes at a time, MINE of them a lane: more of them make more of an entry, and need more registers.
+  static constexpr int ENTRIES = 1 << BITS, VECTORS = ENTRIES >= 1024 ? 64 : 32, N = VECTORS / 8, MINE = VECTORS / 32;
+  static constexpr int TILES = ENTRIES >= 1024 ? 8 : ENTRIES >= 128 ? 4 : 1;
   static_assert(32 * COUNT % VECTORS == 0, "a warp's share of 32 tokens");
   struct Space { u16 codes[32 * COUNT]; };
 
@@ -19,11 +22,11 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       for (int j = 0; j < 2; j++) {
         const int entry = first + g + 8 * j;
         a[j] = 0;
-        if (2 * t < DIM && entry < 1 << BITS) ldg<1>(a + j, book + 2 * DIM * entry + 4 * t);
+        if (2 * t < DIM && entry < ENTRIES) ldg<1>(a + j, book + 2 * DIM * entry + 4 * t);
         const float low = half_to_float(a[j] & 0xffff), high = half_to_float(a[j] >> 16);
         float x = low * low + high * high;
         x += __shfl_xor_sync(~0u, x, 1); x += __shfl_xor_sync(~0u, x, 2);
-        half_square[j] = entry < 1 << BITS ? 0.5f * x : INF;
+        half_square[j] = entry < ENTRIES ? 0.5f * x : INF;
       }
     }
     // How near they are to eight sub-vectors (right operand b).
@@ -35,23 +38,37 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
 
   static __device__ __forceinline__ const u16* vector(const Source& source, int base, int i) { return source.token(base + i / COUNT) + i % COUNT * DIM; }
 
-  static __device__ __forceinline__ float distance(const u16* x, const u8* entry) {
-    u32 w[DIM / 2]; ldg<DIM / 2>(w, entry);
-    float sum = 0.f;
+  struct Vector {
+    float x[DIM];
+    __device__ __forceinline__ Vector(const u16* from) {
 #pragma unroll
-    for (int c = 0; c < DIM; c++) {
-      const float off = __fsub_rn(to_float(x[c]), half_to_float(c & 1 ? w[c / 2] >> 16 : w[c / 2] & 0xffff)), square = __fmul_rn(off, off);
-      sum = c ? __fadd_rn(sum, square) : square;
+      for (int c = 0; c < DIM; c++) x[c] = to_float(from[c]);
     }
-    return sum;
-  }
+    __device__ __forceinline__ float square() const {
+      float sum = 0.f;
+#pragma unroll
+      for (int c = 0; c < DIM; c++) sum += x[c] * x[c];
+      return sum;
+    }
+    __device__ __forceinline__ float distance(const u8* entry) const {
+      u32 w[DIM / 2]; ldg<DIM / 2>(w, entry);
+      float sum = 0.f;
+#pragma unroll
+      for (int c = 0; c < DIM; c++) {
+        const float off = __fsub_rn(x[c], half_to_float(c & 1 ? w[c / 2] >> 16 : w[c / 2] & 0xffff)), square = __fmul_rn(off, off);
+        sum = c ? __fadd_rn(sum, square) : square;
+      }
+      return sum;
+    }
+  };
 
-  // The nearest entry by the distances themselves. A warp together.
-  static __device__ int search_exactly(const u16* x, const u8* book, int lane) {
+  // The nearest of all entries. A warp together.
+  static __device__ int search_all(const u16* from, const u8* book, int lane) {
+    const Vector vector(from);
     float best = INF;
     int code = 0;
-    for (int e = lane; e < 1 << BITS; e += 32)
-      if (const float d = distance(x, book + 2 * DIM * e); d < best) { best = d; code = e; }  // not NaN
+    for (int e = lane; e < ENTRIES; e += 32)
+      if (const float d = vector.distance(book + 2 * DIM * e); d < best) { best = d; code = e; }  // not NaN
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
       const float x = __shfl_xor_sync(~0u, best, d);
@@ -61,64 +78,92 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     return code;
   }
 
+  // The nearest entry of a class, the lower of two that are as near. A lane alone.
+  static __device__ __forceinline__ int search_class(const Vector& vector, const u8* book, int class_) {
+    float best = INF;
+    int code = class_;
+#pragma unroll
+    for (int j = 0; j < 2 * TILES; j++) {
+      const int entry = class_ + 8 * j;
+      if (ENTRIES < 16 && entry >= ENTRIES) break;
+      if (const float d = vector.distance(book + 2 * DIM * entry); d < best) { best = d; code = entry; }
+    }
+    return code;
+  }
+
+  // What eight lanes with other classes know of a sub-vector: the class of its nearest entry (by that class's first entry), how near that one
+  // and that of the second class are.
+  struct Nearest {
+    float best = -INF, second = -INF;
+    int class_ = 0;
+    __device__ __forceinline__ void add(float nearness, int of) {
+      second = fmaxf(second, fminf(best, nearness));
+      if (nearness > best) class_ = of;
+      best = fmaxf(best, nearness);
+    }
+    __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) {
+        const float other = __shfl_xor_sync(~0u, second, d);
+        add(__shfl_xor_sync(~0u, best, d), __shfl_xor_sync(~0u, class_, d));
+        second = fmaxf(second, other);
+      }
+    }
+  };
+
   // The codes of sub-vectors `first` and up of a block, whose token 0 has index `base`. A warp together.
   static __device__ void search(u16* codes, const Source& source, int base, int first, int lane) {
     const int g = lane >> 2, t = lane & 3;
     u32 b[N];
-    float norm[N], best[N][2], second[N][2], largest = 0.f;
-    int code[N][2];
+    float largest = 0.f;
+    Nearest found[N][2];                                  // of sub-vectors 8 * n + 2 * t and the next
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const u16* x = vector(source, base, first + 8 * n + g);
       const float low = 2 * t < DIM ? to_float(x[2 * t]) : 0.f, high = 2 * t < DIM ? to_float(x[2 * t + 1]) : 0.f;
       b[n] = pack_half(low, high);
-      norm[n] = low * low + high * high;
-      norm[n] += __shfl_xor_sync(~0u, norm[n], 1); norm[n] += __shfl_xor_sync(~0u, norm[n], 2);
-#pragma unroll
-      for (int i = 0; i < 2; i++) { best[n][i] = second[n][i] = -INF; code[n][i] = 0; }
     }
-#pragma unroll 4
-    for (int e = 0; e < 1 << BITS; e += 16) {
-      const Entries entries(source.table, e, g, t);
+#pragma unroll 1
+    for (int e = 0; e < ENTRIES; e += 16 * TILES) {
+      float nearest[N][2];
 #pragma unroll
-      for (int n = 0; n < N; n++) {
-        float d[4]; entries.nearness(d, b[n]);
+      for (int tile = 0; tile < TILES; tile++) {
+        const Entries entries(source.table, e + 16 * tile, g, t);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float& top = best[n][i & 1];
-          second[n][i & 1] = fmaxf(second[n][i & 1], fminf(top, d[i]));
-          if (d[i] > top) code[n][i & 1] = e + g + 8 * (i >> 1);
-          top = fmaxf(top, d[i]);
+        for (int n = 0; n < N; n++) {
+          float d[4]; entries.nearness(d, b[n]);
+#pragma unroll
+          for (int i = 0; i < 2; i++) nearest[n][i] = tile ? fmaxf(nearest[n][i], fmaxf(d[i], d[i + 2])) : fmaxf(d[i], d[i + 2]);
         }
+#pragma unroll
+        for (int j = 0; j < 2; j++) if (e + 16 * tile + g + 8 * j < ENTRIES) largest = fmaxf(largest, entries.half_square[j]);
       }
 #pragma unroll
-      for (int j = 0; j < 2; j++) if (e + g + 8 * j < 1 << BITS) largest = fmaxf(largest, entries.half_square[j]);
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) found[n][i].add(nearest[n][i], e + g);
     }
     largest = 2.f * max_rows(largest);
 #pragma unroll
-    for (int n = 0; n < N; n++)
+    for (int j = 0; j < MINE; j++) {
+      Nearest mine;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) {                // over the lanes that have other entries
-          const float x = __shfl_xor_sync(~0u, best[n][i], d), y = __shfl_xor_sync(~0u, second[n][i], d);
-          const int other = __shfl_xor_sync(~0u, code[n][i], d);
-          second[n][i] = fmaxf(fmaxf(second[n][i], y), fminf(best[n][i], x));
-          if (x > best[n][i]) code[n][i] = other;
-          best[n][i] = fmaxf(best[n][i], x);
-        }
-        const float square = __shfl_sync(~0u, norm[n], 4 * (2 * t + i));
-        // what rounding to 16 bits, and in sums, may hide; what does not fit into 16 bits is not clear either
-        const float slack = 0x1p-16f * (square + largest) + 0x1p-22f * sqrtf(largest);
-        const bool clear = square < 0x1p31f && second[n][i] < best[n][i] - slack;
-        const int at = first + 8 * n + 2 * t + i;
-        if (g == 0 && clear) codes[at] = code[n][i];
-        for (u32 unclear = __ballot_sync(~0u, g == 0 && !clear); unclear; unclear &= unclear - 1) {
-          const int owner = __ffs(unclear) - 1, which = __shfl_sync(~0u, at, owner);
-          const int found = search_exactly(vector(source, base, which), source.table, lane);
-          if (lane == owner) codes[which] = found;
-        }
+      for (int v = j; v < 2 * N; v += MINE) {
+        found[v / 2][v % 2].add_lanes();
+        if (g == v / MINE) mine = found[v / 2][v % 2];
       }
+      const int v = MINE * g + j, at = first + v / 2 * 8 + 2 * t + v % 2;
+      const Vector x(vector(source, base, at));
+      // what rounding to 16 bits, and in sums, may hide; what does not fit into 16 bits is not clear either
+      const float square = x.square(), slack = 0x1p-16f * (square + largest) + 0x1p-22f * sqrtf(largest);
+      const bool clear = square < 0x1p31f && mine.second < mine.best - slack;
+      if (clear) codes[at] = search_class(x, source.table, mine.class_);
+      for (u32 unclear = __ballot_sync(~0u, !clear); unclear; unclear &= unclear - 1) {
+        const int owner = __ffs(unclear) - 1, which = __shfl_sync(~0u, at, owner);
+        const int code = search_all(vector(source, base, which), source.table, lane);
+        if (lane == owner) codes[which] = code;
+      }
+    }
   }
 
   // Place of index `n` of a lane among those of a block, token by token.

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats import fragment
 from ...pages import LayerSpec
 from ...transforms import Fused, base_order, hadamard
+from . import registry
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
 from .needs import Needs
-from .registry import needs
 
 #: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
@@ -49,8 +50,8 @@ class Choice(NamedTuple):
 def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[Needs, Needs]:
     """What keys and values need."""
     return (
-        needs(spec.key_format, head_dim_k, spec.page_size, dtype, False),
-        needs(spec.value_format, head_dim_v, spec.page_size, dtype, True),
+        registry.needs(spec.key_format, head_dim_k, spec.page_size, dtype, False),
+        registry.needs(spec.value_format, head_dim_v, spec.page_size, dtype, True),
     )
 
 
@@ -107,6 +108,27 @@ def choose(
             f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
         )
     return found
+
+
+def why_not(
+    spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
+) -> str | None:
+    """What keeps the kernels from serving a layer, or `None`. widths: head_dim of keys and of values. `None`: any."""
+    if (reason := registry.why_not(*spec.formats)) is not None or widths is None:
+        return reason
+    stored = spec.with_layouts(*fragment.LAYOUTS)
+    try:
+        stored.validate(*widths)
+    except ValueError as error:
+        return f"does not take these heads: {error}"
+    if dtype is None:
+        return None
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    try:
+        choose(stored, *widths, dtype, rows=16, shared=shared)
+    except NoRoomError as error:  # codebooks are large, and some GPUs have little shared memory
+        return str(error)
+    return None
 
 
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:

@@ -7,6 +7,8 @@
 __device__ __forceinline__ u64 matrix(u32 address, u32 along, u32 across) {
   return (u64)(address >> 4) | (u64)(along >> 4) << 16 | (u64)(across >> 4) << 32;
 }
+// The same matrix so many bytes further.
+__device__ __forceinline__ u64 further(u64 matrix, u32 bytes) { return matrix + (bytes >> 4); }
 
 // begin of hopper
 #define SUMS8_(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
       }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      u32 p[4], x[4], v[4];
+      u32 p[4], x[4] = {}, v[4];
       lds<4>(p, weights + w * 512 + lane * 16);
 #pragma unroll
       for (int i = 0; i < 4; i++) p[i] = mul2(p[i], factors[i >> 1][w]);

@@ -60,22 +60,22 @@ class _Args(ctypes.Structure):
     ]
 
 
-def why_not(spec: LayerSpec) -> str | None:
-    """What keeps these kernels from serving the layer, or `None`."""
-    if tuple(fmt.with_layout("planar-1") for fmt in spec.formats) != (Fp8(), Dense()):
+def why_not(
+    spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
+) -> str | None:
+    """`geometry.why_not`, of latents; widths: of the latent and of its RoPE part."""
+    if spec.with_layouts("planar-1", "planar-1").formats != (Fp8(), Dense()):
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         return f"has kernels for latents in formats 'fp8' / 'dense', not in {names}"
     if not spec.direct or spec.sink:
         return f"has kernels for latents without a window, not for sink={spec.sink}, residual={spec.residual}"
     if spec.page_size % 64:
         return f"has kernels for latents in pages of 64, 128 or 256 tokens, not of {spec.page_size}"
-    return None
-
-
-def why_not_widths(rank: int, rope: int) -> str | None:
-    """The same for the widths of the latent and of its RoPE part."""
-    if rank not in RANKS or rope not in ROPES:
-        return f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {rank} and {rope}"
+    if widths is not None and (widths[0] not in RANKS or widths[1] not in ROPES):
+        return (
+            f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {widths[0]} and "
+            f"{widths[1]}"
+        )
     return None
 
 

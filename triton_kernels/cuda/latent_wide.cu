@@ -22,15 +22,15 @@ constexpr int GROUP_BYTES = COLUMNS * 16;                 // weights of 16 token
 constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
 constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // of the queries' scales, a float a column
 constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;       // of the block, ordered as integers
-constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;    // twice: in powers of two
-constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;      // twice: maximum so far
+constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;    // twice: in powers of two, less LIFT
+constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;      // twice: maximum so far, less LIFT
 constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;            // of each warp
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
-// A weight at the reference is 2^LIFT. One that is GROWTH powers of two greater is e4m3 still (MOST), so maxima may grow for long before they
+// A weight at the reference is 2^LIFT. One that is 3.7 powers of two greater is e4m3 still, so maxima may grow for long before they
 // outgrow the reference. Renewed, it becomes the block's maximum where that is greater, or SHRINKAGE smaller. After it has jumped by JUMP the
 // next block renews it again: tokens behind one that outweighs them all are not lost. It never gets DEPTH below the maximum so far, so that sums stay
 // finite. A weight is lost below 2^-15 of the reference.
-constexpr float LIFT = 5.f, GROWTH = 3.7f, MOST = 430.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
+constexpr float LIFT = 5.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
 constexpr int RENEWAL = 8;
 static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 && STAGES >= 2, "");
 
@@ -47,34 +47,48 @@ __device__ __forceinline__ float2 pair_at(u32 address) {
 
 // Query rows as right operands: content in e4m3, a scale a row, and the RoPE part as it is.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
-  constexpr int WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
+  constexpr int OWN = COLUMNS / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
+  const int last = a.heads * a.tokens - 1;
   float* factors = reinterpret_cast<float*>(smem + FACTORS_AT);
-#pragma unroll 4
-  for (int row = warp; row < COLUMNS; row += WARPS) {
-    const int all = tile * COLUMNS + row;
-    const bool real = all < a.heads * a.tokens;
-    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + all % a.heads * a.q_h + all / a.heads * a.q_s : 0));
-    u32 content[WORDS], rope[MORE];
+  u32 content[OWN][WORDS], rope[OWN][MORE];
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) content[k] = real ? ask(source + 32 * k + lane) : 0u;
+  for (int j = 0; j < OWN; j++) {                         // all is asked for before anything is used
+    const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // behind the last one: read, and replaced by zeros
+    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
 #pragma unroll
-    for (int k = 0; k < MORE; k++) rope[k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
-    float most = 0.f;
+    for (int k = 0; k < WORDS; k++) content[j][k] = ask(source + 32 * k + lane);
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) most = fmaxf(most, fmaxf(fabsf(to_float(content[k] & 0xffff)), fabsf(to_float(content[k] >> 16))));
+    for (int k = 0; k < MORE; k++) rope[j][k] = 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+  }
+  float most[OWN] = {};
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-    const float scale = fmaxf(most * (1.f / 448.f), 8.673617379884035e-19f), inverse = 1.f / scale;  // 2^-60: `formats.fp8.LEAST_SCALE`
+  for (int j = 0; j < OWN; j++) {
+    const bool real = tile * COLUMNS + warp + j * WARPS <= last;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) content[j][k] = real ? content[j][k] : 0u;
+#pragma unroll
+    for (int k = 0; k < MORE; k++) rope[j][k] = real ? rope[j][k] : 0u;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+    for (int j = 0; j < OWN; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+#pragma unroll
+  for (int j = 0; j < OWN; j++) {
+    const int row = warp + j * WARPS;
+    const float scale = fmaxf(most[j] * (1.f / 448.f), 8.673617379884035e-19f), inverse = rcp(scale);  // 2^-60: `formats.fp8.LEAST_SCALE`
     if (lane == 0) factors[row] = scale * a.scaling * LOG2E;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
       const int x = 64 * k + 2 * lane;
-      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) = (u16)pack_e4m3(to_float(content[k] & 0xffff) * inverse, to_float(content[k] >> 16) * inverse);
+      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) = (u16)pack_e4m3(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
     }
 #pragma unroll
     for (int k = 0; k < MORE; k++) {
       const int x = 64 * k + 2 * lane;
-      if (x < ROPE) *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[k];
+      if (x < ROPE) *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[j][k];
     }
   }
 }
@@ -122,7 +136,8 @@ template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, in
 // Grid (share, sequence, tile of COLUMNS query rows).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
   extern __shared__ __align__(128) u8 smem[];
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, part = warp & 3;
+  // The compiler learns that all lanes have the same `warp`: descriptors of products stay in uniform registers.
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, part = warp & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z, tiles = (a.heads * a.tokens + 15) / 16;
   const int length = a.length[b], blocks = (length + 2 * HALF - 1) / (2 * HALF);
   const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
@@ -163,6 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
   for (int i = 0; i < EACH; i++) l[i] = 0.f;
   const float factor = a.scaling * LOG2E;
+  const u64 queries = matrix(memory, 128, RANK * 8), rope_queries = matrix(memory + COLUMNS * RANK, 128, ROPE * 16);
+  const u64 weight_rows = matrix(weights, GROUP_BYTES, 128);
   int turn = 0, slot = 0, phase = 0;                      // slot: of the block's first half; phase: of that slot
   bool again = false;                                     // renew, because the reference has just jumped
 
@@ -174,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     barrier_wait(memory + BARRIERS_AT + slot * 8, phase);
     if (whole) barrier_wait(memory + BARRIERS_AT + next * 8, next_phase);
 
+    const u64 keys = matrix(mine, 128, RANK * 8), rope_keys = matrix(mine + CODE_BYTES, 128, ROPE * 16);
     float s[COLUMNS / 2], r[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) s[i] = r[i] = 0.f;
@@ -181,10 +199,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROPE / 16; k++)
-      wgmma_model<COLUMNS>(r, matrix(mine + CODE_BYTES + k * 256, 128, ROPE * 16), matrix(memory + COLUMNS * RANK + k * 256, 128, ROPE * 16), k > 0);
+      wgmma_model<COLUMNS>(r, further(rope_keys, k * 256), further(rope_queries, k * 256), k > 0);
 #pragma unroll
     for (int k = 0; k < RANK / 32; k++)
-      wgmma_e4m3<COLUMNS>(s, matrix(mine + k * 256, 128, RANK * 8), matrix(memory + k * 256, 128, RANK * 8), k > 0);
+      wgmma_e4m3<COLUMNS>(s, further(keys, k * 256), further(queries, k * 256), k > 0);
     wgmma_commit();
 
     float scale[2], inverse[2], logarithm[2];             // of tokens g and g + 8 of the warp's 16
@@ -211,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int x = 4 * j + 2 * i + e;
-          s[x] = s[x] * (scale[i] * (e ? size.y : size.x)) + (r[x] * factor + (logarithm[i] - ((e ? reference.y : reference.x) - LIFT)));
+          s[x] = s[x] * (scale[i] * (e ? size.y : size.x)) + (r[x] * factor + (logarithm[i] - (e ? reference.y : reference.x)));
         }
     }
     const int count = block - first;
@@ -240,21 +258,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     };
     load(0);
     if (!renew) {
-      float sum[EACH], most = 0.f;
+      float sum[EACH];
+      u32 greatest = 0;                                   // a byte has its highest bit: that weight is 0x7e, the greatest code, or saturated
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
         u32 pair[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float p0 = ex2(s[4 * j + e]), p1 = ex2(s[4 * j + 2 + e]);
-          most = fmaxf(most, fmaxf(p0, p1));
           sum[2 * j + e] = p0 * inverse[0] + p1 * inverse[1];
           pair[e] = pack_e4m3(p0, p1);
         }
         codes[j] = pair[0] | pair[1] << 16;
+        greatest |= codes[j] + 0x02020202u;
       }
       put_weights();
-      renew = __syncthreads_or(most > MOST);              // weights are there, unless one is too great
+      renew = __syncthreads_or(greatest & 0x80808080u);  // weights are there, unless one is too great
       if (!renew) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) l[i] += sum[i];
@@ -319,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     for (int step = 0; step < 4; step++) {
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < TILES; k++) wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], matrix(weights + 2 * step * GROUP_BYTES, GROUP_BYTES, 128));
+      for (int k = 0; k < TILES; k++) wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], further(weight_rows, 2 * step * GROUP_BYTES));
       wgmma_commit();
       if (step < 3) {
         if (step) wgmma_wait<1>();                        // registers of the next are free
@@ -362,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += shared_sums[w * COLUMNS + thread];
     float* at = a.sums + slot_of(thread) * 32 + thread % 16;
-    at[0] = reinterpret_cast<const float*>(smem + REFERENCES_AT)[turn * COLUMNS + thread] - LIFT;
+    at[0] = reinterpret_cast<const float*>(smem + REFERENCES_AT)[turn * COLUMNS + thread];
     at[16] = all;
   }
 }

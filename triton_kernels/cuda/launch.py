@@ -30,6 +30,7 @@ from .arguments import AttendArgs, Factors, ProjectArgs, StepArgs, TransformArgs
 from .arguments import address as _address
 from .compile import Module, load
 from .geometry import APPEND_WARPS, append_defines, grid_size, project_defines, transform_defines
+from .geometry import why_not as why_not
 from .modules import AttendKernel, attend_module, expect, properties
 
 DTYPES = (torch.float16, torch.bfloat16)

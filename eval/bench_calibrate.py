@@ -1,0 +1,90 @@
+"""Seconds that calibration takes on a large model: `python -m hf_lowbit_kv.eval.bench_calibrate`.
+
+A model of the 8B Llama 3.1 shape with random weights, the bundled model's tokenizer, and the texts that calibrations read by
+default. What `hf-lowbit-kv calibrate` does besides, loading a model and writing a file, is not counted. Records go to
+`calibrate-<gpu>.jsonl` in `eval/results/`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from transformers import AutoTokenizer
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.bench_generate import shape_8b
+from hf_lowbit_kv.eval.bench_memory import PeakMemory, random_model
+from hf_lowbit_kv.eval.models import bundled_model, calibration_texts, library_texts
+from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+
+
+def measure(model: Any, tokenizer: Any, texts: list[str], preset: str, **options: Any) -> dict[str, Any]:
+    """A record without provenance: `seconds` in all, and of them `reading`, `gradients` and `fitting`; `samples` windows of
+    `length` tokens; `growth`, the most bytes allocated beyond the model.
+
+    Args:
+        **options: for `calibrate`.
+    """
+    began = time.perf_counter()
+    ends: dict[str, float] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == total:
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            ends[what] = time.perf_counter() - began
+
+    with PeakMemory(model.device) as peak:
+        found = lb.calibrate(model, tokenizer, texts, preset, progress=progress, **options)
+    parts, last = {}, 0.0
+    for what, end in ends.items():
+        parts[what], last = end - last, end
+    return {
+        "preset": preset,
+        "seconds": time.perf_counter() - began,
+        "parts": parts,
+        "samples": found.source["samples"],
+        "length": found.source["length"],
+        "gradients": found.source["gradients"],
+        "growth": peak.growth,
+    }
+
+
+def main(
+    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: vecinfer-2, eigen-2].")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    samples: Annotated[int | None, typer.Option(help="Windows to read [default: as calibrate].")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window [default: as calibrate].")] = None,
+    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines [default: eval/results/calibrate-<device>.jsonl].")
+    ] = None,
+) -> None:
+    """Time the calibration of each preset, and append a JSON line for each."""
+    where = torch.device(device)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
+    config = shape_8b(layers, tiny)
+    config.vocab_size = max(config.vocab_size, len(tokenizer))
+    model = random_model(config, torch.bfloat16 if where.type == "cuda" else torch.float32, where)
+    texts = [path.read_text(encoding="utf-8") for path in (*calibration_texts(), *library_texts())]
+    columns = ("preset", "seconds", "reading", "gradients", "fitting", "windows", "tokens each", "GB beyond the model")
+    table, console = Table(*columns), wide_console()
+    for name in preset or ["vecinfer-2", "eigen-2"]:
+        record = measure(model, tokenizer, texts, name, samples=samples, length=length)
+        shown = {"gpu": device_name(where), "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers"}
+        append_record(out or results_path("calibrate", device_name(where)), record | shown | provenance(commit))
+        parts = (f"{record['parts'][what]:.1f}" if what in record["parts"] else "-" for what in columns[2:5])
+        growth = "-" if record["growth"] is None else f"{record['growth'] / 1e9:.1f}"
+        table.add_row(name, f"{record['seconds']:.1f}", *parts, str(record["samples"]), str(record["length"]), growth)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)

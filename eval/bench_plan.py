@@ -1,0 +1,111 @@
+"""What `bench_all` runs, most wanted first: each measurement is one call of a script of this folder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: what a script may need beside this project, by import name: what it is for, and how it is installed
+PACKAGES = {
+    "flashinfer": "FlashInfer, the 16-bit peer of MLA decoding: pip install flashinfer-python",
+    "torchao": "torchao, for 4-bit weights: pip install torchao",
+}
+
+
+class Entry(NamedTuple):
+    """A measurement."""
+
+    name: str
+    script: str
+    arguments: str
+    minutes: float
+    """expected on an H200, kernels compiled beforehand where `warms` says so"""
+    why: str
+    """where its figures are quoted, or what waits for them"""
+    memory: int = 20
+    """GB of GPU memory that it needs"""
+    needs: tuple[str, ...] = ()
+    """of `PACKAGES`: those without which it is not run"""
+    warms: bool = False
+    """whether a run with `--rounds 1` compiles the same kernels"""
+
+    @property
+    def kind(self) -> str:
+        """Measurements of one kind are chosen together."""
+        return self.script.removeprefix("bench_")
+
+    @property
+    def command(self) -> list[str]:
+        """What follows the interpreter."""
+        return ["-m", f"hf_lowbit_kv.eval.{self.script}", *self.arguments.split()]
+
+
+def _repeated(option: str, values: str) -> str:
+    return " ".join(f"{option} {value}" for value in values.split())
+
+
+def _decode(name: str, presets: str, shapes: str, minutes: float, why: str, more: str = "--backend cuda") -> Entry:
+    arguments = _repeated("--preset", presets), _repeated("--shape", shapes), more
+    return Entry(name, "bench_decode", " ".join(arguments), minutes, why, warms=True)
+
+
+_LONG, _WIDE = "gqa_b8_32k gqa_b1_128k", "gqa_b32_8k mha_b8_8k"
+_BOTH = "--backend cuda --backend triton"
+_README = "kv8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
+_TABLE = "dense kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2 kivi-2 bitdecoding-kc-2 kitty kitty-pro"
+_VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
+_STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
+_BATCH_OWN = _repeated("--contender", "DynamicCache/eager kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled")
+_PROMPT = "--layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 --preset kivi-2"
+
+PLAN = (
+    _decode("decode-own", "kivi-2 kitty-pro eigen-2 eigen-3", f"{_LONG} {_WIDE}", 2, "docs/own-formats.md"),
+    Entry("start-recorded", "bench_start", "--how recorded", 1.5, "docs/generation.md"),
+    _decode("decode-vecinfer", f"kivi-2 {_VECINFER}", _WIDE, 2, "docs/vecinfer.md: shapes without a record"),
+    Entry("calibrate-vecinfer", "bench_calibrate", "--preset vecinfer-2", 3, "docs/vecinfer.md", memory=40),
+    Entry("calibrate-eigen", "bench_calibrate", "--preset eigen-2", 6, "docs/own-formats.md", memory=60),
+    _decode(
+        "decode-head-64",
+        f"kivi-2 kitty-pro {_VECINFER} eigen-2 eigen-3",
+        _LONG,
+        2,
+        "docs/vecinfer.md: heads of 64 channels",
+        "--backend cuda --head-dim 64",
+    ),
+    _decode("decode-vecinfer-triton", "vecinfer-2", _LONG, 1.5, "docs/vecinfer.md: Triton", "--backend triton"),
+    _decode("decode-readme", _README, _LONG, 2, "README"),
+    Entry("mla", "bench_mla", "", 2, "docs/mla.md", memory=60, needs=("flashinfer",)),
+    Entry("mla-step", "bench_mla_step", "", 3, "docs/mla.md", memory=80),
+    Entry("start-compiled", "bench_start", "--how compiled", 6, "docs/generation.md: start of a compiled step"),
+    Entry(
+        "generate-128k",
+        "bench_generate",
+        f"--tokens 1024 --tokens 131072 {_STEPS} --contender quanto-4/eager@1024",
+        10,
+        "docs/benchmarks.md",
+        memory=100,
+    ),
+    Entry(
+        "generate-8x32k",
+        "bench_generate",
+        f"--batch 8 --tokens 32768 {_STEPS}",
+        10,
+        "README, docs/benchmarks.md",
+        memory=130,
+    ),
+    Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao",)),
+    Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
+    Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
+    Entry("prefill", "bench_prefill", "", 5, "docs/log/kernels.md", memory=40),
+    _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),
+    _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),
+    Entry("batch", "bench_batch", "", 8, "docs/benchmarks.md", memory=80),
+    Entry("batch-own", "bench_batch", _BATCH_OWN, 10, "docs/own-formats.md", memory=80),
+    Entry(
+        "generate-1M",
+        "bench_generate",
+        "--tokens 1048576 --contender kivi-2/tuned --prefill-tokens 0",
+        7,
+        "docs/benchmarks.md",
+        memory=60,
+    ),
+)

@@ -1,0 +1,166 @@
+"""`bench_all`: what its plan names exists, and how it chooses, budgets and fails. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+
+import pytest
+import typer
+from click.testing import CliRunner
+
+from hf_lowbit_kv.eval import bench_all, models
+from hf_lowbit_kv.eval.bench_all import Outcome, chosen, run_plan, why_skipped
+from hf_lowbit_kv.eval.bench_generate import Wanted
+from hf_lowbit_kv.eval.bench_plan import PACKAGES, PLAN, Entry
+from hf_lowbit_kv.eval.packed_case import Shape
+from hf_lowbit_kv.presets import get_preset
+
+
+def command_of(main):
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("entry", PLAN, ids=lambda entry: entry.name)
+def test_every_command_of_the_plan_is_understood(entry):
+    script = importlib.import_module(f"hf_lowbit_kv.eval.{entry.script}")
+    more = ["--rounds", "1", "--out", "x.jsonl"] if entry.warms else []
+    arguments = [*entry.arguments.split(), *more, "--commit", "abc"]  # `run_plan` may add the last two
+    given = command_of(script.main).make_context(entry.script, arguments).params
+    presets = given.get("preset") or ()
+    for preset in [presets] if isinstance(presets, str) else presets:
+        get_preset(preset)
+    for contender in given.get("contender") or ():
+        Wanted.parse(contender)
+    if entry.script == "bench_decode":
+        assert given["shape"]
+        for shape in given["shape"]:
+            Shape.parse(shape)
+    assert entry.why
+    assert set(entry.needs) <= PACKAGES.keys()
+
+
+def test_names_are_unique():
+    names = [entry.name for entry in PLAN]
+    assert len(set(names)) == len(names)
+
+
+def test_choice():
+    assert chosen(PLAN, None) == list(PLAN)
+    assert {entry.script for entry in chosen(PLAN, "start, mla")} == {"bench_start", "bench_mla"}
+    assert [entry.name for entry in chosen(PLAN, "weights,decode-own")] == ["decode-own", "weights"]  # the plan's order
+    with pytest.raises(ValueError, match=r"only='decoding' is not known; allowed: decode, .*, generate-1M"):
+        chosen(PLAN, "decode,decoding")
+
+
+def test_what_cannot_run_is_skipped(monkeypatch):
+    entry = Entry("x", "bench_x", "", 5, "docs", memory=80, needs=("torchao",))
+    monkeypatch.setattr(bench_all.importlib.util, "find_spec", lambda name: None)
+    assert why_skipped(entry, 140, None) == "not installed: torchao, for 4-bit weights: pip install torchao"
+    monkeypatch.setattr(bench_all.importlib.util, "find_spec", lambda name: object())
+    assert why_skipped(entry, 24, None) == "needs 80 GB of GPU memory, and there are 24"
+    assert why_skipped(entry, 140, 4.9) == "5 minutes are expected, and 4.9 of --minutes are left"
+    assert why_skipped(entry, 140, 5.0) is None
+    assert why_skipped(entry, 140, None) is None
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+print("said", *sys.argv[1:])
+open({records!r}, "a").write("{{}}\\n" * {count})
+time.sleep({sleep})
+sys.exit({status})
+"""
+
+
+def scripted(tmp_path, monkeypatch, **scripts):
+    """Entries whose commands are small scripts: name -> (records, seconds, status)."""
+    entries = []
+    for name, (count, sleep, status) in scripts.items():
+        file = tmp_path / f"{name}.py"
+        records = str(tmp_path / "results" / "decode-x.jsonl")
+        file.write_text(WRITER.format(records=records, count=count, sleep=sleep, status=status))
+        entries.append(Entry(name, name, "", 0.05, "docs", memory=1))
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(Entry, "command", property(lambda self: [str(tmp_path / f"{self.name}.py")]))
+    return entries
+
+
+def test_outcomes(tmp_path, monkeypatch):
+    entries = scripted(tmp_path, monkeypatch, good=(2, 0, 0), bad=(1, 0, 3), more=(1, 0, 0))
+    found = run_plan(entries, tmp_path, memory=10, commit="abc", results=tmp_path / "results")
+    assert [(x.status, x.records, x.failed) for x in found] == [(0, 2, False), (3, 1, True), (0, 1, False)]
+    assert (tmp_path / "good.log").read_text().splitlines()[1:] == ["said --commit abc"]
+    assert bench_all.table(found).row_count == 3
+
+
+def test_a_budget_stops_what_runs_and_skips_what_comes(tmp_path, monkeypatch):
+    entries = scripted(tmp_path, monkeypatch, slow=(1, 60, 0), later=(1, 0, 0))
+    begin = time.perf_counter()
+    slow, later = run_plan(entries, tmp_path, memory=10, minutes=0.06, results=tmp_path / "results")
+    assert time.perf_counter() - begin < 30
+    assert slow.failed
+    assert slow.note == "stopped: --minutes are over"
+    assert (later.status, later.failed) == (None, False)
+    assert "0.05 minutes are expected" in later.note
+
+
+def test_kernels_are_compiled_beforehand_side_by_side(tmp_path, monkeypatch):
+    entries = scripted(tmp_path, monkeypatch, a=(0, 1, 0), b=(0, 1, 1), c=(0, 60, 0))
+    assert bench_all.compile_ahead(entries[:2], 2, tmp_path) < 1.9 + 2  # interpreters start, too
+    assert "said --rounds 1 --out" in (tmp_path / "b.compile.log").read_text()
+    begin = time.perf_counter()
+    bench_all.compile_ahead(entries[2:], 2, tmp_path, timeout=0.5)
+    assert time.perf_counter() - begin < 20
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(bench_all.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_all.torch.cuda, "mem_get_info", lambda: (0, 80e9))
+
+
+@pytest.mark.parametrize(("status", "expected"), [(None, 0), (0, 0), (1, 1), (-9, 1)])
+def test_exit_status(status, expected, gpu, monkeypatch, tmp_path):
+    """Skipped is not failed; killed is."""
+    entry = PLAN[0]
+    monkeypatch.setattr(bench_all, "run_plan", lambda *args: [Outcome(entry, 1.0, status)])
+    arguments = ["--only", entry.name, "--jobs", "0", "--logs", str(tmp_path / "logs")]
+    assert CliRunner().invoke(command_of(bench_all.main), arguments).exit_code == expected
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(bench_all.torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(command_of(bench_all.main), [])
+    assert done.exit_code == 2
+    assert "a GPU is needed" in done.output
+    listed = CliRunner().invoke(command_of(bench_all.main), ["--list"])
+    assert listed.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts"),
+    [
+        ("vecinfer-2", {"reading", "fitting"}),
+        pytest.param("eigen-2", {"reading", "gradients", "fitting"}, marks=pytest.mark.slow),
+    ],
+)
+def test_calibration_is_timed(preset, parts, tmp_path, monkeypatch):
+    from hf_lowbit_kv.eval import bench_calibrate
+
+    monkeypatch.setattr(bench_calibrate, "calibration_texts", lambda: [])
+    monkeypatch.setattr(bench_calibrate, "library_texts", lambda: models.library_texts()[:1])
+    out = tmp_path / "out.jsonl"
+    arguments = ["--device", "cpu", "--tiny", "--samples", "16", "--length", "256", "--preset", preset]
+    arguments += ["--commit", "abc", "--out", str(out)]
+    done = CliRunner().invoke(command_of(bench_calibrate.main), arguments)
+    assert done.exit_code == 0, done.output
+    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert record["preset"] == preset
+    assert (record["samples"], record["length"], record["commit"]) == (16, 256, "abc")
+    assert record["parts"].keys() == parts
+    assert 0 < sum(record["parts"].values()) <= record["seconds"]

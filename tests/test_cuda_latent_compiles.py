@@ -1,0 +1,104 @@
+"""The latent kernels as NVRTC compiles them, without a GPU: what a step needs for each number of heads, and what ptxas says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from latent_cases import Case
+
+from hf_lowbit_kv.triton_kernels.cuda import compile as compiling
+from hf_lowbit_kv.triton_kernels.cuda import latent
+
+DEEPSEEK = {"rank": 512, "rope": 64, "page_size": 128}
+
+
+@pytest.fixture
+def nvrtc():
+    """NVRTC's bindings."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:
+        pytest.skip("NVRTC's library is not installed")
+    return nvrtc
+
+
+def compiled(nvrtc, name: str, defines, arch: str) -> str:
+    """What NVRTC and ptxas say while they compile a file; raises `AssertionError` where they cannot."""
+    if int(arch.strip("sm_a")) not in nvrtc.nvrtcGetSupportedArchs()[1]:
+        pytest.skip(f"this NVRTC does not know {arch}")
+    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + compiling.source(name)
+    program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])[1]
+    options = [x.encode() for x in (*compiling.OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v")]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.decode().replace("\0", "")
+    nvrtc.nvrtcDestroyProgram(program)
+    assert int(status) == 0, said
+    return said
+
+
+def spilled(log: str, kernel: str) -> bool:
+    """Whether a kernel of this log keeps registers in memory."""
+    part = log.split(f"Function properties for {kernel}\n")[1].split("Compiling entry")[0]
+    assert "spill stores" in part
+    return "0 bytes spill stores, 0 bytes spill loads" not in part
+
+
+def check(log: str, kernel: str) -> None:
+    assert not spilled(log, kernel), log
+    assert "warning" not in log.lower(), log
+    # ptxas says so where products of a warpgroup do not overlap, or wait where the source does not
+    assert "serialized" not in log, log
+    assert "injected" not in log, log
+
+
+@pytest.mark.parametrize(
+    ("arch", "convert", "case"),
+    [
+        ("sm_80", False, Case(**DEEPSEEK)),
+        ("sm_90", True, Case(**DEEPSEEK, dtype=torch.float16)),
+        ("sm_120", True, Case(rank=192, rope=128, page_size=64)),
+    ],
+)
+def test_narrow(arch, convert, case, nvrtc):
+    defines = latent.defines(case.spec, case.rank, case.rope, case.dtype, convert)
+    check(compiled(nvrtc, "latent.cu", defines, arch), "latent_attend")
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dtype", "rope"),
+    [
+        (16, 1, torch.bfloat16, 64),
+        (16, 2, torch.float16, 64),
+        (32, 1, torch.bfloat16, 128),
+        (64, 1, torch.bfloat16, 64),
+        (128, 8, torch.float16, 128),
+    ],
+)
+def test_wide(heads, tokens, dtype, rope, nvrtc, monkeypatch):
+    """What a step of so many heads and tokens launches on Hopper."""
+    asked = []
+
+    def load(name, defines, device, own=False):
+        asked.append((name, defines, "sm_90a" if own else "sm_90"))
+        return SimpleNamespace(integer=lambda name: 0)
+
+    monkeypatch.setattr(latent, "load", load)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: latent.WIDE_CAPABILITY)
+    latent._wide_plan.cache_clear()
+    case = Case(rank=512, rope=rope, page_size=128)
+    how = latent.plan(case.spec, 512, rope, dtype, heads * tokens, torch.device("cuda", 0))
+    latent._wide_plan.cache_clear()
+    assert how.kernel == "latent_wide_attend"
+    assert how.rows == min(heads * tokens, 64)
+    (found,) = asked
+    check(compiled(nvrtc, *found), how.kernel)
