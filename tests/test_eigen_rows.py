@@ -80,6 +80,18 @@ def record(row, kl, **texts):
     return row._asdict() | {"context": 4096, "date": "2026", "bits": 2.09, "kl": kl, "top1": 0.5, "by_text": by_text}
 
 
+def test_rows_without_parameters_need_no_calibration(model):
+    rows = [eigen.Row("a", **eigen.KIVI_2)]
+    assert rows[0].spec == lb.get_preset("kivi-2-sink").spec()
+    assert eigen.calibrated(rows, model, letters, eigen.Readings()) is None
+
+
+def test_rows_of_the_presets_are_the_presets():
+    for row, name in zip(eigen.ROWS, ("eigen-2", "eigen-3"), strict=False):
+        assert row.group == "presets"
+        assert row.spec == lb.get_preset(name).spec()
+
+
 def test_tables_compare_with_the_preset_of_the_same_values(tmp_path, monkeypatch):
     two, three = eigen.ROWS[:2]
     others = [row for row in eigen.ROWS if row.group == "gradients"]
