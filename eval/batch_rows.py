@@ -29,6 +29,7 @@ CACHES = (
     "kitty-pro",
     "eigen-3",
     "eigen-2",
+    "eigen-2,sink=4",
     "eigen-2,sink=4,residual=32",
 )
 
