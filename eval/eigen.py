@@ -58,7 +58,8 @@ class Row(NamedTuple):
 
     @property
     def spec(self) -> lb.LayerSpec:
-        how = parse_transform(self.transform), parse_transform("none" if self.values == "dense" else "hadamard")
+        rotated = self.values.startswith("static")
+        how = parse_transform(self.transform), parse_transform("hadamard" if rotated else "none")
         formats = parse_format(self.keys), parse_format(self.values)
         return lb.LayerSpec(*formats, self.sink, self.residual, key_transform=how[0], value_transform=how[1])
 
@@ -72,6 +73,7 @@ class Row(NamedTuple):
 
 
 EIGEN_3: dict[str, Any] = {"keys": KEYS_3, "values": VALUES_3}
+KIVI_2: dict[str, Any] = {"keys": "int2-channel", "values": "int2-token", "transform": "none"}
 PATTERNS_2 = ("53222110", "44222200", "22222222")
 PATTERNS_3 = ("54433221", "44442222")
 ROWS = (
@@ -81,6 +83,7 @@ ROWS = (
     *(Row("pattern", f"static-{pattern}", VALUES_3) for pattern in PATTERNS_3),
     *(Row("newest tokens", residual=residual) for residual in (64, 32)),
     Row("newest tokens", residual=32, **EIGEN_3),
+    *(Row("newest tokens of kivi-2-sink", residual=residual, **KIVI_2) for residual in (128, 32)),
     *(Row("first tokens", sink=sink) for sink in (0, 4)),
     Row("smallest window", sink=4, residual=32),
     Row("one side", values="dense"),
@@ -158,9 +161,11 @@ def measure(rows: list[Row], model: Any, tokenizer: Any, backend: str | None, co
 
 
 def calibrated(rows: Sequence[Row], model: Any, tokenizer: Any, readings: Readings) -> Any:
-    """What rows that are calibrated alike need."""
+    """What rows that are calibrated alike need; `None` where none of them needs anything."""
     texts, how, extra, windows, length = rows[0].calibrated_on
     specs = [dataclasses.replace(row.spec, sink=SINK, residual=RESIDUAL) for row in rows]
+    if not (specs := [spec for spec in specs if spec.parameters(64, 64, 1)]):
+        return None
     # all queries count where keys are watched from their own chunk on
     with (
         mock.patch.object(gradients, "DISTANCE", 0 if how == "all" else gradients.DISTANCE),
