@@ -77,7 +77,15 @@ def test_every_row_can_be_stored_and_is_measured_once():
 
 def record(row, kl, **texts):
     by_text = {text: {"kl": value, "top1": 0.5} for text, value in texts.items()}
-    return row._asdict() | {"context": 4096, "date": "2026", "bits": 2.09, "kl": kl, "top1": 0.5, "by_text": by_text}
+    return row._asdict() | {
+        "context": 4096,
+        "date": "2026",
+        "device": "cpu",
+        "bits": 2.09,
+        "kl": kl,
+        "top1": 0.5,
+        "by_text": by_text,
+    }
 
 
 def test_rows_without_parameters_need_no_calibration(model):
