@@ -78,16 +78,17 @@ def main(
     }
     for row in rows:
         append_record(out, row | setting | provenance(commit))
-    wide_console().print(table(rows))
-    if any(not BANDS[row["preset"]].holds(row) for row in rows if row["preset"] in BANDS):
+    bands = BANDS if dtype == "float32" else {}
+    wide_console().print(table(rows, bands))
+    if any(not bands[row["preset"]].holds(row) for row in rows if row["preset"] in bands):
         raise typer.Exit(1)
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[dict[str, Any]], bands: dict[str, Band] = BANDS) -> Table:
     """The rows, with their bands."""
     out = Table("preset", "bits", "ppl", "ppl_full", "KL", "band", "top-1", "")
     for row in rows:
-        band = BANDS.get(row["preset"])
+        band = bands.get(row["preset"])
         numbers = (f"{row['bits_per_value']:.2f}", f"{row['ppl']:.2f}", f"{row['ppl_full']:.2f}", f"{row['kl']:.5f}")
         limits = f"{band.kl_min:.4g} to {band.kl_max:.4g}" if band else "none"
         verdict = "" if band is None else ("within" if band.holds(row) else "OUTSIDE")

@@ -79,12 +79,15 @@ _BY_TRANSFORM = {
 
 
 def transforms_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
-    """Mean KL by the transform of keys and what else is varied; each cell with its device where a column has several."""
+    """Mean KL by the transform of keys and what else is varied; each cell with its device where a column has several. Columns
+    and lines without a record are left out."""
     found = newest(path, vecinfer.ROWS)
     cells = {(row.group, row.transform): record for row, record in found.items()}
     head, columns = ["keys mapped by"], []
     for title, group in _BY_TRANSFORM.items():
         devices = sorted({_shown(record["device"]) for (of, _), record in cells.items() if of == group})
+        if not devices:
+            continue
         head.append(title + (f" ({devices[0]})" if len(devices) == 1 else ""))
         columns.append((group, len(devices) > 1))
     lines = []
@@ -94,7 +97,8 @@ def transforms_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
             "" if x is None else f"{x['kl']:.4f}" + (f" ({_shown(x['device'])})" if several else "")
             for x, several in records
         ]
-        lines.append([f"`{how}`", *shown])
+        if any(shown):
+            lines.append([f"`{how}`", *shown])
     return markdown_table(head, lines)
 
 
@@ -113,6 +117,5 @@ def devices_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
 #: what `report` calls with its own rows, which these tables do not need
 TABLES: dict[str, Callable[[Any], str]] = {
     "vecinfer-transforms": transforms_table,
-    **{name: functools.partial(render, name) for name in _TABLES},
-    "vecinfer-devices": devices_table,
+    **{name: functools.partial(render, name) for name in ("vecinfer-sides", "vecinfer-texts")},
 }

@@ -23,8 +23,12 @@ from hf_lowbit_kv.eval.lm_eval_model import TASKS, LowBitLM
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
 from hf_lowbit_kv.eval.reading import FULL
 
-#: lm-eval's options that belong to this command, or that have no meaning for several presets
-OWN_OPTIONS = ("config", "model", "use_cache", "wandb_args", "wandb_config_args", "trackio_args", "hf_hub_log_args")
+#: lm-eval's options that belong to this command, or that have no meaning for several presets: refused, not ignored
+OWN_OPTIONS = (
+    *("config", "model", "model_args", "batch_size", "max_batch_size", "device", "trust_remote_code"),
+    *("use_cache", "cache_requests", "check_integrity", "show_config", "verbosity"),
+    *("wandb_args", "wandb_config_args", "trackio_args", "hf_hub_log_args"),
+)
 
 
 def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConfig:

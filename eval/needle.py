@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.models import essay
-from hf_lowbit_kv.eval.reading import FULL, Reader, Text
+from hf_lowbit_kv.eval.reading import FULL, Reader, Text, packs
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -90,7 +90,7 @@ def run(
 
     Raises:
         ValueError: an unknown preset, a length that the text or the model's context does not reach, a depth outside 0 to 1,
-            a chunk longer than a prompt.
+            a chunk longer than a prompt, a length at which a preset packs nothing.
     """
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depths={bad} are not allowed; they must be 0 (start) to 1 (end)")
@@ -114,6 +114,11 @@ def run(
             report(f"{preset} {length}")
             reader = Reader(model, make_cache, chunk, batch_size)
             scores = reader.score(texts[length])
+            if preset != FULL and reader.share.packed == 0 and packs(make_cache().spec):
+                raise ValueError(
+                    f"length={length} is too short for preset {preset!r}: nothing was read packed, so the result would say "
+                    "nothing about it. Take a longer one"
+                )
             for index, depth in enumerate(depths):
                 cell = scores[index * trials : (index + 1) * trials]
                 found = sum(score.greedy for score in cell) / trials

@@ -26,6 +26,8 @@ from hf_lowbit_kv.layer import LowBitLayer
 
 #: name of transformers' own full-precision cache in tables, records and options
 FULL = "full"
+#: columns that a CPU computes for each token, padding included, at most; to a GPU padding costs little
+MOST_PADDED = 1.25
 #: a beginning of fewer tokens is not worth a forward pass of its own: every text reads it again
 MIN_SHARED = 16
 
@@ -183,16 +185,34 @@ class Reader:
         return scores
 
     def _batches(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
-        by_length = sorted(nodes, key=lambda node: (node.end, node.start), reverse=True)
-        for low in range(0, len(by_length), self.batch_size):
-            yield by_length[low : low + self.batch_size]
+        most = MOST_PADDED if self.model.device.type == "cpu" else float("inf")
+        batch: list[Node] = []
+        for node in sorted(nodes, key=lambda node: (node.end, node.start), reverse=True):
+            wider = [*batch, node]
+            tokens = sum(each.end - each.start for each in wider)
+            if batch and (len(wider) > self.batch_size or self._columns(wider) > most * tokens):
+                yield batch
+                wider = [node]
+            batch = wider
+        if batch:
+            yield batch
+
+    def _columns(self, batch: Sequence[Node]) -> int:
+        """Rows times columns of all chunks in which a batch is read."""
+        columns, position = 0, min(node.start for node in batch)
+        while position < max(node.end for node in batch):
+            bound = next_bound(position, self.windows, self.chunk)
+            columns += max(0, *(min(bound, node.end) - max(position, node.start) for node in batch))
+            position = bound
+        return len(batch) * columns
 
     def _read(self, cache, mask, nodes: list[Node], texts, scores: list[Score], done) -> None:
         """Read `nodes`, one a row of the cache, then their children. mask: bool `[rows, seen]`, False for padding."""
         position = min(node.start for node in nodes)
         while position < max(node.end for node in nodes):
             bound = next_bound(position, self.windows, self.chunk)
-            mask = self._read_chunk(cache, mask, nodes, position, bound, texts, scores)
+            if any(node.start < bound and node.end > position for node in nodes):  # rows may lie far apart
+                mask = self._read_chunk(cache, mask, nodes, position, bound, texts, scores)
             position = bound
         done(sum(len(texts[index].tokens) - 1 == node.end for node in nodes for index in node.members))
         rows = {id(child): row for row, node in enumerate(nodes) for child in node.children}

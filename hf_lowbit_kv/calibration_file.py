@@ -259,7 +259,7 @@ def parameters_for(
         try:
             return _taken(given, asked)
         except ValueError as error:
-            raise ValueError(f"{error}; {_how_to_make(asked, name, preset, given.path)}") from error
+            raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
     reasons = []
     for found in find(model):
         try:
@@ -271,17 +271,24 @@ def parameters_for(
     if len(asked) < len(specs) and not (preset and list(asked_of(get_preset(preset).spec()))):
         what, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
     raise ValueError(
-        f"{what} needs a calibration for {model['name']}, and none was given: {_how_to_make(asked, name, preset)}"
+        f"{what} needs a calibration for {model['name']}, and none was given: {_how_to_make(asked, specs, name, preset)}"
         + (f" ({'; '.join(reasons)})" if reasons else "")
     )
 
 
-def _how_to_make(asked: Mapping[int, Iterable[Any]], model: str, preset: str | None, path: str | None = None) -> str:
-    """The command for what layers ask for; path: of a file to add to."""
+def _how_to_make(
+    asked: Mapping[int, Iterable[Any]],
+    specs: Mapping[int, Any],
+    model: str,
+    preset: str | None,
+    path: str | None = None,
+) -> str:
+    """The command for what layers ask for, or the call where no preset has it; path: of a file to add to."""
     made = {name: set(asked_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())}
     found = [next((name for name, what in made.items() if what.issuperset(wanted)), None) for wanted in asked.values()]
     if None in found:
-        return "make one with lb.calibrate(model, tokenizer, texts, spec), spec a LayerSpec of these formats and transforms"
+        own = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in asked))
+        return f"calibration=lb.calibrate(model, tokenizer, texts, [{own}]) makes it"
     file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, found)))
     command = f"hf-lowbit-kv calibrate --model {model} --text FILE --preset {names} -o {file}"
     return f"{command}, then calibration={file!r} (--calibration {file})"

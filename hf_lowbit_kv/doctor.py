@@ -164,13 +164,7 @@ def _missing() -> list[dict[str, str]]:
 
 
 def _layer(preset: str, backend: str | None = None) -> Any:
-    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent.
-
-    What a calibration would supply is random: which backend serves the layer does not depend on it."""
-    wanted = get_preset(preset).spec().parameters(128, 128, 2)
-    random = torch.Generator().manual_seed(0)
-    given = {name: (torch.rand(shape, generator=random) + 0.5).to(dtype) for name, shape, dtype in wanted}
-    options = {"backend": backend} | ({"parameters": {0: given}} if given else {})
+    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent."""
     errors: list[Exception] = []
     for family, sizes in (("llama", {"head_dim": 128, "num_key_value_heads": 2}), ("deepseek_v3", _LATENT)):
         config = AutoConfig.for_model(family, **{**_SIZES, **sizes})
@@ -179,10 +173,17 @@ def _layer(preset: str, backend: str | None = None) -> Any:
             source = (
                 config if family == "llama" else AutoModelForCausalLM.from_config(config)
             )  # latents need the model itself
-            return from_preset(preset, source, **options).packed_layers[0]
+            return from_preset(preset, source, backend=backend, parameters=_parameters(preset)).packed_layers[0]
         except ValueError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _parameters(preset: str) -> dict[int, dict[str, torch.Tensor]] | None:
+    """Random numbers for what a calibration supplies: which backend serves a layer depends on shapes alone."""
+    wanted, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
+    found = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in wanted}
+    return {0: found} if found else None
 
 
 def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

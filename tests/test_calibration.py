@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 
 import pytest
 import torch
@@ -224,9 +225,12 @@ def test_messages_say_how_to_make_what_is_missing(model):
         lb.VecInferCache(model)
     with pytest.raises(ValueError, match="--preset vecinfer-2,vecinfer-4 -o"):
         lb.from_preset("vecinfer-2", model, per_layer={1: "vecinfer-4"})
-    for changed in ({"key_format": "vq-d4b10"}, {"transform": "smooth+hadamard"}):
-        with pytest.raises(ValueError, match=r"make one with lb.calibrate\(.*LayerSpec"):
-            lb.VecInferCache(model, **changed)
+    for changed in ({"key_format": "vq-d4b3"}, {"transform": "smooth+hadamard"}):
+        with pytest.raises(ValueError, match=r"calibration=lb\.calibrate\(.*\) makes it") as error:
+            lb.VecInferCache(model, value_format="vq-d4b4", **changed)
+        (spec,) = re.findall(r"lb\.LayerSpec\.parse\('([^']+)'\)", str(error.value))
+        found = lb.calibrate(model, Tokenizer(), TEXTS, [lb.LayerSpec.parse(spec)], samples=8, length=256)
+        lb.VecInferCache(model, value_format="vq-d4b4", **changed, calibration=found)
 
 
 @pytest.mark.parametrize(

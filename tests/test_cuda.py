@@ -34,7 +34,7 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_r
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.triton_kernels.cuda import registry
+from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -58,7 +58,9 @@ def _half(cases):
     """Cases in the dtypes that these kernels compute in (`test_float32` covers the rest), and in formats that they cover."""
 
     def covered(case: Case) -> bool:
-        return case.dtype != torch.float32 and registry.covered(case.spec.value_format, True)
+        return (
+            case.dtype != torch.float32 and geometry.why_not(case.spec, case.dims, None, torch.device("cuda")) is None
+        )
 
     return [case for case in cases if covered(case[0] if isinstance(case, tuple) else case)]
 

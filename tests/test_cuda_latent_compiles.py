@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,28 @@ from hf_lowbit_kv.triton_kernels.cuda import compile as compiling
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
 DEEPSEEK = {"rank": 512, "rope": 64, "page_size": 128}
+
+
+def last_ends(places: int, programs: int, pieces: int, shares: int) -> int:
+    """When the last block ends where `places` blocks run at a time, each beginning as soon as there is a place for it."""
+    ends = [0] * places
+    for share in range(shares):
+        size = pieces * (share + 1) // shares - pieces * share // shares
+        for _ in range(programs):
+            heapq.heapreplace(ends, ends[0] + size + latent.BEGINNING)
+    return max(ends)
+
+
+@pytest.mark.parametrize("pieces", [1, 8, 64, 256])
+def test_shares_leave_no_processor_idle_for_long(pieces):
+    """Never much later than with one block for each place, and sooner for 70 sequences, which fill half of an H200."""
+    for programs in (1, 7, 8, 32, 64, 66, 67, 70, 100, 132, 133, 140, 200, 300):
+        found = latent._shares(132, programs, pieces)
+        simple = max(min(132 // programs, pieces), 1)
+        ends, before = (last_ends(132, programs, pieces, shares) for shares in (found, simple))
+        assert ends <= 1.05 * before
+        if programs in (70, 140) and pieces == 64:
+            assert ends < 0.9 * before
 
 
 @pytest.fixture
@@ -102,3 +125,20 @@ def test_wide(heads, tokens, dtype, rope, nvrtc, monkeypatch):
     assert how.rows == min(heads * tokens, 64)
     (found,) = asked
     check(compiled(nvrtc, *found), how.kernel)
+
+
+def test_instructions_of_a_block(nvrtc, monkeypatch, tmp_path):
+    """The benchmark that reads the machine code: what it counts adds up, and nothing is kept in memory."""
+    from hf_lowbit_kv.eval import mla_instructions
+
+    try:
+        mla_instructions.tool("nvdisasm"), mla_instructions.tool("cuobjdump")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv(compiling.disk.VARIABLE, str(tmp_path))
+    rows, registers, stack, usual, scores, weights, renewal = map(int, mla_instructions.row(16, torch.bfloat16))
+    assert (rows, stack) == (16, 0)
+    assert registers <= 255
+    products = 64 // 16 + 512 // 32 + 4 * 512 // 128  # scores of the RoPE part and of the content, then values
+    assert products < scores + weights < usual
+    assert renewal > 0

@@ -269,9 +269,10 @@ def test_a_batch_size_must_be_a_number(folder):
 
 def test_one_table_over_presets(run, folder, task):
     options = ["--tasks", "numbers,writing", "--preset", "kivi-2,kitty", "--model", folder, "--include_path", task]
-    code, out, err = run(*options, *SMALL_OVERRIDES, "--device", "cpu", "--json")
+    code, out, err = run(*options, *SMALL_OVERRIDES, "--device", "cpu", "--batch_size", 4, "--json")
     assert code == 0, err
     rows = json.loads(out)
+    assert {row["batch_size"] for row in rows} == {4}  # lm-eval's spelling of an option that is ours
     assert [(row["task"], row["preset"]) for row in rows] == [
         (name, preset) for preset in ("full", "kivi-2", "kitty") for name in ("numbers", "writing")
     ]
@@ -308,6 +309,8 @@ def test_one_table_over_presets(run, folder, task):
         (["--tasks", "needle", "--preset", "kivi-9"], "preset='kivi-9' is not known"),
         (["--tasks", "needle", "--preset", "kivi-2", "--no-such", "1"], "'--no-such' is an option neither"),
         (["--tasks", "needle", "--preset", "kivi-2", "--use_cache", "x"], "--use_cache is not offered here"),
+        (["--tasks", "needle", "--preset", "kivi-2", "--model_args", "a=1"], "--model_args is not offered here"),
+        (["--tasks", "needle", "--preset", "kivi-2", "--trust_remote_code"], "--trust_remote_code is not offered here"),
         (["--tasks", "needle", "--preset", "kivi-2", "--kv-chunk", "5000"], "kv_chunk=5000 is larger than"),
         (["--tasks", "needle", "--preset", "kivi-2", "--set", "residual"], "it must be NAME=VALUE"),
         (["--tasks", "needle", "--preset", "kivi-2", "--device", "nowhere"], "'nowhere' cannot be used"),

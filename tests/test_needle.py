@@ -93,7 +93,7 @@ def test_every_place_is_scored(folder, text, tmp_path):
 
 
 def test_the_command(folder, text, capsys, tmp_path):
-    options = ["--model", folder, "--text", text, "--device", "cpu", "--length", 200, "--depth", 0.5]
+    options = ["--model", folder, "--text", text, "--device", "cpu", "--length", 300, "--depth", 0.5]
     picture = tmp_path / "map.png"
     with pytest.raises(SystemExit) as stop:
         cli.main([str(arg) for arg in ("eval", "needle", "-p", "kivi-2", *options, "--json", "--picture", picture)])
@@ -122,6 +122,8 @@ def test_bad_input(folder, text, tmp_path):
         run(["kivi-2"], *loaded, lengths=(20,), text=text)
     with pytest.raises(ValueError, match="kv_chunk=400 is not allowed; it must be 1 to 300"):
         run(["kivi-2"], *loaded, lengths=(300,), chunk=400, text=text)
+    with pytest.raises(ValueError, match="length=200 is too short for preset 'kivi-2': nothing was read packed"):
+        run(["kivi-2"], *loaded, lengths=(200,), text=text)
     with pytest.raises(ValueError, match="preset='kivi' is not known"):
         run(["kivi"], *loaded, text=text)
     with pytest.raises(ValueError, match="the name must end in"):

@@ -25,7 +25,7 @@ from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.pages import PagedStore
 from hf_lowbit_kv.triton_kernels import common, config, launch, prompt
-from hf_lowbit_kv.triton_kernels.cuda import registry
+from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 needs_gpu = pytest.mark.skipif(not kernels.GPU, reason="needs a GPU")
 LAYOUTS = ["triton", "cuda"]
@@ -194,9 +194,8 @@ def backend(request, monkeypatch):
 
 
 def served(case: Case, backend: str) -> Case:
-    for fmt in case.spec.formats:
-        if backend == "cuda" and type(fmt) not in registry.KERNELS:
-            pytest.skip("no CUDA kernels for this format")
+    if backend == "cuda" and (reason := geometry.why_not(case.spec, case.dims, None, torch.device("cuda"))) is not None:
+        pytest.skip(reason)
     return stored_for(case, backend)
 
 

@@ -10,7 +10,8 @@ from cases import SMALL_PAGES, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.reading import Reader, Text, next_bound, shared_beginnings
+from hf_lowbit_kv.eval import reading
+from hf_lowbit_kv.eval.reading import MOST_PADDED, Reader, Text, next_bound, shared_beginnings
 from hf_lowbit_kv.formats import Affine
 
 PREFIX = [3 + i * i % 97 for i in range(150)]
@@ -105,6 +106,35 @@ def test_results_depend_neither_on_the_batch_nor_on_other_texts(reader, preset):
     )
     assert [score.logprob for score in eight.score(texts)][::4] == pytest.approx(alone, abs=1e-3)
     assert one.share.value == pytest.approx(eight.share.value)
+
+
+@pytest.mark.parametrize("most", [MOST_PADDED, float("inf")])
+@pytest.mark.parametrize("preset", ["full", "kivi-2"])
+def test_rows_of_a_batch_may_lie_far_apart(reader, preset, most, monkeypatch):
+    """Continuations of a short and of a long context, several chunks behind each other, in one batch or not."""
+    monkeypatch.setattr(reading, "MOST_PADDED", most)
+    texts = []
+    for first, length in ((5, 20), (6, 200)):
+        context = PREFIX + [first + 3 * i % 87 for i in range(length)]
+        texts += [Text([*context, 7, last, 9], len(context)) for last in (1, 2)]
+    alone = [reader(preset).score([text])[0].logprob for text in texts]
+    assert [score.logprob for score in reader(preset).score(texts)] == pytest.approx(alone, abs=1e-3)
+
+
+def test_a_cpu_computes_little_padding(models, reader):
+    """Rows that begin at very different places go through the cache one by one; a CPU pays for padding as for tokens."""
+    computed = []
+    handle = models[0].register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(args[0].numel()), with_kwargs=True
+    )
+    texts = [Text(PREFIX[:begin] + [5] * (300 - begin) + [7], 299) for begin in (0, 40, 80, 120)]
+    try:
+        reader("kivi-2").score(texts)
+    finally:
+        handle.remove()
+    # what all have in common, up to 40, 80 and 120 tokens, is read once, and the rest of each text
+    tokens = 120 + (300 - 0) + (300 - 40) + (300 - 80) + (300 - 120)
+    assert tokens <= sum(computed) <= MOST_PADDED * tokens
 
 
 def test_a_common_beginning_is_read_once(models, reader):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from cases import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,12 +19,17 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_code_runs(monkeypatch, capsys):
+@pytest.fixture
+def tokenizer():
+    """Words are numbers."""
+    plain = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="7"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="0")
+
+
+def test_the_code_runs(monkeypatch, capsys, tokenizer):
     """As it stands, with a tiny model in place of the one from the hub."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="7"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: fast)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
 
     def from_pretrained(name, dtype, attn_implementation):
         model, _ = tiny_models("llama")
@@ -36,6 +42,34 @@ def test_the_code_runs(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "LowBitCache kivi-4-sink" in out
     assert "lowbit_kv (reads packed pages)" in out
+
+
+@pytest.mark.parametrize("name", ["generation.md", "per-layer.md", "presets.md"])
+def test_the_code_of_a_page_runs(name, tokenizer):
+    """All of a page's blocks in their order, with what its text says is there; on the CPU, with fewer tokens."""
+    model, _ = tiny_models("llama")
+    model.set_attn_implementation("lowbit_kv")
+    config = model.config
+    known = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "text": "5 6 7 8",
+        "layers": config.num_hidden_layers,
+        "factors": torch.rand(config.num_hidden_layers, config.num_key_value_heads, config.head_dim) + 0.5,
+    }
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        code = block.replace('to("cuda")', 'to("cpu")').replace("max_new_tokens=256", "max_new_tokens=8")
+        exec(compile(code, name, "exec"), known)
+    stored = known.get("cache")
+    assert (stored is None) == (name == "generation.md")
+    if stored is not None:
+        output = model.generate(torch.arange(3, 43)[None], past_key_values=stored, max_new_tokens=3)
+        assert output.shape == (1, 43)
+    else:
+        assert known["tokens"].shape == (1, 12)
 
 
 def test_links_lead_somewhere():
@@ -76,6 +110,8 @@ def test_the_figures_are_those_of_the_records(preset):
     ]
     assert float(ratio) == pytest.approx(ratios[-1], abs=0.05, rel=0.03)  # rounded, and two runs differ
     agreeing = [
-        record["top1"] for record in read_records(RESULTS / "perplexity-smollm2.jsonl") if record["preset"] == preset
+        record["top1"]
+        for record in read_records(RESULTS / "perplexity-smollm2.jsonl")
+        if (record["preset"], record["dtype"]) == (preset, "float32")
     ]
     assert float(top1) == pytest.approx(100 * agreeing[-1], abs=0.06)

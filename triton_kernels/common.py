@@ -28,7 +28,7 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*args, **constants, **OPTIONS)
+        kernel[grid](*args, **(OPTIONS | constants))
 
 
 def format_records(state: LayerState, spec: LayerSpec) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:

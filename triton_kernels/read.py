@@ -172,6 +172,7 @@ def unpack(
                 PAGE_BYTES=page_bytes,
                 PART_AT=side.part_at,
                 BLOCK_N=block,
+                enable_fp_fusion=False,  # products are rounded as the reference rounds them
             )
     tokens = 0 if chunk is None else chunk.k.shape[2]
     k, v, order, real = (state.sink_k, state.sink_v, None, None) if chunk is None else chunk

@@ -34,7 +34,9 @@ def lm_eval(
     kv_chunk: Annotated[
         int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
     ] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "--batch_size", min=1, help="Rows read at a time; changes no result.")
+    ] = 8,
     full: Annotated[bool, typer.Option(help="Measure full precision too.")] = True,
     allow_unpacked: Annotated[
         bool, typer.Option("--allow-unpacked", help="Accept tasks in which nothing is read packed.")

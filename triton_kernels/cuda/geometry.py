@@ -255,11 +255,16 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
     }
 
 
+#: of a block of `project.cu`: rows, threads, and columns of the matrix
+PROJECT_ROWS, PROJECT_THREADS, PROJECT_COLUMNS = 16, 256, 32
+
+
 @functools.cache
 def project_defines(head_dim_k: int, head_dim_v: int, dtype: torch.dtype, values: Fused) -> tuple[tuple[str, str], ...]:
     """values: what is done to them, without factors."""
     return _as_macros(
         {"DIM": head_dim_k, "DIM_V": head_dim_v, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0}
+        | {"EACH": PROJECT_ROWS, "THREADS": PROJECT_THREADS, "COLUMNS": PROJECT_COLUMNS}
         | _transform_macros(head_dim_v, values)
     )
 

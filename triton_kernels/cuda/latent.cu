@@ -80,16 +80,20 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   }
 }
 
+// Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
+__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) { return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS); }
+
 // Begins to copy a block of tokens, in the order of the page: 16 bytes of eight tokens lie in different banks.
-__device__ __forceinline__ void copy_block(const LatentArgs& a, int b, int block, u32 stage, int thread) {
-  const int token = block * BLOCK;
-  const u8* page = a.pool + a.address[(i64)b * a.pages + token / PAGE_TOKENS];
-  const u8 *codes = page + (i64)(token % PAGE_TOKENS) * RANK, *rope = page + ROPE_AT + token % PAGE_TOKENS * ROPE * 2;
-#pragma unroll 8
-  for (int i = thread; i < BLOCK * CHUNKS; i += THREADS) cp16(stage + i * 16, codes + i * 16);
+__device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int thread) {
+  static_assert(BLOCK * CHUNKS % THREADS == 0 && BLOCK * ROPE_CHUNKS % THREADS == 0, "every thread copies as much");
+  const int token = block * BLOCK % PAGE_TOKENS;
+  const u8 *codes = page + (i64)token * RANK + thread * 16, *rope = page + ROPE_AT + token * ROPE * 2 + thread * 16;
+  const u32 target = stage + thread * 16;
 #pragma unroll
-  for (int i = thread; i < BLOCK * ROPE_CHUNKS; i += THREADS) cp16(stage + CODE_BYTES + i * 16, rope + i * 16);
-  if (thread < BLOCK / 4) cp16(stage + CODE_BYTES + ROPE_BYTES + thread * 16, page + SCALE_AT + token % PAGE_TOKENS * 4 + thread * 16);
+  for (int i = 0; i < BLOCK * CHUNKS / THREADS; i++) cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
+#pragma unroll
+  for (int i = 0; i < BLOCK * ROPE_CHUNKS / THREADS; i++) cp16(target + CODE_BYTES + i * THREADS * 16, rope + i * THREADS * 16);
+  if (thread < BLOCK / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
 }
 
 // q.k of the warp's 16 tokens: content and RoPE part.
@@ -137,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
     return;
   }
   const u32 queries = shared_address(memory), weights = queries + WEIGHTS_AT, maxima = queries + MAXIMA_AT, stages = queries + STAGES_AT;
-  copy_block(a, b, first, stages, thread); commit();
+  copy_block(a.pool + ask_page(a, b, first), first, stages, thread); commit();
+  i64 page = first + 1 < stop ? ask_page(a, b, first + 1) : 0;  // of the next block
   put_queries(a, b, tile, memory, warp, lane);
   float o[TILES][2][4] = {}, m[2][2], l[2][2] = {}, m_rows[2] = {LOWEST, LOWEST};  // rows 2 t + e + 8 n, and rows g + 8 n
 #pragma unroll
@@ -149,8 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
     const u32 stage = stages + ((block - first) & 1) * STAGE_BYTES;
     wait<0>();
     __syncthreads();
-    if (block + 1 < stop) copy_block(a, b, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
+    if (block + 1 < stop) copy_block(a.pool + page, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
     commit();
+    if (block + 2 < stop) page = ask_page(a, b, block + 2);
     if (block == first)
 #pragma unroll
       for (int n = 0; n < 2; n++)

@@ -39,6 +39,8 @@ WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
 WIDE_SHARED = 227 * 1024
 #: shares of a sequence
 MOST_SPLITS = 512
+#: what a block costs beside its tokens, in pieces of `Plan.tokens`: queries, the first copies, what it hands to the merge
+BEGINNING = 8
 THREADS = 128
 #: use the conversion instruction where there is one
 CONVERT = True
@@ -266,9 +268,19 @@ def _step(
 
 
 def split_count(how: Plan, processors: int, programs: int, tokens: int) -> int:
-    """Shares that each of `programs` (sequences x tiles of query rows) is cut into: all blocks run at once, and none has too
-    few tokens."""
-    return max(min(processors * how.blocks // programs, tokens // how.tokens, MOST_SPLITS), 1)
+    """Shares that each of `programs` (sequences x tiles of query rows) is cut into."""
+    return _shares(processors * how.blocks, programs, max(tokens // how.tokens, 1))
+
+
+@functools.lru_cache(4096)
+def _shares(places: int, programs: int, pieces: int) -> int:
+    """Where `places` blocks run at a time and a program has `pieces` pieces of tokens: as many shares as let all be done
+    soonest. A last round of few blocks idles most of the GPU; but every block costs something to begin."""
+
+    def time(shares: int) -> int:
+        return -(-programs * shares // places) * (-(-pieces // shares) + BEGINNING)
+
+    return min(range(1, min(pieces, MOST_SPLITS) + 1), key=time)
 
 
 def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:

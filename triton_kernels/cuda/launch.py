@@ -29,7 +29,16 @@ from ..config import FUSED_ROWS
 from .arguments import AttendArgs, Factors, ProjectArgs, StepArgs, TransformArgs, append_args, factors, tables
 from .arguments import address as _address
 from .compile import Module, load
-from .geometry import APPEND_WARPS, append_defines, grid_size, project_defines, transform_defines
+from .geometry import (
+    APPEND_WARPS,
+    PROJECT_COLUMNS,
+    PROJECT_ROWS,
+    PROJECT_THREADS,
+    append_defines,
+    grid_size,
+    project_defines,
+    transform_defines,
+)
 from .geometry import why_not as why_not
 from .modules import AttendKernel, attend_module, expect, properties
 
@@ -185,12 +194,11 @@ def _project(
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], matrix.stride(0) if matrix.shape[0] > 1 else 0),
         *(batch, q_heads, heads, tokens),
     )
-    rows = batch * tokens
-    blocks = heads * (-(-rows * (q_heads // heads) // 8) - (-rows // 8)) + (
-        -(-rows * heads // 16) if fused.rotated else 0
-    )
+    rows, slices = batch * tokens, -(-head_dim_k // PROJECT_COLUMNS)
+    products = heads * slices * (-(-rows * (q_heads // heads) // PROJECT_ROWS) - (-rows // PROJECT_ROWS))
+    blocks = products + (-(-rows * heads // (PROJECT_THREADS // 32)) if fused.rotated else 0)
     module = load("project.cu", project_defines(head_dim_k, head_dim_v, q.dtype, fused), q.device)
-    _launch(module, "project", (blocks, 1, 1), 512, args)
+    _launch(module, "project", (blocks, 1, 1), PROJECT_THREADS, args)
     return outs[0], outs[1], outs[2] if fused.rotated else v
 
 

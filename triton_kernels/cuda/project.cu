@@ -1,8 +1,8 @@
 // What stands in front of a decode step where the transform of keys is a full matrix for each KV head: queries and the chunk's keys times
 // their matrices, and (ROTATED) the chunk's values rotated, in one launch. Products are summed in float32.
 //
-// A block takes eight rows of one KV head. Its threads are columns of the result times shares of the sum, so that all of a matrix is
-// asked for at once.
+// A block takes EACH rows of one KV head and COLUMNS columns of its matrix. Its warps share the sums: a lane asks for all that it needs of the
+// matrix at once, and for the rows meanwhile, so a block waits for memory once.
 #include "rotate.cuh"
 
 struct ProjectArgs {
@@ -14,45 +14,46 @@ struct ProjectArgs {
   int batch, q_heads, heads, tokens;
 };
 
-constexpr int EACH = 8, THREADS = 512, SHARES = DIM <= 64 ? 8 : DIM <= 128 ? 4 : 2;  // rows of a block; shares of a sum
-static_assert(SHARES * DIM <= THREADS && DIM % SHARES == 0, "a thread for every column and share");
+constexpr int SHARES = THREADS / 32, SPAN = DIM / SHARES, SLICES = (DIM + COLUMNS - 1) / COLUMNS;
+static_assert(DIM % (2 * SHARES) == 0, "every warp has as many channels");
+static_assert(COLUMNS == 32, "a lane for each");
 
-struct Space { float x[EACH][DIM], part[SHARES][EACH][DIM]; };
+struct Space { float x[EACH][DIM], part[SHARES][EACH][COLUMNS]; };
 
-// Rows first, ... of `rows` of a KV head, head by head and token by token; each: heads of q, or 1.
-__device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows, int tokens) {
+// Rows first, ... of `rows` of a KV head, head by head and token by token, times a slice of a matrix; each: heads of q, or 1.
+__device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice, i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows, int tokens) {
   auto &x = space.x;
   auto &part = space.part;
+  const int share = threadIdx.x >> 5, lane = threadIdx.x & 31, column = COLUMNS * slice + lane;
   auto place = [&](int r, int& b, int& head, int& token) { token = r % tokens; head = h * each + r / tokens % each; b = r / tokens / each; };
-  for (int i = threadIdx.x; i < EACH * DIM; i += THREADS) {
-    const int r = first + i / DIM;
-    int b, head, token;
-    place(min(r, rows - 1), b, head, token);
-    x[i / DIM][i % DIM] = to_float(reinterpret_cast<const u16*>(from)[b * b_ + head * h_ + token * s_ + i % DIM]);
-  }
-  __syncthreads();
-  const int share = threadIdx.x / DIM, column = threadIdx.x % DIM;
-  if (share < SHARES) {
-    float sum[EACH] = {};
-#pragma unroll 16
-    for (int i = share * (DIM / SHARES); i < (share + 1) * (DIM / SHARES); i++) {
-      const float w = matrix[i * DIM + column];
+  float w[SPAN];
 #pragma unroll
-      for (int j = 0; j < EACH; j++) sum[j] += x[j][i] * w;
-    }
-#pragma unroll
-    for (int j = 0; j < EACH; j++) part[share][j][column] = sum[j];
-  }
-  __syncthreads();
+  for (int i = 0; i < SPAN; i++) w[i] = column < DIM ? matrix[(share * SPAN + i) * DIM + column] : 0.f;
   for (int i = threadIdx.x; i < EACH * DIM / 2; i += THREADS) {
-    const int j = i / (DIM / 2), c = i % (DIM / 2) * 2;
-    if (first + j >= rows) continue;
+    const int j = i / (DIM / 2), c = i % (DIM / 2);
+    int b, head, token;
+    place(min(first + j, rows - 1), b, head, token);
+    const u32 pair = reinterpret_cast<const u32*>(from + 2 * (b * b_ + head * h_ + token * s_))[c];
+    x[j][2 * c] = to_float((u16)pair); x[j][2 * c + 1] = to_float((u16)(pair >> 16));
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < SPAN; i++) sum += x[j][share * SPAN + i] * w[i];
+    part[share][j][lane] = sum;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < EACH * COLUMNS / 2; i += THREADS) {
+    const int j = i / (COLUMNS / 2), c = i % (COLUMNS / 2) * 2;
+    if (first + j >= rows || COLUMNS * slice + c >= DIM) continue;
     float low = 0.f, high = 0.f;
 #pragma unroll
     for (int s = 0; s < SHARES; s++) { low += part[s][j][c]; high += part[s][j][c + 1]; }
     int b, head, token;
     place(first + j, b, head, token);
-    reinterpret_cast<u32*>(to)[((((i64)b * heads * each + head) * tokens + token) * DIM + c) / 2] = pack_model(low, high);
+    reinterpret_cast<u32*>(to)[((((i64)b * heads * each + head) * tokens + token) * DIM + COLUMNS * slice + c) / 2] = pack_model(low, high);
   }
 }
 
@@ -60,17 +61,17 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
 extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_constant__ ProjectArgs a) {
   __shared__ Space space;
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
-  const int blocks_q = (rows_q + EACH - 1) / EACH, blocks_k = (rows_k + EACH - 1) / EACH;
+  const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES, blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // of a KV head
   int block = blockIdx.x;
   if (block < blocks_q * a.heads) {
-    const int h = block / blocks_q;
-    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, a.q_b, a.q_h, a.q_s, groups, h, a.heads, block % blocks_q * EACH, rows_q, a.tokens);
+    const int h = block / blocks_q, at = block % blocks_q;
+    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % SLICES, a.q_b, a.q_h, a.q_s, groups, h, a.heads, at / SLICES * EACH, rows_q, a.tokens);
     return;
   }
   block -= blocks_q * a.heads;
   if (block < blocks_k * a.heads) {
-    const int h = block / blocks_k;
-    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, a.k_b, a.k_h, a.k_s, 1, h, a.heads, block % blocks_k * EACH, rows_k, a.tokens);
+    const int h = block / blocks_k, at = block % blocks_k;
+    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % SLICES, a.k_b, a.k_h, a.k_s, 1, h, a.heads, at / SLICES * EACH, rows_k, a.tokens);
     return;
   }
 #if ROTATED
