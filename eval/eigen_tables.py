@@ -67,6 +67,8 @@ def render(name: str, rows: Any = None) -> str:
     found = sorted(newest(eigen.OUT, asked).values(), key=_preset)
     own = {_preset(record): record for record in found if _is_own(record)}
     tried = [record for record in found if record["group"] != "presets"]
+    if not tried:
+        return "(no record)\n"
     others = [text for text in eigen.TEXTS[2:] if all(text in record["by_text"] for record in tried)]
     head = [table.head, "bits", *(["MB a row"] if table.window else []), "essays: KL", "to the preset", "top-1"]
     head += [f"{text}: KL" for text in others]

@@ -109,6 +109,7 @@ def test_tables_compare_with_the_preset_of_the_same_values(tmp_path, monkeypatch
     path = tmp_path / "eigen.jsonl"
     path.write_text("".join(json.dumps(x) + "\n" for x in found), encoding="utf-8")
     monkeypatch.setattr(eigen, "OUT", path)
+    assert eigen_tables.render("own-sides") == "(no record)\n"
     lines = eigen_tables.render("own-gradients").splitlines()
     assert lines[0] == "| gradients | bits | essays: KL | to the preset | top-1 |"
     assert lines[2:] == [
