@@ -28,7 +28,14 @@ from hf_lowbit_kv.eval.pareto import plot
 from hf_lowbit_kv.eval.results import RESULTS, markdown_table, read_records, run_command
 
 ROOT = RESULTS.parents[1]
-PAGES = ("docs/results.md", "docs/accuracy.md", "docs/own-formats.md", "docs/vecinfer.md", "README.md")
+PAGES = (
+    "docs/results.md",
+    "docs/accuracy.md",
+    "docs/own-formats.md",
+    "docs/log/own-formats.md",
+    "docs/vecinfer.md",
+    "README.md",
+)
 PICTURE = "docs/pareto.png"
 ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT, JARGON = "transcript", "jargon"
