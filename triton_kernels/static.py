@@ -145,7 +145,7 @@ def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
     if P.token_scale:
         byte = tl.load(page + P.scale_at + token // 2, mask=valid[:, None], other=0).to(tl.int32)
         k = ((byte >> (token % 2 * 4)) & 15) + LOWEST
-        x = x * tl.exp2(k.to(tl.float32) * 0.25)
+        x = x * _power(k)
     x = (x + mean * _mean_unit(channel, P)) * step + center
     return tl.where(valid[:, None] & keep, x, 0.0)
 
