@@ -132,6 +132,7 @@ KNOWN = {
     ("sm_90", "bitdecoding-kt-4", 128, 1, "attend"): 8,
     ("sm_90", "million-2", 128, 1, "attend"): 8,
     ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
+    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 116,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     # inside of that loop, too: 5 of its 1347 instructions
     ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
