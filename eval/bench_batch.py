@@ -7,6 +7,7 @@ time grows linearly with what is stored, so Simpson's rule over the three gives 
 not counted).
 
 - `rows`: the largest batch, of those tried, that ran to the end. `row_bytes`: bytes of cache a row at the end.
+  `shared_bytes`: parameters of the cache's layers, once for all rows.
 - `throughput`: tokens a second over the whole run.
 - `attribution_ms`: a step at the end: device time by kind, and `host`, what is left of the step's time.
 """
@@ -63,15 +64,21 @@ TINY = {
 }
 
 
-def row_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> int:
-    """Bytes that one row of `capacity` tokens takes in this cache, all layers."""
+def cache_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> tuple[int, int]:
+    """Bytes that one row of `capacity` tokens takes in this cache, all layers, and those that all rows share."""
     config = model.config
     if wanted.is_host:
         per_token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-        return per_token * capacity * config.num_hidden_layers
+        return per_token * capacity * config.num_hidden_layers, 0
     probe = make(wanted.name, wanted.mode, model, 1, capacity, backend)
     probe.fill(capacity - STEPS)
-    return probe.allocated_bytes()
+    shared = probe.cache.nbytes.parameters
+    return probe.allocated_bytes() - shared, shared
+
+
+def rows_within(budget: float, weights: int, row: int, shared: int) -> int:
+    """The first batch that is tried: what `budget` bytes leave beside weights, parameters and `RESERVE`."""
+    return int((budget - weights - RESERVE - shared) / row)
 
 
 def run_to_the_end(contender: Contender, prompt: int, new_tokens: int) -> dict[str, Any]:
@@ -104,8 +111,8 @@ def largest(
 ) -> dict[str, Any]:
     """The largest batch that runs to the end within `budget` bytes, and its times."""
     weights = sum(p.nbytes for p in model.parameters())
-    each = row_bytes(wanted, model, prompt + new_tokens, backend)
-    rows = int((budget - weights - RESERVE) / each)
+    each, shared = cache_bytes(wanted, model, prompt + new_tokens, backend)
+    rows = rows_within(budget, weights, each, shared)
     rows = max(min(rows, most or rows), 1)
     tried = []
     while rows:
@@ -126,6 +133,7 @@ def largest(
                 "rows": rows,
                 "rows_tried": tried,
                 "row_bytes": each,
+                "shared_bytes": shared,
                 "weight_bytes": weights,
                 "peak_reserved": peak,
             }
@@ -137,7 +145,9 @@ def largest(
 
 
 def main(
-    contender: Annotated[list[str] | None, typer.Option(help="NAME[:BACKEND]/MODE; repeatable.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="NAME[,sink=N][,residual=N][:BACKEND]/MODE; repeatable.")
+    ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 100,
     new_tokens: Annotated[int, typer.Option(help="Tokens written.")] = 8192,
     budget: Annotated[float, typer.Option(help="Bytes in all.")] = 80e9,

@@ -214,7 +214,9 @@ class Wanted(NamedTuple):
 
 
 def main(
-    contender: Annotated[list[str] | None, typer.Option(help="NAME[:BACKEND]/MODE[@LONGEST]; repeatable.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="NAME[,sink=N][,residual=N][:BACKEND]/MODE[@LONGEST].")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")

@@ -56,6 +56,7 @@ _README = "kv8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
 _TABLE = "dense kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2 kivi-2 bitdecoding-kc-2 kitty kitty-pro"
 _VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
 _STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
+_BATCH_OWN = _repeated("--contender", "DynamicCache/eager kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled")
 _PROMPT = "--layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 --preset kivi-2"
 
 PLAN = (
@@ -100,6 +101,7 @@ PLAN = (
     _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),
     _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),
     Entry("batch", "bench_batch", "", 8, "docs/benchmarks.md", memory=80),
+    Entry("batch-own", "bench_batch", _BATCH_OWN, 10, "docs/own-formats.md", memory=80),
     Entry(
         "generate-1M",
         "bench_generate",

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessor, Quantized
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.compiling import compile_config
-from hf_lowbit_kv.eval.packed_case import fill
+from hf_lowbit_kv.eval.packed_case import fill, random_parameters
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.progress import Progress
 
@@ -56,7 +56,7 @@ class Contender:
     """A cache and a way to decode with it.
 
     Args:
-        name: `kivi-2` or another preset, `DynamicCache`, `StaticCache`, `quanto-4`.
+        name: `kivi-2` or another preset (`low_bit_cache`), `DynamicCache`, `StaticCache`, `quanto-4`.
         mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
             `compile_config`, or `lb.generate`'s settings; `recorded`: the eager step in a CUDA graph.
         cache: filled by `set_back`.
@@ -220,14 +220,37 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
     elif (match := re.fullmatch(r"quanto-(\d)", name)) is not None:
         cache = QuantizedCache("quanto", config=model.config, nbits=int(match[1]))
     else:
-        get_preset(name)  # raises for what is not known
         preallocated = {"max_cache_len": capacity} if mode != "eager" else {}
-        cache = lb.from_preset(name, model, backend=backend, **preallocated)
+        cache = low_bit_cache(name, model, backend=backend, **preallocated)
     if mode == "recorded" and not isinstance(cache, lb.LowBitCache):
         raise ValueError(f"mode={mode!r} is not possible with {name}: only lb.generate records steps")
     if mode in ("compiled", "tuned") and not cache.is_compileable:
         raise ValueError(f"mode={mode!r} is not possible with {name}: the host compiles for preallocated caches")
     return Contender(name, mode, model, cache, batch, backend if isinstance(cache, lb.LowBitCache) else None)
+
+
+def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitCache:
+    """Our cache by name: a preset, and a window of another size where the name says so, e.g. `eigen-2,sink=4,residual=32`. A
+    preset that needs a calibration gets random parameters, as random weights deserve.
+
+    Raises:
+        ValueError: an unknown preset, or something else behind it than sink and residual.
+    """
+    preset, *changes = name.split(",")
+    window = {}
+    for change in changes:
+        if (match := re.fullmatch(r"(sink|residual)=(\d+)", change)) is None:
+            raise ValueError(
+                f"cache={name!r}: {change!r} is not understood; allowed behind a preset: sink=N, residual=N"
+            )
+        window[match[1]] = int(match[2])
+    spec = get_preset(preset).spec()
+    config = getattr(model_or_config, "config", model_or_config)
+    if spec.parameters(64, 64, 1):
+        device = getattr(model_or_config, "device", torch.device("cpu"))
+        given = random_parameters(spec, config.head_dim, config.num_key_value_heads, None, device)
+        options["parameters"] = dict.fromkeys(range(config.num_hidden_layers), given)
+    return lb.from_preset(preset, model_or_config, **window, **options)
 
 
 def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> None:

@@ -159,16 +159,28 @@ def build(
 def random_records(
     spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool, device: torch.device
 ) -> list[torch.Tensor]:
-    """A layer's records of random parameters: factors and steps between 1/2 and 2, rotations, else normally distributed."""
+    """A layer's records of `random_parameters`."""
+    given = random_parameters(spec, head_dim, kv_heads, per_head, device)
+    return spec.records(given, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+
+
+def random_parameters(
+    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A layer's parameters by full name: factors and steps between 1/2 and 2, rotations, else normally distributed.
+
+    per_head: as for `build`; `None`: as calibration does it, one codebook a layer and all else for each KV head.
+    """
     given = {}
     for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
-        x = torch.randn(heads if per_head else 1, *sizes, device=device)
+        own = not name.endswith("codebook") if per_head is None else per_head
+        x = torch.randn(heads if own else 1, *sizes, device=device)
         if name.endswith(("factors", "step")):
             x = torch.exp2(x.clamp(-1, 1))
         elif name.endswith("matrix"):
             x = torch.linalg.qr(x)[0]
         given[name] = x.to(dtype)
-    return spec.records(given, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+    return given
 
 
 def fill(store: PagedStore, length: int) -> None:

@@ -178,7 +178,8 @@ def score(
         raise ValueError("texts=[] is not allowed; give one text or more")
     found: dict[str, list[Scores]] = {name: [] for name in factories}
     rows = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
-    steps = len(rows) * sum(context * (1 + len(group)) for group in groups.values())
+    exact = 1 if parallel else len(groups)  # full-precision passes: one pass has no chunks
+    steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output is the caller's
     with Progress(*columns, console=console, disable=not progress, transient=True) as bar:
@@ -189,12 +190,15 @@ def score(
             some = rows[first : first + batch]
             bar.update(task, description=", ".join(dict.fromkeys(text for _, text, _ in some)))
             ids = torch.cat([window for _, _, window in some]).to(model.device)
+            full = None
+            if parallel:
+                full = _whole_logits(model, ids, start, DynamicCache(config=model.config))
+                bar.advance(task, ids.numel())
             for bounds, group in groups.items():
                 scores = {name: [found[name][number] for number, _, _ in some] for name in group}
-                if parallel:
-                    _score_in_one_pass(
-                        ids, {name: factories[name] for name in group}, scores, model, bounds, start, bar, task
-                    )
+                if full is not None:
+                    makers = {name: factories[name] for name in group}
+                    _score_in_one_pass(ids, full, makers, scores, model, bounds, start, bar, task)
                 else:
                     caches = {name: factories[name]() for name in group}
                     _score_windows(ids, caches, scores, model, bounds, start, bar, task)
@@ -277,8 +281,15 @@ def _score_windows(
 
 
 @torch.no_grad()
+def _whole_logits(model: Any, ids: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
+    """Logits of windows `[B, context]` from `start` on, in one forward pass."""
+    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1] - start).logits
+
+
+@torch.no_grad()
 def _score_in_one_pass(
     ids: torch.Tensor,
+    exact: torch.Tensor,
     factories: Mapping[str, Factory],
     scores: Mapping[str, Sequence[Scores]],
     model: Any,
@@ -287,20 +298,14 @@ def _score_in_one_pass(
     bar: Progress,
     task: Any,
 ) -> None:
-    """As `_score_windows`, one cache after the other."""
+    """As `_score_windows`, one cache after the other. exact: logits of the full-precision cache."""
     context = ids.shape[1]
     labels = ids[:, start + 1 :]
-
-    def logits(cache: Any) -> torch.Tensor:
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=context - start)
-        bar.advance(task, ids.numel())
-        return out.logits
-
-    exact = logits(DynamicCache(config=model.config))
     for name, factory in factories.items():
         cache = factory()
         one_pass.prepare(cache, bounds)
-        got = logits(cache)
+        got = _whole_logits(model, ids, start, cache)
+        bar.advance(task, ids.numel())
         for row, of in enumerate(scores[name]):
             for first in range(0, labels.shape[1], SLICE):
                 here = slice(first, first + SLICE)

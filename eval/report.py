@@ -22,13 +22,20 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import calibrated_tables, measure
+from hf_lowbit_kv.eval import calibrated_tables, eigen_tables, measure
 from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
 from hf_lowbit_kv.eval.pareto import plot
 from hf_lowbit_kv.eval.results import RESULTS, markdown_table, read_records, run_command
 
 ROOT = RESULTS.parents[1]
-PAGES = ("docs/results.md", "docs/accuracy.md", "docs/own-formats.md", "docs/vecinfer.md", "README.md")
+PAGES = (
+    "docs/results.md",
+    "docs/accuracy.md",
+    "docs/own-formats.md",
+    "docs/log/own-formats.md",
+    "docs/vecinfer.md",
+    "README.md",
+)
 PICTURE = "docs/pareto.png"
 ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT, JARGON = "transcript", "jargon"
@@ -228,6 +235,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "positions": positions_table,
     "own": own_table,
     **calibrated_tables.TABLES,
+    **eigen_tables.TABLES,
 }
 
 

@@ -11,8 +11,17 @@ from transformers import StaticCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import bench_batch, bench_generate, generate_case, plot_batch, plot_generate, step_profile
+from hf_lowbit_kv.eval import (
+    batch_rows,
+    bench_batch,
+    bench_generate,
+    generate_case,
+    plot_batch,
+    plot_generate,
+    step_profile,
+)
 from hf_lowbit_kv.eval.bench_memory import random_model
+from hf_lowbit_kv.eval.results import read_records, results_path
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -216,8 +225,42 @@ def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
 
     monkeypatch.setattr(bench_batch, "run_to_the_end", fake)
     wanted = bench_generate.Wanted.parse("DynamicCache/eager")
-    each = bench_batch.row_bytes(wanted, model, 600, None)
+    each, shared = bench_batch.cache_bytes(wanted, model, 600, None)
+    assert shared == 0
     budget = bench_batch.RESERVE + 23.5 * each + sum(p.nbytes for p in model.parameters())
     record = bench_batch.largest(wanted, model, 100, 500, budget, None, None)
     assert tried == record["rows_tried"] == [23, 22, 21, 20]
     assert record["rows"] == 20
+
+
+def test_bench_batch_takes_windows_and_parameters(tmp_path):
+    """A calibrated preset with another window: parameters are one for all rows, and do not count as bytes of a row."""
+    out = tmp_path / "batch.jsonl"
+    names = ("eigen-2", "eigen-2,sink=4,residual=32")
+    arguments = [part for name in names for part in ("--contender", f"{name}/compiled")]
+    done = run(bench_batch, out, "--new-tokens", "500", "--most", "2", *arguments)
+    assert done.exit_code == 0, done.output
+    wide, narrow = (json.loads(line) for line in out.read_text().splitlines())
+    assert (wide["cache"], narrow["cache"]) == names
+    # 2 layers, float32: a matrix and its inverse, and centers and steps of keys and values
+    assert wide["shared_bytes"] == narrow["shared_bytes"] == 2 * 4 * (2 * 64 * 64 + 2 * 2 * 64)
+    # 28 sink tokens less. The tail is a ring of 256 slots, or of 160; what is not in it is in pages of 128
+    window = 2 * 2 * 64 * 4 * (28 + 96)
+    page = 2 * sum(lb.get_preset("eigen-2").spec().part_bytes(64, 64, torch.float32))
+    assert 0 <= window - (wide["row_bytes"] - narrow["row_bytes"]) <= page + 2 * 12
+    assert wide["rows"] == narrow["rows"] == 2
+
+
+@pytest.mark.parametrize("name", ["eigen-2,sink", "kivi-2,bits=3", "kivi-2,sink=-1"])
+def test_contenders_that_are_not_understood(name, model):
+    with pytest.raises(ValueError, match="allowed behind a preset: sink=N, residual=N"):
+        generate_case.low_bit_cache(name, model)
+
+
+def test_computed_rows_are_those_of_the_measurement():
+    """Of the committed run: the same bytes of weights and of a row, and the same first batch."""
+    for record in read_records(results_path("batch", "NVIDIA H200"))[-2:]:
+        found = batch_rows.room(record["cache"])
+        assert batch_rows.weight_bytes() == record["weight_bytes"]
+        assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
+        assert found.rows == record["rows_tried"][0]
