@@ -1,7 +1,7 @@
 """Seconds that calibration takes on a large model: `python -m hf_lowbit_kv.eval.bench_calibrate`.
 
-A model of the 8B Llama 3.1 shape with random weights, the bundled model's tokenizer, and the texts that calibrations read by
-default. What `hf-lowbit-kv calibrate` does besides, loading a model and writing a file, is not counted. Records go to
+A model of the 8B Llama 3.1 shape with random weights reads random tokens, in as many windows as any model would. What
+`hf-lowbit-kv calibrate` does besides (loading a model, tokenizing, writing a file) is not counted. Records go to
 `calibrate-<gpu>.jsonl` in `eval/results/`.
 """
 
@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
-from transformers import AutoTokenizer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.bench_generate import shape_8b
 from hf_lowbit_kv.eval.bench_memory import PeakMemory, random_model
-from hf_lowbit_kv.eval.models import bundled_model, calibration_texts, library_texts
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
+#: texts, and tokens of each: more than a calibration reads
+TEXTS, TOKENS = 8, 32768
 
-def measure(model: Any, tokenizer: Any, texts: list[str], preset: str, **options: Any) -> dict[str, Any]:
+
+class RandomTokens:
+    """In the place of a tokenizer: whatever the text is, `TOKENS` ids drawn at random."""
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary, self.random = vocabulary, torch.Generator().manual_seed(0)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=torch.randint(0, self.vocabulary, (1, TOKENS), generator=self.random))
+
+
+def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
     """A record without provenance: `seconds` in all, and of them `reading`, `gradients` and `fitting`; `samples` windows of
     `length` tokens; `growth`, the most bytes allocated beyond the model.
 
@@ -40,7 +52,8 @@ def measure(model: Any, tokenizer: Any, texts: list[str], preset: str, **options
             ends[what] = time.perf_counter() - began
 
     with PeakMemory(model.device) as peak:
-        found = lb.calibrate(model, tokenizer, texts, preset, progress=progress, **options)
+        tokenizer = RandomTokens(model.config.vocab_size)
+        found = lb.calibrate(model, tokenizer, ["text"] * TEXTS, preset, progress=progress, **options)
     parts, last = {}, 0.0
     for what, end in ends.items():
         parts[what], last = end - last, end
@@ -69,15 +82,11 @@ def main(
 ) -> None:
     """Time the calibration of each preset, and append a JSON line for each."""
     where = torch.device(device)
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
-    config = shape_8b(layers, tiny)
-    config.vocab_size = max(config.vocab_size, len(tokenizer))
-    model = random_model(config, torch.bfloat16 if where.type == "cuda" else torch.float32, where)
-    texts = [path.read_text(encoding="utf-8") for path in (*calibration_texts(), *library_texts())]
+    model = random_model(shape_8b(layers, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
     columns = ("preset", "seconds", "reading", "gradients", "fitting", "windows", "tokens each", "GB beyond the model")
     table, console = Table(*columns), wide_console()
     for name in preset or ["vecinfer-2", "eigen-2"]:
-        record = measure(model, tokenizer, texts, name, samples=samples, length=length)
+        record = measure(model, name, samples=samples, length=length)
         shown = {"gpu": device_name(where), "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers"}
         append_record(out or results_path("calibrate", device_name(where)), record | shown | provenance(commit))
         parts = (f"{record['parts'][what]:.1f}" if what in record["parts"] else "-" for what in columns[2:5])

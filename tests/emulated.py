@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
@@ -16,12 +16,15 @@ from hf_lowbit_kv.triton_kernels.cuda import modules
 
 
 @contextmanager
-def emulated(monkeypatch, shared: int = 228, processors: int = 2) -> Iterator[ModuleType]:
-    """`triton_kernels.cuda.launch` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows."""
+def emulated(
+    monkeypatch, shared: int = 228, processors: int = 2, module: Callable = cuda_emulator.Module
+) -> Iterator[ModuleType]:
+    """`triton_kernels.cuda.launch` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows. module:
+    what stands for a loaded file, of its name and macros."""
     properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared * 1024)
-    for module in (cuda, modules):
-        monkeypatch.setattr(module, "load", lambda name, defines, device: cuda_emulator.Module(name, defines))
-        monkeypatch.setattr(module, "properties", lambda device: properties)
+    for changed in (cuda, modules):
+        monkeypatch.setattr(changed, "load", lambda name, defines, device: module(name, defines))
+        monkeypatch.setattr(changed, "properties", lambda device: properties)
     monkeypatch.setattr(cuda, "read", reference.read)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernels, "launch", cuda)

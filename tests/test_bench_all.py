@@ -10,7 +10,7 @@ import pytest
 import typer
 from click.testing import CliRunner
 
-from hf_lowbit_kv.eval import bench_all, models
+from hf_lowbit_kv.eval import bench_all
 from hf_lowbit_kv.eval.bench_all import Outcome, chosen, run_plan, why_skipped
 from hf_lowbit_kv.eval.bench_generate import Wanted
 from hf_lowbit_kv.eval.bench_plan import PACKAGES, PLAN, Entry
@@ -146,14 +146,12 @@ def test_without_a_gpu(monkeypatch):
     ("preset", "parts"),
     [
         ("vecinfer-2", {"reading", "fitting"}),
-        pytest.param("eigen-2", {"reading", "gradients", "fitting"}, marks=pytest.mark.slow),
+        ("eigen-2", {"reading", "gradients", "fitting"}),
     ],
 )
-def test_calibration_is_timed(preset, parts, tmp_path, monkeypatch):
+def test_calibration_is_timed(preset, parts, tmp_path):
     from hf_lowbit_kv.eval import bench_calibrate
 
-    monkeypatch.setattr(bench_calibrate, "calibration_texts", lambda: [])
-    monkeypatch.setattr(bench_calibrate, "library_texts", lambda: models.library_texts()[:1])
     out = tmp_path / "out.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--samples", "16", "--length", "256", "--preset", preset]
     arguments += ["--commit", "abc", "--out", str(out)]

@@ -134,13 +134,17 @@ def progress(total: int) -> Iterator[Any]:
 
 def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
     """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, (column, cell) in enumerate(rows[0].items()):
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
         table.add_column(HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
-    Console().print(table)
+    console = Console()
+    console.print(
+        title, style="italic", markup=False, highlight=False, soft_wrap=True
+    )  # a table would wrap it to its own width
+    console.print(table)
 
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:

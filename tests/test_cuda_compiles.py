@@ -1,0 +1,191 @@
+"""NVRTC compiles the CUDA kernels of every preset for GPUs of three generations, on a machine without one, and the assembler
+finds registers enough.
+
+Which kernels those are is not written down here: each preset's layer takes steps through the entry points, and what these load
+is recorded instead of launched. Latents: `test_cuda_latent_compiles`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from emulated import emulated
+from kernel_cases import records_for
+
+from hf_lowbit_kv.backends import BACKENDS, storage_spec
+from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.presets import PRESETS
+from hf_lowbit_kv.triton_kernels.cuda import compile, launch
+
+#: of the assembler's report: a kernel's name; a function's name, and bytes of its local memory
+ENTRY = r"Compiling entry function '(\w+)'"
+FUNCTION = (
+    r"Function properties for (\w+)\s[^\d]*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+
+
+def why_not_compiled() -> str | None:
+    if importlib.util.find_spec("cuda") is None:
+        return "cuda-bindings is not installed"
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:
+        return "NVRTC's library is not installed: pip install nvidia-cuda-nvrtc"
+    return None
+
+
+pytestmark = pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+
+
+class Gpu(NamedTuple):
+    """What a layer's kernels are laid out for: architecture, multiprocessors, KiB of shared memory of each."""
+
+    arch: str
+    processors: int
+    shared: int
+
+
+A100, H200, RTX5090 = Gpu("sm_80", 108, 164), Gpu("sm_90", 132, 228), Gpu("sm_120", 170, 100)
+
+
+def kinds() -> dict[tuple, str]:
+    """The first preset of all that compile to the same: with the same formats and transforms."""
+    found: dict[tuple, str] = {}
+    for name, preset in PRESETS.items():
+        spec = preset.spec()
+        if BACKENDS["cuda"].operations(spec.reading.name) is launch and launch.why_not(spec, None, None, None) is None:
+            found.setdefault((*spec.formats, spec.key_transform, spec.value_transform, spec.direct), name)
+    return found
+
+
+KINDS = list(kinds().values())
+#: of each pair of families of formats the first
+FAMILIES = list({tuple(map(type, kind[:2])): name for kind, name in reversed(kinds().items())}.values())
+
+
+class Recorded:
+    """In the place of a loaded file: remembers that it was wanted."""
+
+    def __init__(self, wanted: dict, name: str, defines: tuple):
+        self.macros = dict(defines)
+        wanted[name, defines] = None
+
+    def integer(self, name: str) -> int:
+        return int(self.macros[name.upper()])
+
+    def launch(self, *arguments, **options) -> None:
+        pass
+
+
+def wanted_by(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch) -> list[tuple]:
+    """File names and macros of what a layer with four query heads a KV head loads for a step of so many tokens, and to store
+    tokens."""
+    spec, wanted, heads, dtype = storage_spec(PRESETS[preset].spec(), "cuda"), {}, 2, torch.float16
+    records = records_for(spec, (head_dim, head_dim), heads)
+    store = PagedStore(spec, 1, heads, head_dim, head_dim, dtype, "cpu", 512, parameters=records)
+    q, k = (torch.zeros(1, count, tokens, head_dim, dtype=dtype) for count in (4 * heads, heads))
+    with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Recorded, wanted)) as cuda:
+        cuda.step(q, k, k, None, store.state, spec, 1.0)
+        cuda.append(k, k, None, store.state, spec)
+    return list(wanted)
+
+
+class Local(NamedTuple):
+    """Local memory of a function, bytes: its frame, and what it stores and loads because registers do not suffice."""
+
+    frame: int
+    stores: int
+    loads: int
+
+
+@functools.cache
+def local_memory(name: str, defines: tuple, arch: str) -> dict[str, Local]:
+    """By function, what the assembler says of a compiled file. Fails with the compiler's log where it does not compile."""
+    from cuda.bindings import nvrtc
+
+    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + compile.source(name)
+    program = compile._checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    options = *compile.OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = bytearray(compile._checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    compile._checked(nvrtc.nvrtcGetProgramLog(program, log))
+    nvrtc.nvrtcDestroyProgram(program)
+    said = log.decode(errors="replace").strip("\0\n")
+    assert int(status) == 0, f"{name} for {arch} with {dict(defines)}: {said[:3000]}"
+    found = {function: Local(*map(int, numbers)) for function, *numbers in re.findall(FUNCTION, said)}
+    assert found
+    assert set(re.findall(ENTRY, said)) <= found.keys(), said
+    return found
+
+
+#: bytes of local memory that are known, by architecture, preset, head_dim, tokens of the step and function (NVRTC 13.0;
+#: `kivi-2` and `eigen-3` take no more with 13.5). Where no note says otherwise, they wait outside of the loop over pages
+KNOWN = {
+    ("sm_90", "eigen-3", 128, 1, "attend"): 48,
+    ("sm_90", "bitdecoding-kt-4", 128, 1, "attend"): 8,
+    ("sm_90", "million-2", 128, 1, "attend"): 8,
+    ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
+    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 116,
+    ("sm_90", "dense", 128, 4, "attend"): 108,
+    # inside of that loop, too: 5 of its 1347 instructions
+    ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
+    # packing: a thread's channels, in an array whose index is known late
+    ("sm_120", "eigen-2", 128, 1, "attend"): 32,
+    ("sm_120", "eigen-2", 128, 1, "append_one"): 48,
+    ("sm_90", "eigen-3", 128, 1, "append_one"): 288,
+}
+#: of any preset: storing keeps registers over its calls, once a token or once a page
+KNOWN_OF_ALL = {"append_one": 40, "append_pages": 32}
+
+
+def check(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch) -> None:
+    """What the layer loads compiles, and no function has more local memory than is known."""
+    wanted = wanted_by(preset, gpu, head_dim, tokens, monkeypatch)
+    assert {"attend.cu", "append.cu"} <= {name for name, _ in wanted}
+    for name, defines in wanted:
+        for function, found in local_memory(name, defines, gpu.arch).items():
+            allowed = KNOWN.get((gpu.arch, preset, head_dim, tokens, function), KNOWN_OF_ALL.get(function, 0))
+            assert max(found) <= allowed, f"{name}, {function} of {preset}, head_dim={head_dim}, {gpu.arch}: {found}"
+
+
+def fast(names: list[str], some: list[str]) -> list:
+    """Parameters; those that are not among `some` are slow."""
+    return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("preset", fast(KINDS, FAMILIES))
+def test_decode_step(preset, monkeypatch):
+    check(preset, H200, 128, 1, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", KINDS)
+def test_heads_of_64_channels(preset, monkeypatch):
+    check(preset, H200, 64, 1, monkeypatch)
+
+
+@pytest.mark.parametrize("preset", fast(FAMILIES, ["kivi-2"]))
+def test_step_of_several_tokens(preset, monkeypatch):
+    """Sixteen query rows a KV head."""
+    check(preset, H200, 128, 4, monkeypatch)
+
+
+@pytest.mark.parametrize("preset", fast(FAMILIES, ["kivi-2"]))
+@pytest.mark.parametrize("gpu", [A100, RTX5090], ids=lambda gpu: gpu.arch)
+def test_other_gpus(gpu, preset, monkeypatch):
+    check(preset, gpu, 128, 1, monkeypatch)
+
+
+def test_the_walk_meets_every_file():
+    """Each source file that is loaded, but for those of latents, is loaded for one of the presets that are always tried."""
+    with pytest.MonkeyPatch.context() as patch:
+        met = {name for preset in FAMILIES for name, _ in wanted_by(preset, H200, 128, 1, patch)}
+    files = {path.name for path in compile.SOURCES.glob("*.cu")}
+    assert met == {name for name in files if not name.startswith("latent")}
