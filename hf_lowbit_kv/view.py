@@ -21,7 +21,7 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        side = self.layer.side if len(self) else None  # while a model is compiled, there are views without fields
+        side = getattr(self.layer, "side", None) if len(self) else None  # while a model is compiled, there are views without fields
         raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
 
     @classmethod
