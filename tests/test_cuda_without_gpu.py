@@ -159,6 +159,7 @@ def test_source_is_one_text():
     assert text.count("struct AffineKeys {") == 1
 
 
+@pytest.mark.slow  # test_cuda_compiles.py has fast ones
 @pytest.mark.parametrize(
     "case",
     [
