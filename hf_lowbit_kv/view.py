@@ -21,7 +21,8 @@ class LayerView(NamedTuple):
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        side = getattr(self.layer, "side", None) if len(self) else None  # while a model is compiled, there are views without fields
+        # while a model is compiled, there are views without fields
+        side = getattr(self.layer, "side", None) if len(self) else None
         raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
 
     @classmethod
