@@ -117,5 +117,5 @@ def devices_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
 #: what `report` calls with its own rows, which these tables do not need
 TABLES: dict[str, Callable[[Any], str]] = {
     "vecinfer-transforms": transforms_table,
-    **{name: functools.partial(render, name) for name in ("vecinfer-sides", "vecinfer-texts")},
+    **{name: functools.partial(render, name) for name in ("vecinfer-sides", "vecinfer-sizes", "vecinfer-texts")},
 }
