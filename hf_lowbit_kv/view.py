@@ -22,7 +22,7 @@ class LayerView(NamedTuple):
 
     def __getattr__(self, name: str):
         # while a model is compiled, there are views without fields
-        side = getattr(self.layer, "side", None) if len(self) else None
+        side = self.layer.side if len(self) else None
         raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
 
     @classmethod

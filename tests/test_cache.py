@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.layer import LayerView
+from hf_lowbit_kv.reading import DIRECT
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
@@ -212,7 +214,7 @@ def test_rows_chosen_by_lists_and_masks(model, max_cache_len):
 
 
 def test_architectures_that_compute_with_keys_are_told(model):
-    view = LayerView(None, torch.ones(2), torch.ones(2))
+    view = LayerView(SimpleNamespace(side=DIRECT), torch.ones(2), torch.ones(2))
     for use in (
         lambda: torch.chunk(view, 2),
         lambda: view[:, 1],
