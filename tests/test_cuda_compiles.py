@@ -8,12 +8,12 @@ is recorded instead of launched. Latents: `test_cuda_latent_compiles`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from typing import NamedTuple
 
 import pytest
 import torch
+from compiled import needs_nvrtc, report
 from emulated import emulated
 from kernel_cases import records_for
 
@@ -29,19 +29,7 @@ FUNCTION = (
 )
 
 
-def why_not_compiled() -> str | None:
-    if importlib.util.find_spec("cuda") is None:
-        return "cuda-bindings is not installed"
-    from cuda.bindings import nvrtc
-
-    try:
-        nvrtc.nvrtcVersion()
-    except RuntimeError:
-        return "NVRTC's library is not installed: pip install nvidia-cuda-nvrtc"
-    return None
-
-
-pytestmark = pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+pytestmark = needs_nvrtc
 
 
 class Gpu(NamedTuple):
@@ -107,18 +95,8 @@ class Local(NamedTuple):
 
 @functools.cache
 def local_memory(name: str, defines: tuple, arch: str) -> dict[str, Local]:
-    """By function, what the assembler says of a compiled file. Fails with the compiler's log where it does not compile."""
-    from cuda.bindings import nvrtc
-
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + compile.source(name)
-    program = compile._checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
-    options = *compile.OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = bytearray(compile._checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    compile._checked(nvrtc.nvrtcGetProgramLog(program, log))
-    nvrtc.nvrtcDestroyProgram(program)
-    said = log.decode(errors="replace").strip("\0\n")
-    assert int(status) == 0, f"{name} for {arch} with {dict(defines)}: {said[:3000]}"
+    """By function, what the assembler says of a compiled file."""
+    said = report(name, defines, arch)
     found = {function: Local(*map(int, numbers)) for function, *numbers in re.findall(FUNCTION, said)}
     assert found
     assert set(re.findall(ENTRY, said)) <= found.keys(), said

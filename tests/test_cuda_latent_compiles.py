@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from compiled import needs_nvrtc, report
 from latent_cases import Case
 
 from hf_lowbit_kv.triton_kernels.cuda import compile as compiling
@@ -42,33 +43,6 @@ def test_shares_leave_no_processor_idle_for_long(pieces):
             assert ends < 0.9 * before
 
 
-@pytest.fixture
-def nvrtc():
-    """NVRTC's bindings."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    try:
-        nvrtc.nvrtcVersion()
-    except RuntimeError:
-        pytest.skip("NVRTC's library is not installed")
-    return nvrtc
-
-
-def compiled(nvrtc, name: str, defines, arch: str) -> str:
-    """What NVRTC and ptxas say while they compile a file; raises `AssertionError` where they cannot."""
-    if int(arch.strip("sm_a")) not in nvrtc.nvrtcGetSupportedArchs()[1]:
-        pytest.skip(f"this NVRTC does not know {arch}")
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + compiling.source(name)
-    program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])[1]
-    options = [x.encode() for x in (*compiling.OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v")]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
-    nvrtc.nvrtcGetProgramLog(program, log)
-    said = log.decode().replace("\0", "")
-    nvrtc.nvrtcDestroyProgram(program)
-    assert int(status) == 0, said
-    return said
-
-
 def spilled(log: str, kernel: str) -> bool:
     """Whether a kernel of this log keeps registers in memory."""
     part = log.split(f"Function properties for {kernel}\n")[1].split("Compiling entry")[0]
@@ -84,6 +58,7 @@ def check(log: str, kernel: str) -> None:
     assert "injected" not in log, log
 
 
+@needs_nvrtc
 @pytest.mark.parametrize(
     ("arch", "convert", "case"),
     [
@@ -92,11 +67,12 @@ def check(log: str, kernel: str) -> None:
         ("sm_120", True, Case(rank=192, rope=128, page_size=64)),
     ],
 )
-def test_narrow(arch, convert, case, nvrtc):
+def test_narrow(arch, convert, case):
     defines = latent.defines(case.spec, case.rank, case.rope, case.dtype, convert)
-    check(compiled(nvrtc, "latent.cu", defines, arch), "latent_attend")
+    check(report("latent.cu", defines, arch), "latent_attend")
 
 
+@needs_nvrtc
 @pytest.mark.parametrize(
     ("heads", "tokens", "dtype", "rope"),
     [
@@ -107,7 +83,7 @@ def test_narrow(arch, convert, case, nvrtc):
         (128, 8, torch.float16, 128),
     ],
 )
-def test_wide(heads, tokens, dtype, rope, nvrtc, monkeypatch):
+def test_wide(heads, tokens, dtype, rope, monkeypatch):
     """What a step of so many heads and tokens launches on Hopper."""
     asked = []
 
@@ -124,10 +100,11 @@ def test_wide(heads, tokens, dtype, rope, nvrtc, monkeypatch):
     assert how.kernel == "latent_wide_attend"
     assert how.rows == min(heads * tokens, 64)
     (found,) = asked
-    check(compiled(nvrtc, *found), how.kernel)
+    check(report(*found), how.kernel)
 
 
-def test_instructions_of_a_block(nvrtc, monkeypatch, tmp_path):
+@needs_nvrtc
+def test_instructions_of_a_block(monkeypatch, tmp_path):
     """The benchmark that reads the machine code: what it counts adds up, and nothing is kept in memory."""
     from hf_lowbit_kv.eval import mla_instructions
 

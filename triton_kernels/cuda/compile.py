@@ -68,21 +68,25 @@ def source(name: str) -> str:
     return expand(name)
 
 
+def text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
+    """What NVRTC gets to compile the file `name` with these macros."""
+    return "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
+
+
 def binary(
     name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False, early: bool = False
 ) -> bytes:
     """The compiled file `name` with these macros. anew: compile it even where it is kept on disk. early: somebody else will
     ask for it."""
     _, nvrtc = _bindings()
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
-    version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((text, arch, OPTIONS, version)).encode()).hexdigest()[:32]
+    code, version = text(name, defines), _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((code, arch, OPTIONS, version)).encode()).hexdigest()[:32]
     file = f"{Path(name).stem}-{arch}-{key}.cubin"
     with _compiling.setdefault(file, threading.Lock()):  # another thread may be compiling it
         if not anew and (found := _early.pop(file, None) or disk.load(file)) is not None:
             return found
         _announce(arch)
-        out = _compile(text, name, arch)
+        out, _ = _compile(code, name, arch)
         disk.keep(file, out)
         if early:
             _early[file] = out  # the directory may keep nothing
@@ -112,23 +116,25 @@ def _announce(arch: str) -> None:
     logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, disk.cache_directory())
 
 
-def _compile(text: str, name: str, arch: str) -> bytes:
+def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compiled code, and NVRTC's log. options: beside `OPTIONS`."""
     _, nvrtc = _bindings()
-    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(code.encode(), name.encode(), 0, [], []))
     try:
-        options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
-        status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        given = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}", *options)]
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode(errors="replace").strip("\0\n")
         if int(status) != 0:
-            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            shown = "\n".join(log.decode(errors="replace").strip("\0\n").splitlines()[:LOG_LINES])
+            shown = "\n".join(said.splitlines()[:LOG_LINES])
             raise CompileError(
                 f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. "
                 f"Its log begins:\n{shown}"
             )
         out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, out))
-        return bytes(out)
+        return bytes(out), said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
