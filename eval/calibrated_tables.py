@@ -11,8 +11,6 @@ from hf_lowbit_kv.eval import vecinfer
 from hf_lowbit_kv.eval.results import markdown_table, read_records
 
 CONTEXT = 4096
-#: the two kinds of device that the documentation compares
-CPU, GPU = "cpu", "NVIDIA H200"
 
 
 class _Table(NamedTuple):
@@ -39,12 +37,12 @@ _TABLES = {
 }
 
 
-def newest(path: Path, rows: Iterable[Any], device: str | None = None) -> dict[Any, dict[str, Any]]:
-    """The newest record of each row that has one, in the order of `rows`. device: of records measured there alone."""
+def newest(path: Path, rows: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """The newest record of each row that has one, in the order of `rows`."""
     found: dict[Any, dict[str, Any]] = {}
     known = {row: row._asdict() for row in rows}
     for record in sorted(read_records(path), key=lambda record: record["date"]):
-        if record["context"] == CONTEXT and device in (None, record["device"]):
+        if record["context"] == CONTEXT:
             for row, fields in known.items():
                 if all(record.get(name) == value for name, value in fields.items()):
                     found[row] = record
@@ -66,7 +64,7 @@ def _line(label: Callable[[dict[str, Any]], str], record: dict[str, Any]) -> lis
 
 
 def _shown(device: str) -> str:
-    return {CPU: "CPU", GPU: "H200"}.get(device, device)
+    return {"cpu": "CPU", "NVIDIA H200": "H200"}.get(device, device)
 
 
 #: columns of the table of transforms: what is shown, and the group of rows
@@ -100,18 +98,6 @@ def transforms_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
         if any(shown):
             lines.append([f"`{how}`", *shown])
     return markdown_table(head, lines)
-
-
-def devices_table(rows: Any = None, path: Path = vecinfer.OUT) -> str:
-    """Rows that were calibrated and measured on both kinds of device."""
-    cpu, gpu = (newest(path, vecinfer.ROWS, device) for device in (CPU, GPU))
-    lines = []
-    for row in vecinfer.ROWS:
-        if row in cpu and row in gpu:
-            a, b = cpu[row]["kl"], gpu[row]["kl"]
-            what = ", ".join(dict.fromkeys((row.group, row.texts if row.texts != "essays" else row.transform)))
-            lines.append([what, f"{a:.4f}", f"{b:.4f}", f"{a / b:.3f}"])
-    return markdown_table(("", "CPU: KL", "H200: KL", "CPU / H200"), lines)
 
 
 #: what `report` calls with its own rows, which these tables do not need

@@ -98,8 +98,6 @@ def test_a_table_shows_the_newest_record_of_a_row_and_where_it_was_measured(tmp_
     )
     *_, line = calibrated_tables.render("vecinfer-sides", path=path).splitlines()
     assert line == "| keys `vq-d4b8`, values `dense` | 2.00 | 0.2500 | 0.2500 | 0.2500 | 0.500 | 20.00 | CPU |"
-    *_, line = calibrated_tables.devices_table(path=path).splitlines()
-    assert line == "| keys alone, hadamard | 0.2500 | 0.5000 | 0.500 |"
 
 
 def test_the_table_of_transforms_names_devices_cell_by_cell_where_a_column_has_several(tmp_path):
