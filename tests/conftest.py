@@ -41,3 +41,27 @@ def pytest_collection(session):
         session.items[:] = session.items[index::parts]
         session.testscollected = len(session.items)
     return result
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Folder of a random model with a tokenizer of numbers."""
+    from cases import tiny_models
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="158", pad_token="159").save_pretrained(path)
+    tiny_models("llama")[0].save_pretrained(path)
+    return path
