@@ -10,6 +10,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+SMALL_PAGES = {"page_size": 32}
+#: no experts
+DENSE_MLP = {"first_k_dense_replace": 2}
 #: what most of these architectures understand; others ignore what they do not know
 SMALL = {
     "hidden_size": 64,

@@ -14,7 +14,18 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mla_cases import attention_class, attentions, folders, prompt, replaced, tiny_config, tiny_models
+from mla_cases import (
+    DENSE_MLP,
+    GREEDY,
+    SMALL_PAGES,
+    attention_class,
+    attentions,
+    folders,
+    prompt,
+    replaced,
+    tiny_config,
+    tiny_models,
+)
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import mla
@@ -27,10 +38,6 @@ pytestmark = [
 
 #: architectures whose attention an indexer makes sparse: refused
 SPARSE = {"axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4"}
-GREEDY = {"do_sample": False, "pad_token_id": 0}
-SMALL_PAGES = {"page_size": 32}
-#: no experts
-DENSE_MLP = {"first_k_dense_replace": 2}
 
 
 @pytest.fixture(scope="module")

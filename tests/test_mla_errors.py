@@ -13,16 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mla_cases import attentions, prompt, replaced, tiny_models
+from mla_cases import DENSE_MLP, GREEDY, SMALL_PAGES, attentions, prompt, replaced, tiny_models
 
 import hf_lowbit_kv as lb
 
 pytestmark = pytest.mark.host
-
-GREEDY = {"do_sample": False, "pad_token_id": 0}
-SMALL_PAGES = {"page_size": 32}
-#: no experts
-DENSE_MLP = {"first_k_dense_replace": 2}
 
 
 @pytest.fixture(scope="module")
