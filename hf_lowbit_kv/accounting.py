@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from transformers.cache_utils import Cache
@@ -47,23 +48,26 @@ class CacheBytes(int):
         return tuple(self.parts.values())
 
 
-class Accounted(Cache):
-    """A cache that counts its bytes. `LowBitCache` supplies the attributes."""
+class Accounted(Cache, ABC):
+    """A cache that counts its bytes. `LowBitCache` supplies the attributes and what is abstract."""
 
     spec: LayerSpec
     preset: str | None
     config: Any
 
     @property
+    @abstractmethod
     def packed_layers(self) -> list[LowBitLayer]:
-        raise NotImplementedError
+        """The layers that are packed, without those that stay transformers' own."""
 
     @property
+    @abstractmethod
     def _first(self) -> LowBitLayer:
-        raise NotImplementedError
+        """The first packed layer."""
 
+    @abstractmethod
     def check_overrun(self, wait: bool = True) -> None:
-        raise NotImplementedError
+        """Raise `OverrunError` where tokens are lost. wait: for steps that are queued on the device."""
 
     @property
     def nbytes(self) -> CacheBytes:

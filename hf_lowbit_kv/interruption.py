@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -12,19 +14,21 @@ from .own_layers import SLIDING
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
 
-class Watched(Cache):
-    """A cache that notices. `LowBitCache` supplies the attributes."""
+class Watched(Cache, ABC):
+    """A cache that notices. `LowBitCache` supplies the attributes and what is abstract."""
 
     _first_packed: int
     _ledger: Ledger | None  # None: passes were compiled, and not counted
 
     @property
+    @abstractmethod
     def packed_layers(self) -> list[LowBitLayer]:
-        raise NotImplementedError
+        """The layers that are packed, without those that stay transformers' own."""
 
     @property
+    @abstractmethod
     def _first(self) -> LowBitLayer:
-        raise NotImplementedError
+        """The first packed layer."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0):
         self._reads(layer_idx, state_idx)
