@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import time
 
 import pytest
@@ -109,13 +110,42 @@ def test_a_budget_stops_what_runs_and_skips_what_comes(tmp_path, monkeypatch):
     assert "0.05 minutes are expected" in later.note
 
 
+MEETS = """
+import sys, time
+from pathlib import Path
+print("said", *sys.argv[1:])
+Path({own!r}).touch()
+end = time.monotonic() + 60
+while not Path({other!r}).exists():
+    if time.monotonic() > end:
+        sys.exit("the other one did not begin")
+    time.sleep(0.01)
+Path({met!r}).touch()
+sys.exit({status})
+"""
+
+
 def test_kernels_are_compiled_beforehand_side_by_side(tmp_path, monkeypatch):
-    entries = scripted(tmp_path, monkeypatch, a=(0, 1, 0), b=(0, 1, 1), c=(0, 60, 0))
-    assert bench_all.compile_ahead(entries[:2], 2, tmp_path) < 1.9 + 2  # interpreters start, too
+    """Each of two scripts ends well if the other begins meanwhile."""
+    entries = scripted(tmp_path, monkeypatch, a=(0, 0, 0), b=(0, 0, 0))
+    for name, other, status in (("a", "b", 0), ("b", "a", 1)):
+        own, other, met = (str(tmp_path / file) for file in (f"{name}.begun", f"{other}.begun", f"{name}.met"))
+        (tmp_path / f"{name}.py").write_text(MEETS.format(own=own, other=other, met=met, status=status))
+    bench_all.compile_ahead(entries, 2, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.met")} == {"a.met", "b.met"}
     assert "said --rounds 1 --out" in (tmp_path / "b.compile.log").read_text()
-    begin = time.perf_counter()
-    bench_all.compile_ahead(entries[2:], 2, tmp_path, timeout=0.5)
-    assert time.perf_counter() - begin < 20
+
+
+def test_what_compiles_too_long_is_stopped(tmp_path, monkeypatch):
+    started, start = [], bench_all._start
+
+    def noted(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    monkeypatch.setattr(bench_all, "_start", noted)
+    bench_all.compile_ahead(scripted(tmp_path, monkeypatch, slow=(0, 60, 0)), 2, tmp_path, timeout=0.5)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @pytest.fixture
