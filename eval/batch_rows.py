@@ -56,12 +56,12 @@ def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) 
         shared = parts["parameters"]
         row = sum(parts.values()) - shared
     row, shared = LAYERS * row, LAYERS * shared
-    return Room(cache, row, shared, rows_within(budget, weight_bytes(), row, shared))
+    return Room(cache, row, shared, rows_within(budget, all_weight_bytes(), row, shared))
 
 
 @functools.cache
-def weight_bytes() -> int:
-    """Of the model's weights."""
+def all_weight_bytes() -> int:
+    """Of all weights of the model. (`bench_generate.weight_bytes`: of those that a step reads.)"""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(qwen3_8b(LAYERS), dtype=DTYPE)
     return sum(parameter.nbytes for parameter in model.parameters())
