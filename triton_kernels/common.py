@@ -19,7 +19,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
-#: fused multiply-adds are what the arithmetic was written for (and packing has none); newer Triton asks for a choice
+#: for launches that do not choose otherwise; newer Triton asks for a choice. Attention was written for fused multiply-adds, and
+#: packing has none. Reading pages (`read.py`) turns them off: its last bit must be the reference's
 OPTIONS = {"enable_fp_fusion": True}
 
 
