@@ -17,6 +17,12 @@ from hf_lowbit_kv.eval.results import append_record, device_name, provenance, wi
 Measure = Callable[[list[Any], Any, Any, str | None, int], Iterator[dict[str, Any]]]
 
 
+def setting(context: int, device: torch.device, backend: str | None) -> dict[str, Any]:
+    """Of a record: what it was measured with."""
+    facts = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(device)}
+    return facts | {"backend": backend or "the default"}
+
+
 def command(
     rows: Sequence[Any], measure: Measure, columns: Mapping[str, Callable[[dict[str, Any]], str]], records: Path
 ) -> Callable[..., None]:
@@ -43,13 +49,11 @@ def command(
             raise typer.BadParameter(f"--group {unknown[0]!r} is not known; allowed: {', '.join(map(repr, groups))}")
         where = torch.device(device) if device else default_device()
         model, tokenizer = load_model(None, torch.float32, where)
-        setting = {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
-        setting["backend"] = backend or "the default"
         table = Table(*columns)
         for found in measure(
             [row for row in rows if not group or row.group in group], model, tokenizer, backend, context
         ):
-            record = found | setting | provenance(commit)
+            record = found | setting(context, where, backend) | provenance(commit)
             append_record(out, record)
             table.add_row(*(cell(record) for cell in columns.values()))
         wide_console().print(table)

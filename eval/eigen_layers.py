@@ -20,10 +20,11 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibrators_static import RIDGE, EigenCalibrator
+from hf_lowbit_kv.eval.calibrated_rows import setting
 from hf_lowbit_kv.eval.eigen import ESSAYS, START, VALUES_2, Row, measured, sources
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, load_model
+from hf_lowbit_kv.eval.models import default_device, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command
+from hf_lowbit_kv.eval.results import append_record, provenance, results_path, run_command
 from hf_lowbit_kv.formats.static import ERROR, Static
 
 OUT = results_path("eigen-layers", "smollm2")
@@ -114,8 +115,7 @@ def main(
         record["key_bits"] = sum(bits[i] for i in choice.values()) / len(choice)
         record["predicted"] = sum(costs[n][i] for n, i in choice.items()) / sum(costs[n][uniform[n]] for n in costs)
         record |= means | {"kl_by_text": {text: x.means()["kl"] for text, x in zip(ESSAYS, found[name], strict=True)}}
-        record |= {"model": BUNDLED_MODEL, "context": context, "dtype": "float32", "device": device_name(where)}
-        append_record(out, record | {"backend": backend or "the default"} | provenance(commit))
+        append_record(out, record | setting(context, where, backend) | provenance(commit))
         counts = ", ".join(f"{n} x {pattern}" for pattern, n in sorted(Counter(record["patterns"]).items()))
         print(
             f"{name}: {record['key_bits']:.3f} bits, KL {record['kl']:.4f}, predicted {record['predicted']:.3f}; {counts}"
