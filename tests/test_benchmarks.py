@@ -244,7 +244,7 @@ def test_bench_prompt(tmp_path):
     app = typer.Typer()
     app.command()(bench_prompt.main)
     small = ["--device", "cpu", "--tiny", "--rounds", "1", "--tokens", "300", "--chunk", "128", "--out", str(out)]
-    done = CliRunner().invoke(app, [*small, "--preset", "kivi-2", "--commit", "abc"])
+    done = CliRunner().invoke(app, [*small, "--preset", "kivi-2", "--preset", "vecinfer-2", "--commit", "abc"])
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["cache"], r["chunk"]) for r in records] == [
@@ -252,6 +252,8 @@ def test_bench_prompt(tmp_path):
         ("DynamicCache", 128),
         ("kivi-2", None),
         ("kivi-2", 128),
+        ("vecinfer-2", None),
+        ("vecinfer-2", 128),
     ]
     assert records[3]["cost_same"] == pytest.approx(records[3]["seconds"] / records[1]["seconds"])
     assert records[3]["cost"] == pytest.approx(records[3]["seconds"] / records[0]["seconds"])
