@@ -103,20 +103,23 @@ def local_memory(name: str, defines: tuple, arch: str) -> dict[str, Local]:
     return found
 
 
-#: bytes of local memory that are known, by architecture, preset, head_dim, tokens of the step and function (NVRTC 13.0;
-#: `kivi-2` and `eigen-3` take no more with 13.5). Where no note says otherwise, they wait outside of the loop over pages
+#: bytes of local memory that are known, by architecture, preset, head_dim, tokens of the step and function (the most of NVRTC
+#: 13.0 and 13.5). Where no note says otherwise, they wait outside of the loop over pages
 KNOWN = {
     ("sm_90", "eigen-3", 128, 1, "attend"): 48,
     ("sm_90", "bitdecoding-kt-4", 128, 1, "attend"): 8,
     ("sm_90", "million-2", 128, 1, "attend"): 8,
+    ("sm_90", "vecinfer-2", 128, 1, "attend"): 24,
     ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
+    ("sm_90", "vecinfer-3", 64, 1, "attend"): 140,
+    ("sm_90", "vecinfer-1.25", 64, 1, "attend"): 140,
     ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 116,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     # inside of that loop, too: 5 of its 1347 instructions
     ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
     # packing: a thread's channels, in an array whose index is known late
     ("sm_120", "eigen-2", 128, 1, "attend"): 32,
-    ("sm_120", "eigen-2", 128, 1, "append_one"): 48,
+    ("sm_120", "eigen-2", 128, 1, "append_one"): 64,
     ("sm_90", "eigen-3", 128, 1, "append_one"): 288,
 }
 #: of any preset: storing keeps registers over its calls, once a token or once a page
