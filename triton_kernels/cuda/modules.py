@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ...pages import LayerSpec
-from ...transforms import Fused
 from .compile import Module, ahead, load
-from .geometry import Choice, attend_defines, can_store, choose
+from .geometry import Choice, Inside, attend_defines, can_store, choose
 
 
 class AttendKernel(NamedTuple):
@@ -28,7 +27,7 @@ class AttendKernel(NamedTuple):
     sinks: int
     """0 none, 1 in the model's dtype, 2 in float32"""
     softcap: bool
-    transform: Fused | None
+    transform: Inside | None
     ordered: bool
     store: bool
     """whether the chunk, one token, shall be stored as well"""
