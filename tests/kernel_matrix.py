@@ -110,6 +110,15 @@ GRAPHS = [
 ]
 
 
+#: codebooks through `lookup`
+SMALL_LOOKUPS = [
+    # indices of four tokens in a number, and of two; entries in parts; indices that end in the next word
+    Case(keys="vq-d4b8", values="vq-d8b6", head_dim=128, page_size=128, lengths=(300, 130)),
+    Case(keys="vq-d8b5", values="vq-d4b8", page_size=64, lengths=(200,), tokens=9, padded=True, heads=1),
+    Case(keys="vq-d2b3", values="vq-d8b4", page_size=128, lengths=(300,), head_dim=80, groups=10, dtype=torch.float32),
+]
+
+
 def transformed() -> list[Case]:
     """Few query rows and many, one block of the window for the chunk and several, padding, every head size."""
     cases = []
@@ -213,6 +222,27 @@ def stores() -> list[tuple[Case, list[int]]]:
     found.append((Case(keys="int4-token", residual=0, lengths=(1,), capacity=200), [100, *[0] * 130]))
     found.append((Case(lengths=(1, 1), capacity=150), [100, 100, 0, 0]))
     return found
+
+
+def codebook_attends() -> list[Case]:
+    """Codebooks: every size, head size and number of query rows that is served in another way."""
+    base = {"head_dim": 128, "residual": 128, "page_size": 128, "sink": 32, "lengths": (1000, 1, 417)}
+    sizes = [(dim, bits) for bits in (3, 4, 5, 6, 7, 8, 12) for dim in (2, 4, 8)]
+    cases = []
+    for i, (dim, bits) in enumerate(sizes):
+        partner = "vq-d{}b{}".format(*sizes[(i * 5 + 2) % len(sizes)])
+        options = {"dtype": (torch.float16, torch.bfloat16)[i % 2], "groups": (4, 1, 8, 12)[i % 4]}
+        cases.append(Case(keys=f"vq-d{dim}b{bits}", values=partner, **options, **base))
+    for dim in (64, 80, 96, 128, 256):
+        for keys, values, groups, tokens in (("4b8", "4b8", 4, 1), ("8b8", "2b8", 16, 1), ("4b8", "8b6", 4, 6)):
+            options = {"groups": groups, "tokens": tokens, "padded": tokens > 1}
+            cases.append(Case(keys=f"vq-d{keys}", values=f"vq-d{values}", **options, **base | {"head_dim": dim}))
+    pair = {"keys": "vq-d4b8", "values": "vq-d4b8"}
+    cases += [Case(**pair, **base | {"page_size": size}) for size in (32, 64, 256)]
+    cases += [Case(**pair, **base | {"lengths": lengths}) for lengths in ((40000,), (129, 128, 0))]
+    cases += [Case(softcap=30.0, sinks=True, **pair, **base), Case(dtype=torch.float32, **pair, **base)]
+    cases += [Case(keys="vq-d4b8", values="int2-token", **base), Case(keys="int4-channel", values="vq-d4b8", **base)]
+    return cases
 
 
 def static_attends() -> list[Case]:

@@ -31,7 +31,17 @@ from kernel_checks import (
     needs_gpu,
     needs_interpreter,
 )
-from kernel_matrix import GRAPHS, SMALL, SMALL_STORES, TRANSFORMS, matrix, stores, transformed
+from kernel_matrix import (
+    GRAPHS,
+    SMALL,
+    SMALL_LOOKUPS,
+    SMALL_STORES,
+    TRANSFORMS,
+    codebook_attends,
+    matrix,
+    stores,
+    transformed,
+)
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
 from hf_lowbit_kv import backend as ops
@@ -48,6 +58,12 @@ def test_interpreted(part):
 @needs_interpreter
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_small_attend(case):
+    check_attend(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL_LOOKUPS, ids=str)
+def test_small_lookups(case, looked_up):
     check_attend(case)
 
 
@@ -184,6 +200,13 @@ def test_constant_rows(case):
 @needs_gpu
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_attend(case):
+    check_attend(case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", codebook_attends(), ids=str)
+def test_attend_lookups(case, looked_up):
     check_attend(case)
 
 

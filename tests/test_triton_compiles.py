@@ -37,19 +37,18 @@ class Absent:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """The names of the kernels that were compiled instead of launched."""
-    names: list[str] = []
+    """The kernels that were compiled instead of launched, by name; of equal names the last."""
+    kernels = {}
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        names.append(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
+        kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(Absent())
-    yield names
+    yield kernels
     triton.runtime.driver._active = before
 
 
@@ -89,6 +88,31 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
     prompt.attend(step.q, step.k, step.v, None, state, spec, step.scaling, None, None, 200)
     read.read(state, spec, 200)
     assert {"read_pages_kernel", "prompt_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "options"),
+    [
+        ("vq-d4b8", "vq-d4b8", {}),
+        ("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}),
+        pytest.param("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}, marks=pytest.mark.slow),
+        pytest.param("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}, marks=pytest.mark.slow),
+        pytest.param("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        pytest.param("vq-d4b8", "int2-token", {"dtype": torch.float32}, marks=pytest.mark.slow),
+    ],
+)
+def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch, looked_up):
+    """A decode step looks entries up in shared memory and multiplies them where they lie: else a hundred shuffles and more."""
+    monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
+    monkeypatch.setattr(launch, "_chained", lambda device: True)
+    case = Case(keys, values, **{"head_dim": 128, "page_size": 128, "lengths": (300, 130)} | options)
+    gen = torch.Generator().manual_seed(0)
+    state = store_for(case, "cpu", poison=False).state
+    for tokens in (1, 9):
+        step = random_step(dataclasses.replace(case, tokens=tokens), gen)
+        launch.attend(step.q, step.k, step.v, None, state, case.spec, step.scaling)
+        if tokens == 1 and values.startswith("vq") and case.page_size == 128:
+            assert compiled["attend_kernel"].asm["ptx"].count("shfl.sync.idx") < 20
 
 
 @pytest.mark.parametrize("layout", ["triton", "cuda"])

@@ -1,7 +1,7 @@
 """Device functions of `formats.codebook`, in all its layouts. The interface is described in `registry`.
 
 Plane `j` of a tile is channel `j` of every sub-vector, so that an entry of the codebook is looked up once for all its
-channels. The codebook stays in the L1 cache.
+channels. The codebook stays in the L1 cache. (`lookup` is to put one of at most 256 entries into shared memory.)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..formats import fragment
+from . import lookup
 from .common import as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
 
 #: sub-vectors of a token that `encode` takes at a time
@@ -23,7 +24,11 @@ BLOCK = tl.constexpr(32)
 class Params(NamedTuple):
     dim: int
     bits: int
-    #: sub-vectors of a token
+    #: whether `lookup` attends
+    looks_up: bool
+    #: sub-vectors of a token; words of `planes` channels of each
+    vectors: int
+    parts: int
     width: int
     padded: int
     planes: int
@@ -38,6 +43,10 @@ class Params(NamedTuple):
     offset: bool = False
     interleaved: bool = True
     ptx: bool = False
+    #: words of a table of 256 entries, and inline PTX, of `lookup`
+    words: int = 0
+    pairs: tuple[str, ...] = ()
+    constraints: str = ""
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
@@ -46,19 +55,28 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     chunks = vector = 1
     if order:
         ((_, _, (_, chunks, _, vector)),) = fmt.arrays(head_dim, page_size, dtype)
+    looks_up = order == 0 and fmt.bits <= lookup.SERVED_BITS
+    planes = lookup.planes(fmt.dim, head_dim) if looks_up else fmt.dim
+    width = head_dim // planes
     return Params(
         dim=fmt.dim,
         bits=fmt.bits,
-        width=count,
-        padded=padded_width(count),
-        planes=fmt.dim,
-        units=(1.0,) * fmt.dim,
+        looks_up=looks_up,
+        vectors=count,
+        parts=fmt.dim // planes,
+        width=width,
+        padded=padded_width(width),
+        planes=planes,
+        units=(1.0,) * planes,
         max_block=page_size,
         order=order,
         chunks=chunks,
         vector=vector,
         encode_vectors=min(ENCODE_VECTORS, triton.next_power_of_2(count)),
         ptx=ptx,
+        words=2**lookup.MAX_BITS * (fmt.dim // planes),
+        pairs=lookup.pairs_asm(planes),
+        constraints="=r,r,r" if planes == 2 else "=r,l,l",
     )
 
 
@@ -69,7 +87,7 @@ def _indices(page, token, vector, keep, P: tl.constexpr):
     block, token = token // BLOCK, token % BLOCK
     if P.order == 0:
         number = token
-        first = (block * P.width + vector) * P.bits
+        first = (block * P.vectors + vector) * P.bits
     elif P.order == 1:
         channel = vector * P.dim
         number = (channel // 32 * 8 + channel % 8) // P.dim * 4 + token % 4
@@ -99,12 +117,12 @@ def _word(word, P: tl.constexpr):
 
 @triton.jit
 def _tile(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed. Those of unused tokens are harmless."""
-    token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
+    """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed, for every word. Those of unused tokens are harmless."""
+    token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded) // P.parts
     if TRANSPOSED:
-        x = _indices(page, token[None, :], vector[:, None], (vector < P.width)[:, None] & (token >= 0)[None, :], P)
+        x = _indices(page, token[None, :], vector[:, None], (vector < P.vectors)[:, None] & (token >= 0)[None, :], P)
     else:
-        x = _indices(page, token[:, None], vector[None, :], (vector < P.width)[None, :] & (token >= 0)[:, None], P)
+        x = _indices(page, token[:, None], vector[None, :], (vector < P.vectors)[None, :] & (token >= 0)[:, None], P)
     return x
 
 
@@ -145,10 +163,13 @@ def scores(
     page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    words = _entries(record, _tile(page, n0, T == 1, BLOCK_N, P), P)
-    s = query_dot(prepared[0], _plane(words, 0, P).to(DOT), None, T)
-    for j in tl.static_range(1, P.planes):
-        s = query_dot(prepared[j], _plane(words, j, P).to(DOT), s, T)
+    if P.looks_up:
+        s = lookup.scores(page, record, prepared, n0, DOT, BLOCK_N, T, P)
+    else:
+        words = _entries(record, _tile(page, n0, T == 1, BLOCK_N, P), P)
+        s = query_dot(prepared[0], _plane(words, 0, P).to(DOT), None, T)
+        for j in tl.static_range(1, P.planes):
+            s = query_dot(prepared[j], _plane(words, j, P).to(DOT), s, T)
     return s * factor
 
 
@@ -162,18 +183,22 @@ def add(
     page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    words = _entries(record, _tile(page, n0, T == 0, BLOCK_N, P), P)
-    p = weights.to(DOT)
-    out = ()
-    for j in tl.static_range(P.planes):
-        out = out + (value_dot(p, _plane(words, j, P).to(DOT), acc[j] * tl.expand_dims(decay, T), T),)
+    if P.looks_up:
+        out = lookup.add(page, record, weights, decay, acc, n0, DOT, BLOCK_N, T, P)
+    else:
+        words = _entries(record, _tile(page, n0, T == 0, BLOCK_N, P), P)
+        p = weights.to(DOT)
+        out = ()
+        for j in tl.static_range(P.planes):
+            out = out + (value_dot(p, _plane(words, j, P).to(DOT), acc[j] * tl.expand_dims(decay, T), T),)
     return out
 
 
 @triton.jit
 def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     index = _tile(page, n0, False, BLOCK_N, P)
-    return tl.load(record.to(tl.pointer_type(tl.float16)) + index * P.dim + j).to(tl.float32)
+    channel = tl.arange(0, P.padded) % P.parts * P.planes + j
+    return tl.load(record.to(tl.pointer_type(tl.float16)) + index * P.dim + channel[None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -197,12 +222,12 @@ def encode(
     table = record.to(tl.pointer_type(tl.float16))
     words = page.to(tl.pointer_type(tl.int32))
     token = tl.arange(0, BLOCK)
-    CHUNKS: tl.constexpr = (P.width + P.encode_vectors - 1) // P.encode_vectors
+    CHUNKS: tl.constexpr = (P.vectors + P.encode_vectors - 1) // P.encode_vectors
     for i in range(stop // BLOCK * CHUNKS):
         block = i // CHUNKS
         vector = i % CHUNKS * P.encode_vectors + tl.arange(0, P.encode_vectors)
         index = base + block * BLOCK + token[:, None]
-        keep = (vector < P.width)[None, :] & (token >= 0)[:, None]
+        keep = (vector < P.vectors)[None, :] & (token >= 0)[:, None]
         x = ()
         for c in tl.static_range(P.dim):
             x = x + (load_tokens(source, index, (vector * P.dim + c)[None, :], keep, HAS_ORDER, TAIL),)
@@ -219,4 +244,4 @@ def encode(
             at = (token * P.bits - 32 * w)[:, None]
             part = tl.where(at < 0, code >> tl.minimum(-at, 31), code << (tl.maximum(at, 0) & 31))
             word = tl.sum(tl.where(at < 32, part, 0), 0)  # fields do not overlap: the sum is the union
-            tl.store(words + (block * P.width + vector) * P.bits + w, word, mask=vector < P.width)
+            tl.store(words + (block * P.vectors + vector) * P.bits + w, word, mask=vector < P.vectors)
