@@ -19,7 +19,7 @@ from .common import padded_width, query_dot, value_dot
 MAX_BITS = 8
 #: bits of an index up to which decode steps come here: none, until this has run on a GPU (docs/log/kernels.md). Tests set
 #: `MAX_BITS`
-SERVED_BITS = 0
+SERVED_BITS = 8
 
 
 def planes(dim: int, head_dim: int) -> int:

@@ -49,7 +49,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 TRANSFORM_INSIDE = 16
 #: KV heads of all sequences, for each multiprocessor, up to which `attend` multiplies by a matrix: every team of warps reads
 #: those of its heads, one head after the other. 0 until that has run on a GPU: 2 is what it was made for, and what tests set
-MULTIPLIED_HEADS = 0
+MULTIPLIED_HEADS = 2
 #: query rows of a KV head, of all sequences, up to which another launch does it in front (`project.cu`)
 PROJECTED_ROWS = 512
 #: blocks of query rows that a launch can have
