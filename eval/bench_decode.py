@@ -67,7 +67,7 @@ def measure(
     head_dim: int = 128,
     query_length: int = 1,
     rounds: int = 20,
-    per_head: bool = False,
+    per_head: bool | None = None,
 ) -> dict[str, Any]:
     """Check, then time one preset on one shape.
 
@@ -277,7 +277,10 @@ def main(
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
-    per_head: Annotated[bool, typer.Option(help="Codebooks for each KV head, not for a layer.")] = False,
+    per_head: Annotated[
+        bool | None,
+        typer.Option("--per-head/--per-layer", help="Whose calibrated parameters are [default: as `calibrate` makes them]."),
+    ] = None,
     low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,

@@ -128,11 +128,12 @@ class Case:
 
 
 def build(
-    shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device, per_head: bool = False
+    shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device, per_head: bool | None = None
 ) -> Case:
     """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets.
 
-    per_head: whether each KV head has parameters of its own (codebooks), or a layer's heads share them.
+    per_head: whether each KV head has parameters of its own, or a layer's heads share them; `None`: as calibration does it, one
+        codebook a layer and all else for each KV head.
     """
     page = spec.page_size
     history = shape.tokens - query_length
@@ -157,7 +158,7 @@ def build(
 
 
 def random_records(
-    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool, device: torch.device
+    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
 ) -> list[torch.Tensor]:
     """A layer's records of `random_parameters`."""
     given = random_parameters(spec, head_dim, kv_heads, per_head, device)
@@ -169,7 +170,7 @@ def random_parameters(
 ) -> dict[str, torch.Tensor]:
     """A layer's parameters by full name: factors and steps between 1/2 and 2, rotations, else normally distributed.
 
-    per_head: as for `build`; `None`: as calibration does it, one codebook a layer and all else for each KV head.
+    per_head: as for `build`.
     """
     given = {}
     for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
