@@ -52,17 +52,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def looked_up(monkeypatch):
-    """Triton attends to codebooks of up to 256 entries through `lookup`."""
-    from hf_lowbit_kv.triton_kernels import launch, lookup
-
-    monkeypatch.setattr(lookup, "SERVED_BITS", lookup.MAX_BITS)
-    launch._sides.cache_clear()
-    yield
-    launch._sides.cache_clear()
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """Folder of a random model with a tokenizer of numbers."""

@@ -26,7 +26,6 @@ def emulated(
         monkeypatch.setattr(changed, "load", lambda name, defines, device: module(name, defines))
         monkeypatch.setattr(changed, "properties", lambda device: properties)
     monkeypatch.setattr(cuda, "read", reference.read)
-    monkeypatch.setattr(cuda, "MULTIPLIED_HEADS", 2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernels, "launch", cuda)
     modules.forget()

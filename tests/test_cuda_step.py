@@ -67,8 +67,7 @@ def launch():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_steps(case, launch, monkeypatch):
-    monkeypatch.setattr(launch, "MULTIPLIED_HEADS", 2)
+def test_steps(case, launch):
     check_steps(launch, fragment(case), STEPS, kernels.SEED, "cuda")
 
 

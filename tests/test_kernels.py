@@ -63,7 +63,7 @@ def test_small_attend(case):
 
 @needs_interpreter
 @pytest.mark.parametrize("case", SMALL_LOOKUPS, ids=str)
-def test_small_lookups(case, looked_up):
+def test_small_lookups(case):
     check_attend(case)
 
 
@@ -206,7 +206,7 @@ def test_attend(case):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", codebook_attends(), ids=str)
-def test_attend_lookups(case, looked_up):
+def test_attend_lookups(case):
     check_attend(case)
 
 

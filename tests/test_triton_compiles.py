@@ -101,7 +101,7 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
         pytest.param("vq-d4b8", "int2-token", {"dtype": torch.float32}, marks=pytest.mark.slow),
     ],
 )
-def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch, looked_up):
+def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
     """A decode step looks entries up in shared memory and multiplies them where they lie: else a hundred shuffles and more."""
     monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
     monkeypatch.setattr(launch, "_chained", lambda device: True)

@@ -63,6 +63,7 @@ class Params(NamedTuple):
     dequantize: tuple[str, ...]
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    gathers: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:

@@ -1,7 +1,8 @@
 """Device functions of `formats.codebook`, in all its layouts. The interface is described in `registry`.
 
 Plane `j` of a tile is channel `j` of every sub-vector, so that an entry of the codebook is looked up once for all its
-channels. The codebook stays in the L1 cache. (`lookup` is to put one of at most 256 entries into shared memory.)
+channels. A codebook stays in the L1 cache, but decode steps put one of at most 256 entries into shared memory
+(`lookup`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Params(NamedTuple):
     dim: int
     bits: int
     #: whether `lookup` attends
-    looks_up: bool
+    gathers: bool
     #: sub-vectors of a token; words of `planes` channels of each
     vectors: int
     parts: int
@@ -55,13 +56,13 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     chunks = vector = 1
     if order:
         ((_, _, (_, chunks, _, vector)),) = fmt.arrays(head_dim, page_size, dtype)
-    looks_up = order == 0 and fmt.bits <= lookup.SERVED_BITS
-    planes = lookup.planes(fmt.dim, head_dim) if looks_up else fmt.dim
+    gathers = order == 0 and fmt.bits <= lookup.MAX_BITS
+    planes = lookup.planes(fmt.dim, head_dim) if gathers else fmt.dim
     width = head_dim // planes
     return Params(
         dim=fmt.dim,
         bits=fmt.bits,
-        looks_up=looks_up,
+        gathers=gathers,
         vectors=count,
         parts=fmt.dim // planes,
         width=width,
@@ -163,7 +164,7 @@ def scores(
     page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    if P.looks_up:
+    if P.gathers:
         s = lookup.scores(page, record, prepared, n0, DOT, BLOCK_N, T, P)
     else:
         words = _entries(record, _tile(page, n0, T == 1, BLOCK_N, P), P)
@@ -183,7 +184,7 @@ def add(
     page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    if P.looks_up:
+    if P.gathers:
         out = lookup.add(page, record, weights, decay, acc, n0, DOT, BLOCK_N, T, P)
     else:
         words = _entries(record, _tile(page, n0, T == 0, BLOCK_N, P), P)

@@ -65,21 +65,21 @@ DECODE_FINER_KEYS = (
     (16, Config(16, 128, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
 )
-#: the same, where `lookup` serves keys or values. Two warps, because Triton gathers within one warp by
-#: shuffles. Chosen from the machine code (docs/log/kernels.md), not measured: what is fewest registers without spilling
-DECODE_LOOKUP = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
+#: the same, where keys or values gather from shared memory. Two warps, because Triton gathers within one warp by shuffles.
+#: Chosen from the machine code (docs/log/kernels.md): the fewest registers without spilling
+DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
 
 
 @functools.cache
 def attend_config(
-    rows: int, widest: int, key_width: int, value_width: int, is_float32: bool, looks_up: bool = False
+    rows: int, widest: int, key_width: int, value_width: int, is_float32: bool, gathers: bool = False
 ) -> Config:
     """rows: query rows of a KV head; widest: the larger head size; key_width, value_width: padded channels of a plane;
-    looks_up: whether `lookup` serves keys or values."""
+    gathers: whether keys or values gather from shared memory."""
     if is_float32:
         return Config(16, 32, 32, num_warps=4, num_stages=1, programs=4)
-    if rows <= 16 and looks_up:
-        config = DECODE_LOOKUP._replace(block_m=8) if rows <= 8 else DECODE_LOOKUP
+    if rows <= 16 and gathers:
+        config = DECODE_GATHERING._replace(block_m=8) if rows <= 8 else DECODE_GATHERING
         return config if rows <= 8 and widest <= 128 else config._replace(programs=4, registers=None)
     if rows <= 16:
         # the finer table was measured for planes up to 64 channels; dense keys over packed values take the usual one

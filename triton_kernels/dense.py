@@ -22,6 +22,7 @@ class Params(NamedTuple):
     offset: bool = False
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    gathers: bool = False
     #: numbers in 16 bytes of layout `core-1`, which is read only; 0: token after token
     brick: int = 0
 

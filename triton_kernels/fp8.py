@@ -31,6 +31,7 @@ class Params(NamedTuple):
     offset: bool = False
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    gathers: bool = False
     #: whether pages are in layout `core-1`, which is read only
     bricks: int = 0
 

@@ -55,10 +55,10 @@ class _Sides(NamedTuple):
     #: channels of a plane of values, padded
     key_width: int
     value_width: int
-    #: whether a side's entries are looked up (`lookup`)
-    looks_up: bool
     #: tokens that packing takes at a time
     encode_rows: tuple[int, int]
+    #: whether a side's numbers are gathered from shared memory
+    gathers: bool
 
 
 @functools.cache
@@ -79,8 +79,8 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
         max_block=(kp.max_block, vp.max_block),
         key_width=kp.padded,
         value_width=vp.padded,
-        looks_up=any(getattr(params, "looks_up", False) for params in (kp, vp)),
         encode_rows=(kp.encode_rows, vp.encode_rows),
+        gathers=kp.gathers or vp.gathers,
     )
 
 
@@ -198,7 +198,7 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap,
     sides = _prepare(k, v, spec)
     (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
     widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
-    config = attend_config(rows, *widths, q.dtype == torch.float32, sides.looks_up)
+    config = attend_config(rows, *widths, q.dtype == torch.float32, sides.gathers)
     blocks = triton.cdiv(rows, config.block_m)
     programs, chained = batch * heads * blocks, _chained(q.device)
     splits = split_count(programs, pages, config.programs * processors(q.device))

@@ -17,9 +17,6 @@ from .common import padded_width, query_dot, value_dot
 
 #: bits of an index, at most: four indices must fit into a number, and the codebook into the registers of two warps
 MAX_BITS = 8
-#: bits of an index up to which decode steps come here: none, until this has run on a GPU (docs/log/kernels.md). Tests set
-#: `MAX_BITS`
-SERVED_BITS = 8
 
 
 def planes(dim: int, head_dim: int) -> int:

@@ -11,7 +11,8 @@ the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the other
 - `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a constant of the compilation.
   Templates read `planes`, `width` (channels a plane), `padded` (the next power of two, 16 at least), `units` (factor that
   brings a plane of the accumulator to true size), `interleaved` (see `common.plane_channels`), `offset` (whether `weigh`
-  returns one), `max_block` (largest tile of tokens) and `encode_rows` (tokens that `encode` takes at a time).
+  returns one), `max_block` (largest tile of tokens), `encode_rows` (tokens that `encode` takes at a time) and `gathers`
+  (whether `scores` and `add` gather from shared memory, which wants two warps: `config`).
 - `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries as `scores` wants them, a tuple of tensors.
 - `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of what a tile needs per token, loaded one tile ahead.
 - `scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.

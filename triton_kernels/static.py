@@ -22,7 +22,8 @@ LOWEST = tl.constexpr(LOWEST_SCALE)
 LEVELS = tl.constexpr(float(MEAN_LEVELS))
 
 _FIELDS = (
-    *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved", "ptx"),
+    *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
+    *("gathers", "ptx"),
     *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "token_scale", "thresholds"),
     # of each group of channels: bits, gain, unit of means, number of planes; then of its two planes, where it has them
     *("bits", "gain", "mean_unit", "count", "plane_width", "plane_shift", "plane_first"),
@@ -53,6 +54,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         encode_rows=page_size,
         offset=False,
         interleaved=False,
+        gathers=False,
         ptx=ptx,
         page_size=page_size,
         folds=page_size.bit_length() - 1,

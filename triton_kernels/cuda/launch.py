@@ -48,7 +48,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TRANSFORM_INSIDE = 16
 #: KV heads of all sequences, for each multiprocessor, up to which `attend` multiplies by a matrix: every team of warps reads
-#: those of its heads, one head after the other. 0 until that has run on a GPU: 2 is what it was made for, and what tests set
+#: those of its heads, one head after the other
 MULTIPLIED_HEADS = 2
 #: query rows of a KV head, of all sequences, up to which another launch does it in front (`project.cu`)
 PROJECTED_ROWS = 512

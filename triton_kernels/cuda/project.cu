@@ -79,13 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   const int lane = threadIdx.x & 31, r = block * (THREADS / 32) + (threadIdx.x >> 5);
   if (r >= rows_k * a.heads) return;
   const int token = r % a.tokens, h = r / a.tokens % a.heads, b = r / a.tokens / a.heads;
-  const u32* from = reinterpret_cast<const u32*>(a.v + 2 * (b * a.v_b + h * a.v_h + token * a.v_s));
-  u32 x[Rotation<DIM_V>::WORDS];
-#pragma unroll
-  for (int j = 0; j < Rotation<DIM_V>::WORDS; j++) x[j] = 32 * j + lane < DIM_V / 2 ? from[32 * j + lane] : 0u;
-  transform_row<DIM_V>(x, nullptr, lane);
-#pragma unroll
-  for (int j = 0; j < Rotation<DIM_V>::WORDS; j++)
-    if (32 * j + lane < DIM_V / 2) reinterpret_cast<u32*>(a.v_out)[(i64)r * (DIM_V / 2) + 32 * j + lane] = x[j];
+  transform_token<DIM_V>(a.v + 2 * (b * a.v_b + h * a.v_h + token * a.v_s), a.v_out + 2 * (i64)r * DIM_V, nullptr, lane);
 #endif
 }

@@ -92,3 +92,16 @@ template <int D> __device__ __forceinline__ void transform_row(u32* x, const flo
     x[j] = pack_model(y[2 * j], y[2 * j + 1]);
   }
 }
+
+// The same of a token in memory, from one place to another.
+template <int D> __device__ __forceinline__ void transform_token(const u8* from, u8* to, const float* scale, int lane) {
+  const u32* source = reinterpret_cast<const u32*>(from);
+  u32* target = reinterpret_cast<u32*>(to);
+  u32 x[Rotation<D>::WORDS];
+#pragma unroll
+  for (int j = 0; j < Rotation<D>::WORDS; j++) x[j] = 32 * j + lane < D / 2 ? source[32 * j + lane] : 0u;
+  transform_row<D>(x, scale, lane);
+#pragma unroll
+  for (int j = 0; j < Rotation<D>::WORDS; j++)
+    if (32 * j + lane < D / 2) target[32 * j + lane] = x[j];
+}

@@ -23,13 +23,7 @@ extern "C" __global__ void __launch_bounds__(128) transform(const __grid_constan
   int h = r / a.tokens % all;
   const bool is_q = h < a.q_heads;
   if (!is_q) h -= a.q_heads;
-  const u32* from = reinterpret_cast<const u32*>((is_q ? a.q : a.k) + 2 * (is_q ? b * a.q_b + h * a.q_h + token * a.q_s : b * a.k_b + h * a.k_h + token * a.k_s));
-  u32* to = reinterpret_cast<u32*>(is_q ? a.q_out : a.k_out) + ((b * (is_q ? a.q_heads : a.heads) + h) * a.tokens + token) * (DIM / 2);
-  u32 x[Rotation<DIM>::WORDS];
-#pragma unroll
-  for (int j = 0; j < Rotation<DIM>::WORDS; j++) x[j] = 32 * j + lane < DIM / 2 ? from[32 * j + lane] : 0u;
-  transform_row<DIM>(x, is_q ? a.q_scale + h * a.heads / a.q_heads * a.scale_h : a.k_scale + h * a.scale_h, lane);
-#pragma unroll
-  for (int j = 0; j < Rotation<DIM>::WORDS; j++)
-    if (32 * j + lane < DIM / 2) to[32 * j + lane] = x[j];
+  const u8* from = (is_q ? a.q : a.k) + 2 * (is_q ? b * a.q_b + h * a.q_h + token * a.q_s : b * a.k_b + h * a.k_h + token * a.k_s);
+  u8* to = (is_q ? a.q_out : a.k_out) + 2 * (((b * (is_q ? a.q_heads : a.heads) + h) * a.tokens + token) * DIM);
+  transform_token<DIM>(from, to, is_q ? a.q_scale + h * a.heads / a.q_heads * a.scale_h : a.k_scale + h * a.scale_h, lane);
 }

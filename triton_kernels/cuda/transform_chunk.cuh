@@ -15,26 +15,16 @@ template <class Work> __device__ __forceinline__ void each_of_chunk(const Row& r
   __syncwarp();
 }
 
-template <int D> __device__ __forceinline__ void transform_token(const u8* from, const u8* to, const float* scale, int lane) {
-  const u32* source = reinterpret_cast<const u32*>(from);
-  u32* target = reinterpret_cast<u32*>(const_cast<u8*>(to));
-  u32 x[Rotation<D>::WORDS];
-#pragma unroll
-  for (int j = 0; j < Rotation<D>::WORDS; j++) x[j] = 32 * j + lane < D / 2 ? source[32 * j + lane] : 0u;
-  transform_row<D>(x, scale, lane);
-#pragma unroll
-  for (int j = 0; j < Rotation<D>::WORDS; j++)
-    if (32 * j + lane < D / 2) target[32 * j + lane] = x[j];
-}
-
 // Those tokens, transformed: from where they came to where the window looks for them, and where storing finds them afterwards. Before the
 // warp copies any of them. Of what a matrix does not do: keys, or values.
 __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
 #if TRANSFORMED == 1
-  const u8 *from = a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h), *to = a.k + 2 * (row.b * a.k_b + row.h * a.k_h);
+  const u8* from = a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h);
+  u8* to = const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h);
   each_of_chunk(row, first, stop, stride, [&](int c) { transform_token<DK>(from + 2 * (c * a.raw_s), to + 2 * (c * a.k_s), a.k_scale + row.h * a.scale_h, lane); });
 #elif ROTATED
-  const u8 *from = a.raw_v + 2 * (row.b * a.raw_v_b + row.h * a.raw_v_h), *to = a.v + 2 * (row.b * a.v_b + row.h * a.v_h);
+  const u8* from = a.raw_v + 2 * (row.b * a.raw_v_b + row.h * a.raw_v_h);
+  u8* to = const_cast<u8*>(a.v) + 2 * (row.b * a.v_b + row.h * a.v_h);
   each_of_chunk(row, first, stop, stride, [&](int c) { transform_token<DV>(from + 2 * (c * a.raw_v_s), to + 2 * (c * a.v_s), nullptr, lane); });
 #endif
 }
