@@ -279,7 +279,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
     per_head: Annotated[
         bool | None,
-        typer.Option("--per-head/--per-layer", help="Whose calibrated parameters are [default: as `calibrate` makes them]."),
+        typer.Option(
+            "--per-head/--per-layer", help="Whose calibrated parameters are [default: as `calibrate` makes them]."
+        ),
     ] = None,
     low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
