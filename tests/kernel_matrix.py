@@ -11,8 +11,6 @@ from hf_lowbit_kv.formats import HEAD_DIMS
 
 EIGEN_2 = {"keys": "static-44422000", "values": "static-2-t"}
 EIGEN_3 = {"keys": "static-64332222", "values": "static-3-t"}
-#: what presets of these do to keys and values
-MULTIPLIED = {"transform": "matrix", "value_transform": "hadamard"}
 
 SMALL = [
     Case(),

@@ -239,10 +239,8 @@ def test_graph(options, launch, monkeypatch):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", transformed(), ids=str)
-def test_attend_transformed(case, launch, monkeypatch):
-    for heads in (0, 2) if case.spec.key_transform.product else (2,):
-        monkeypatch.setattr(launch, "MULTIPLIED_HEADS", heads)
-        kernels.check_attend_transformed(fragment(case))
+def test_attend_transformed(case, launch):
+    kernels.check_attend_transformed(fragment(case))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
 from emulated import emulated
 from kernel_cases import Case, check_steps
-from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, MULTIPLIED, TRANSFORMS, static_sizes
+from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
@@ -189,13 +189,12 @@ def test_counters_stay_where_they_are(launch):
         Case(head_dim=80, tokens=10, heads=1, dtype=torch.bfloat16, transform="hadamard"),
         Case(head_dim=80, groups=2, transform="smooth+hadamard", value_transform="matrix"),
         Case(groups=2, transform="hadamard+smooth", value_transform="hadamard"),
-        Case(**EIGEN_2, lengths=(300, 37), **MULTIPLIED),
-        Case(**EIGEN_2, **PAGES, lengths=(290,), groups=2, tokens=8, **MULTIPLIED),
-        Case(**PAGES, lengths=(290, 40), groups=3, tokens=5, padded=True, **MULTIPLIED),
-        Case(head_dim=256, head_dim_v=80, lengths=(40,), tokens=3, **MULTIPLIED),
-        Case(**PAGES, lengths=(700, 1), groups=3, tokens=2, padded=True, **MULTIPLIED),
+        Case(**EIGEN_2, lengths=(300, 37), transform="matrix", value_transform="hadamard"),
+        Case(
+            **PAGES, lengths=(700, 1), groups=3, tokens=2, padded=True, transform="matrix", value_transform="hadamard"
+        ),
         Case(head_dim=96, heads=1, transform="matrix", dtype=torch.bfloat16, sinks=True),
-        Case(head_dim=80, head_dim_v=256, lengths=(40,), **MULTIPLIED),
+        Case(head_dim=80, head_dim_v=256, lengths=(40,), transform="matrix", value_transform="hadamard"),
     ],
     ids=str,
 )
@@ -244,13 +243,6 @@ STEPS = [
     (Case(keys="vq-d4b8", values="vq-d8b4", lengths=(60, 37), transform="smooth+hadamard"), 30),
     (Case(**EIGEN_2, lengths=(60, 37), transform="hadamard", value_transform="hadamard"), 30),
     (Case(**EIGEN_3, **PAGES, lengths=(286, 700), heads=1, groups=8, dtype=torch.bfloat16), 4),
-    # keys times matrices: four query rows at most, eight, sixteen; rows of one length and of any; heads too many for that
-    (Case(**EIGEN_2, **MULTIPLIED, lengths=(60, 37)), 30),
-    (Case(**EIGEN_2, **MULTIPLIED, lengths=(60, 60), padded=True, groups=5, dtype=torch.bfloat16), 6),
-    (Case(**EIGEN_3, **PAGES, **MULTIPLIED, lengths=(1950, 1950), heads=1, groups=1), 2),
-    (Case(**MULTIPLIED, lengths=(90, 94), heads=1, groups=13, sinks=True, softcap=20.0), 8),
-    (Case(keys="int8-channel", values="dense", lengths=(90,), heads=1, head_dim=256, transform="matrix"), 3),
-    (Case(**EIGEN_2, **MULTIPLIED, lengths=(60, 37, 5)), 2),
     (Case(**KITTY, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(**KITTY, **PAGES, lengths=(1950, 1950), heads=1), 2),
     (Case(**KITTY, **PAGES, lengths=(286, 1950), heads=1, groups=16), 2),
@@ -266,7 +258,6 @@ def test_step(case, steps, launch):
     "barrier",
     [
         r"meet\(team\);(?=\s*#if FUSED\s*// by the last warp)",  # queries are there
-        r"meet\(team\);(?=\s*queries\.take)",  # what queries are times their matrix is there
         r"meet\(team\);(?=\s*const i64 slots)",  # what warps have is there to be merged
         r"crew\.meet\(\);(?=\s*source\.tail)",  # a page to be packed is there
         r"meet\(team\);(?=\s*constexpr int AT)",  # merging is done with its memory, and packing may use it
@@ -275,7 +266,7 @@ def test_step(case, steps, launch):
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
     monkeypatch.setattr(modules, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
     with pytest.raises(AssertionError, match="races in shared memory"):
-        check_steps(launch, fragment(Case(lengths=(94, 90), heads=1, **MULTIPLIED)), 8, kernels.SEED, "cpu")
+        check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
 
 
 @pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] == torch.float16], ids=str)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_checks as kernels
 from kernel_cases import Case, check_steps
-from kernel_matrix import EIGEN_2, EIGEN_3, GRAPHS, MULTIPLIED
+from kernel_matrix import EIGEN_2, EIGEN_3, GRAPHS
 from test_cuda import GPU, fragment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
@@ -50,12 +50,6 @@ CASES = [
     Case(**PAGES, **EIGEN_2, lengths=tuple(range(0, 1000, 40)), groups=1, padded=True, dtype=torch.bfloat16),
     Case(**PAGES, **EIGEN_3, lengths=(4000,), groups=8, dtype=torch.bfloat16),
     Case(**EIGEN_3, lengths=(300, 40), residual=5, padded=True),
-    Case(**PAGES, **EIGEN_2, **MULTIPLIED, lengths=(300, 1, 517), sink=32),
-    Case(**PAGES, **EIGEN_2, **MULTIPLIED, lengths=tuple(range(0, 1000, 40)), groups=1, padded=True, dtype=torch.bfloat16),
-    Case(**PAGES, **EIGEN_3, **MULTIPLIED, lengths=(4000,), groups=8, dtype=torch.bfloat16),
-    Case(**PAGES, **EIGEN_2, **MULTIPLIED, lengths=(4000,) * 16, heads=8),
-    Case(**EIGEN_3, **MULTIPLIED, lengths=(300, 40), residual=5, groups=16, padded=True),
-    Case(**PAGES, **EIGEN_2, **MULTIPLIED, lengths=tuple(range(0, 1000, 10)), heads=4),
 ]  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     monkeypatch.setenv(compile_module.disk.VARIABLE, str(tmp_path))
     case = fragment(case)
     choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
-    options = choice, True, 1, True, geometry.Inside(Fused(before=True, rotated=True, after=False))
+    options = choice, True, 1, True, Fused(before=True, rotated=True, after=False)
     assert geometry.can_store(case.spec, *case.dims, choice)
     try:
         for fused in (False, True):

@@ -39,7 +39,6 @@ static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(
 static const u8* opaque(const u8* p) { return p; }
 static u32 ask(const u32* p) { return *p; }
 static i64 ask(const i64* p) { return *p; }
-static void ask4(u32* r, const void* p) { if ((size_t)p % 16) fault("load from a misaligned address", 0); memcpy(r, p, 16); }
 UNWATCHED static void count_up(bool does, int* counter, int& found) {
   if (!does) return;
   races::touch(counter, sizeof *counter, races::ATOMIC, __builtin_return_address(0));

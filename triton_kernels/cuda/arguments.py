@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...pages import LayerSpec, LayerState
+from ...transforms import Fused
 from ..common import format_records
 
 #: the formats' parameters, see `tables`
@@ -32,8 +33,8 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
-        *((name, ctypes.c_void_p) for name in "raw_k raw_v q_scale k_scale".split()),
-        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s raw_v_b raw_v_h raw_v_s scale_h".split()),
+        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
+        *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
         *_TABLES,
     ]
 
@@ -73,17 +74,16 @@ def address(x: torch.Tensor | None) -> int:
 
 
 class Factors(NamedTuple):
-    """What kernels need of a transform's tensors: addresses of factors (or matrices) of queries, and of keys or values; numbers
-    from one KV head's to the next's."""
+    """What kernels need of a transform's tensors: addresses of factors of queries, and of keys or values; numbers from one KV
+    head's to the next's."""
 
     queries: int = 0
     keys: int = 0
     stride: int = 0
 
 
-def factors(tensors: Sequence[torch.Tensor]) -> Factors:
-    """tensors: those of keys or values, and those of queries; none: no factors."""
-    if not tensors:
+def factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> Factors:
+    if not fused.scaled:
         return Factors()
     keys, queries = tensors[:2]
     return Factors(queries.data_ptr(), keys.data_ptr(), keys.stride(0) if keys.shape[0] > 1 else 0)

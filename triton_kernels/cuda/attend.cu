@@ -1,5 +1,5 @@
 // Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TRANSFORMED,
-// what that transforms is transformed here (`transform_chunk.cuh`); with FUSED, a chunk of one token is stored too.
+// queries and the chunk's keys are transformed here (`reference.attend` does); with FUSED, a chunk of one token is stored too.
 //
 // One launch, one block of threads a multiprocessor. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one
 // a team of warps; a share may end inside a row and begin inside another. A team's warps take units of a row's pages, each the
@@ -24,7 +24,20 @@ struct StepArgs : Args {
 using StepArgs = Args;
 #endif
 #if TRANSFORMED
-#include "transform_chunk.cuh"
+#include "rotate.cuh"
+
+// The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
+// them, and where storing finds them afterwards. Before the warp copies any of them.
+__device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
+  const int stored = row.sinks + row.tail;
+  for (int block = first; block < stop; block += stride)
+    for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {
+      const u8* from = a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s);
+      u8* to = const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s);
+      transform_token<DK>(from, to, a.k_scale + row.h * a.scale_h, lane);
+    }
+  __syncwarp();
+}
 #endif
 
 extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES, argument_bytes = sizeof(StepArgs);
@@ -46,34 +59,17 @@ struct Queries {
   float most[EACH];                                       // largest magnitude of the lane's numbers
   typename FoldOf<Keys>::Type fold;
 
-  // Whether row `i` of the products is a query.
-  static __device__ __forceinline__ bool is_real(const Args& a, int row_block, int i) {
-    const int r = SPREAD ? i / 2 : row_block * ROWS + i;
-    return i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
-  }
-
   __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
 #pragma unroll
-    for (int j = 0; j < EACH && TRANSFORMED != 2; j++) {
+    for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS, r = SPREAD ? i / 2 : row_block * ROWS + i;
-      const bool real = is_real(a, row_block, i);
+      const bool real = i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
       const int token = real ? (int)__fdividef(r + 0.5f, (float)a.groups) : 0, head = real ? r - token * a.groups : 0;
       const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
 #pragma unroll
       for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
     }
     if constexpr (FOLDED) fold.load(a.tables[0].data + h * a.tables[0].stride, lane);
-  }
-
-  // In place of `load`, where the team has multiplied them by a matrix and put them into shared memory (`Products`).
-  __device__ __forceinline__ void take(const Args& a, const u8* head, int row_block, int warp, int lane) {
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      const int i = warp + j * WARPS;
-      const u32* source = reinterpret_cast<const u32*>(head + i * Q_STRIDE);
-#pragma unroll
-      for (int k = 0; k < WORDS; k++) x[j][k] = is_real(a, row_block, i) && k * 32 + lane < DK / 2 ? source[k * 32 + lane] : 0u;
-    }
   }
 
   __device__ __forceinline__ void measure(int j) {
@@ -98,10 +94,10 @@ struct Queries {
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS;
       if (i >= ROWS) break;
-#if TRANSFORMED == 1
+#if TRANSFORMED
       transform_row<DK>(x[j], a.q_scale + kv_head * a.scale_h, lane);
+      measure(j);
 #endif
-      if (TRANSFORMED) measure(j);
       u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
 #pragma unroll
       for (int k = 0; k < WORDS; k++) {
@@ -196,11 +192,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   int b, h;
   bool asked = even_row(a, here, b, h);
   if (asked) queries.load(a, b, h, row_block, warp, lane);  // ahead of all copies, of other blocks too
-#if TRANSFORMED == 2
-  Products products;
-  products.space = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
-  if (asked) products.start(a, b, h, row_block, warp, lane);
-#endif
   const u32 tables = shared_address(memory) + TEAMS * TEAM_BYTES;
   if constexpr (TABLES && SHARED_TABLES) {                // of all heads: by the whole block
     fill_table<Keys>(tables, a.tables[0], 0, threadIdx.x); fill_table<Values>(tables + KEY_TABLE, a.tables[1], 0, threadIdx.x);
@@ -208,7 +199,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   }
   if (asked) asked = even_part(a, row_block, here, b, h, lane, part);
   if (!asked) {
-    if (TRANSFORMED == 2) wait<0>();                      // what has been begun is of another row, or of none
     if (warp == 0) Plan(a, row_block, here, lane).next(parts[team], shares[team]);
     meet(team);
     part = parts[team];
@@ -248,12 +238,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     Pages pages(a, row, work, &taken, lane);
 #if TRANSFORMED
     if (both) transform_chunk(a, row, w0 + warp, w1, few, lane);
-#endif
-#if TRANSFORMED == 2
-    const int stored = row.sinks + row.tail;
-    products.multiply(a, row, row_block, asked, max(32 * w0 - stored, 0), min(32 * w1 - stored, row.chunk), smem, warp, lane);
-    meet(team);
-    queries.take(a, smem, row_block, warp, lane);
 #endif
     const bool other = TABLES && !SHARED_TABLES && books != row.h;
     if (other) {

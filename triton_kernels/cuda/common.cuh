@@ -43,9 +43,9 @@ struct Args {
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail, teams, split;  // split: teams / (B * H) where that is whole, else 0
   float scaling, softcap;
-  const u8 *raw_k, *raw_v;          // TRANSFORMED: the chunk as it came; `k` (and `v`, where it is rotated) is then where it is put, transformed
-  const float *q_scale, *k_scale;   // factors of channels, or matrices, of KV head h at h * scale_h
-  i64 raw_b, raw_h, raw_s, raw_v_b, raw_v_h, raw_v_s, scale_h;
+  const u8* raw_k;                  // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
+  const float *q_scale, *k_scale;   // factors of channels, of KV head h at h * scale_h
+  i64 raw_b, raw_h, raw_s, scale_h;
   Parameter tables[2];              // codebooks of keys and values, or null
 };
 
@@ -75,8 +75,6 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
 // From global memory, asked for where this stands: before copies that come after it, behind which it would wait.
 __device__ __forceinline__ u32 ask(const u32* p) { u32 x; asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 __device__ __forceinline__ i64 ask(const i64* p) { i64 x; asm volatile("ld.global.u64 %0, [%1];" : "=l"(x) : "l"(p)); return x; }
-// The same of four consecutive words.
-__device__ __forceinline__ void ask4(u32* r, const void* p) { asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p)); }
 __device__ __forceinline__ u32 lds_u16(u32 a) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a)); return h; }
 // `V` consecutive numbers to shared memory
 template <int V> __device__ __forceinline__ void sts(u32 a, const float* x) {

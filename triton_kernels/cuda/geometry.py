@@ -26,23 +26,12 @@ RESERVED, SHARED = 1024 + 512, 228 * 1024
 #: so many warps of a multiprocessor suffice for a wide window: H100s have them wherever the window bounds their number, and
 #: were measured with wide windows
 ENOUGH_WARPS = 6
-#: head sizes with whose matrices the attend kernel multiplies are multiples of this (`product.cuh`)
-MULTIPLIED = 64
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
 
 
 class NoRoomError(ValueError):
     """The GPU's shared memory is too small for a layer."""
-
-
-class Inside(NamedTuple):
-    """What the attend kernel itself does to what a step brings."""
-
-    fused: Fused
-    """to queries and keys; to values, where `product`"""
-    product: bool = False
-    """whether it multiplies queries and keys by matrices"""
 
 
 class Choice(NamedTuple):
@@ -197,13 +186,13 @@ def attend_defines(
     has_mask: bool,
     sinks: int,
     softcap: bool,
-    transform: Inside | None = None,
+    transform: Fused | None = None,
     ordered: bool = False,
     fused: bool = False,
     per_head: bool = False,
     restores: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to what the step brings.
+    """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
     ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well.
     restores: whether outputs are rotated back."""
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
@@ -229,8 +218,7 @@ def attend_defines(
             "RESTORED": int(restores),
         }
         | (_encoder_macros(keys, values) if fused else {})
-        | (_transform_macros(head_dim_v if transform.product else head_dim_k, transform.fused) if transform else {})
-        | {"TRANSFORMED": 0 if transform is None else 1 + transform.product}
+        | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})
     )
 
 
@@ -258,6 +246,7 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
     base = base_order(head_dim) if transform.rotated else 1
     columns = (hadamard(base) < 0).T.tolist()
     return {
+        "TRANSFORMED": 1,
         "FACTORS": 1 if transform.before else 2 if transform.after else 0,
         "ROTATED": int(transform.rotated),
         "BASE": base,

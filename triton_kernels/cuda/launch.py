@@ -22,7 +22,7 @@ from ... import reference
 from ...pages import LayerSpec, LayerState
 from ...reference import restored, transformed_by
 from ...toolchain import why_no_launcher
-from ...transforms import Transform
+from ...transforms import Fused, Transform
 from .. import prompt
 from .. import read as unpacking
 from ..config import FUSED_ROWS
@@ -31,11 +31,9 @@ from .arguments import address as _address
 from .compile import Module, load
 from .geometry import (
     APPEND_WARPS,
-    MULTIPLIED,
     PROJECT_COLUMNS,
     PROJECT_ROWS,
     PROJECT_THREADS,
-    Inside,
     append_defines,
     grid_size,
     project_defines,
@@ -47,10 +45,7 @@ from .modules import AttendKernel, attend_module, expect, properties
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TRANSFORM_INSIDE = 16
-#: KV heads of all sequences, for each multiprocessor, up to which `attend` multiplies by a matrix: every team of warps reads
-#: those of its heads, one head after the other
-MULTIPLIED_HEADS = 2
-#: query rows of a KV head, of all sequences, up to which another launch does it in front (`project.cu`)
+#: query rows of a KV head, of all sequences, up to which a kernel multiplies them by a matrix (`project.cu`)
 PROJECTED_ROWS = 512
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
@@ -96,7 +91,7 @@ def transform(
     if rows == 0:
         return queries, out
     assert fused is not None
-    scales = factors(tensors if fused.scaled else ())
+    scales = factors(fused, tensors)
     args = TransformArgs(
         *(_address(tensor) for tensor in (q, x, queries, out)),
         *(scales.queries, scales.keys),
@@ -140,9 +135,9 @@ def step(
     """`reference.step`. One launch for one token, where `geometry.can_store` says so."""
     q, k, v, inside = _prepared(q, k, v, state, spec)
     store = k.shape[2] == 1
-    out, keys, values, stored = _attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen, store)
+    out, keys, stored = _attend(q, k, v, mask, state, spec, inside, scaling, softcap, sinks, seen, store)
     if not stored:
-        _append(keys, values, mask, state, spec)
+        _append(keys, v, mask, state, spec)
     return out
 
 
@@ -152,44 +147,36 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
     _append(k, v, mask, state, spec)
 
 
-class _Transforming(NamedTuple):
-    """What the attend kernel is to do to what a step brings, and with what."""
+class _Inside(NamedTuple):
+    """What the attend kernel is to do to queries and keys."""
 
-    how: Inside
+    fused: Fused
     factors: Factors
 
 
-def _inside(q: torch.Tensor, k: torch.Tensor, tokens: int, state: LayerState, spec: LayerSpec) -> _Transforming | None:
-    """What the attend kernel does to chunks of so many tokens of such queries and keys; `None`: nothing."""
-    fused, rows = spec.key_transform.fused, q.shape[1] // k.shape[1] * tokens
-    if spec.untransformed or spec.key_transform.identity or rows > TRANSFORM_INSIDE:
+def _inside(rows: int, state: LayerState, spec: LayerSpec) -> _Inside | None:
+    """What the attend kernel does to queries and keys, where a KV head has so many query rows; `None`: nothing."""
+    fused = spec.key_transform.fused
+    if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
         return None
-    tensors = spec.tensors(state)["key_transform"]
-    if fused is not None:
-        return _Transforming(Inside(fused), factors(tensors if fused.scaled else ()))
-    few = k.shape[0] * k.shape[1] <= MULTIPLIED_HEADS * properties(k.device).multi_processor_count
-    if not (few and _multiplies(spec) and k.shape[-1] % MULTIPLIED == 0):
-        return None
-    assert spec.value_transform.fused is not None
-    return _Transforming(Inside(spec.value_transform.fused, product=True), factors(tensors))
+    return _Inside(fused, factors(fused, spec.tensors(state)["key_transform"]))
 
 
 def _prepared(q, k, v, state: LayerState, spec: LayerSpec):
     """Queries, keys and values, transformed but for what the attend kernel does itself, which is the fourth."""
     if spec.untransformed:
         return q, k, v, None
-    inside = _inside(q, k, q.shape[2], state, spec)
-    if inside is not None and inside.how.product:
-        return q, k, v, inside
-    if _multiplies(spec) and 0 < k.shape[0] * q.shape[1] // k.shape[1] * q.shape[2] <= PROJECTED_ROWS:
+    if _projects(q, k, spec):
         return *_project(q, k, v, state, spec), None
+    inside = _inside(q.shape[1] // k.shape[1] * q.shape[2], state, spec)
     return *transformed_by(transform, q, k, v, state, spec, keys=inside is None), inside
 
 
-def _multiplies(spec: LayerSpec) -> bool:
-    """Whether a kernel can multiply queries and keys by their matrices, and transform the values meanwhile."""
+def _projects(q: torch.Tensor, k: torch.Tensor, spec: LayerSpec) -> bool:
+    """Whether one launch multiplies queries and keys by their matrices, and transforms the values."""
     fused = spec.value_transform.fused
-    return spec.key_transform.product and fused is not None and not fused.scaled
+    few = 0 < k.shape[0] * q.shape[1] // k.shape[1] * q.shape[2] <= PROJECTED_ROWS
+    return spec.key_transform.product and few and fused is not None and not fused.scaled
 
 
 def _project(
@@ -223,7 +210,7 @@ def _kernel(
     mask: torch.Tensor | None,
     state: LayerState,
     spec: LayerSpec,
-    inside: _Transforming | None,
+    inside: _Inside | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     store: bool,
@@ -233,7 +220,7 @@ def _kernel(
     sink_kind = 0 if sinks is None else 1 if sinks.dtype == q.dtype else 2
     return AttendKernel(
         *(spec, k.shape[-1], v.shape[-1], q.dtype, min(rows, 16), heads, mask is not None, sink_kind),
-        *(softcap is not None, inside and inside.how, os.environ.get(ORDERED) == "1", store),
+        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store),
         *(tables(state, spec).per_head, spec.value_transform.own_inverse(v.shape[-1]), q.device),
     )
 
@@ -248,7 +235,7 @@ def expect_steps(
     sinks: torch.Tensor | None,
 ) -> None:
     """Compile what the steps of one token behind this prompt launch, while the prompt is read. Arguments as for `step`."""
-    inside = _inside(q, k, 1, state, spec)
+    inside = _inside(q.shape[1] // k.shape[1], state, spec)
     expect(_kernel(q, k, v, 1, None, state, spec, inside, softcap, sinks, store=True))
 
 
@@ -259,19 +246,19 @@ def _attend(
     mask: torch.Tensor | None,
     state: LayerState,
     spec: LayerSpec,
-    inside: _Transforming | None,
+    inside: _Inside | None,
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
     seen: int | None,
     store: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """The output as the model wants it, the chunk's keys and values as they are attended to and stored, and whether the chunk
-    has been stored: where `store` asks for it and the kernel can."""
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The output as the model wants it, the chunk's keys as they are attended to and stored, and whether the chunk has been
+    stored: where `store` asks for it and the kernel can."""
     _check(q)
     if q.shape[1] // k.shape[1] * q.shape[2] > FUSED_ROWS["cuda"] and why_no_launcher() is None:
         out = prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
-        return restored(out, state, spec), k, v, False
+        return restored(out, state, spec), k, False
     (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     if sinks is not None:
@@ -297,28 +284,26 @@ def _attend(
     partial = torch.empty(shared_rows * (head_dim_v + 2), dtype=torch.float32, device=device)
     counters = _counters_for(state, row_blocks * batch * heads + 1)
     out = torch.empty(batch, tokens, q_heads, head_dim_v, dtype=q.dtype, device=device)
-    keys = k if inside is None else torch.empty(k.shape, dtype=k.dtype, device=device)
-    rotates = inside is not None and inside.how.product and inside.how.fused.rotated
-    values = torch.empty(v.shape, dtype=v.dtype, device=device) if rotates else v
+    raw_k, keys = k, k if inside is None else torch.empty(k.shape, dtype=k.dtype, device=device)
     args: tuple = (
-        *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), _address(mask)),
+        *(q.data_ptr(), keys.data_ptr(), v.data_ptr(), _address(mask)),
         *(_address(sinks), state.pool[0].data_ptr(), state.page_address.data_ptr()),
         *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
         *(state.length.data_ptr(), state.paged.data_ptr(), out.data_ptr(), partial.data_ptr(), counters.data_ptr()),
-        *(*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *((0, 0) if mask is None else mask.stride())),
+        *(*q.stride()[:3], *keys.stride()[:3], *v.stride()[:3], *((0, 0) if mask is None else mask.stride())),
         *(batch, heads, groups, tokens, pages, spec.sink, spec.tail_size, teams, split),
         *(scaling, 1.0 if softcap is None else softcap),
-        *(k.data_ptr(), v.data_ptr(), *((0, 0) if inside is None else inside.factors[:2])),
-        *(*k.stride()[:3], *v.stride()[:3], 0 if inside is None else inside.factors.stride),
+        *((0, 0, 0) if inside is None else (raw_k.data_ptr(), *inside.factors[:2])),
+        *(*raw_k.stride()[:3], 0 if inside is None else inside.factors.stride),
         *records,
     )
     if fused:
         arrived = counters.data_ptr() + 4 * row_blocks * batch * heads
-        args = *args, append_args(keys, values, mask, None, None, state, spec), arrived
+        args = *args, append_args(keys, v, mask, None, None, state, spec), arrived
     grid = -(-teams // choice.teams), row_blocks, 1
     kind = StepArgs if fused else AttendArgs
     _launch(module, "attend", grid, 32 * choice.teams * choice.warps, kind(*args), shared=shared)
-    return out if kernel.restores else restored(out, state, spec), keys, values, fused
+    return out if kernel.restores else restored(out, state, spec), keys, fused
 
 
 def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:

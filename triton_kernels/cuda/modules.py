@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ...pages import LayerSpec
+from ...transforms import Fused
 from .compile import Module, ahead, load
-from .geometry import Choice, Inside, attend_defines, can_store, choose
+from .geometry import Choice, attend_defines, can_store, choose
 
 
 class AttendKernel(NamedTuple):
@@ -27,7 +28,7 @@ class AttendKernel(NamedTuple):
     sinks: int
     """0 none, 1 in the model's dtype, 2 in float32"""
     softcap: bool
-    transform: Inside | None
+    transform: Fused | None
     ordered: bool
     store: bool
     """whether the chunk, one token, shall be stored as well"""
