@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
+from hf_lowbit_kv.presets import PRESETS
 
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 SHAPES = {
@@ -85,7 +86,8 @@ def _decode(records: list[Record]) -> str | None:
     found = _last(usual, "gpu", "shape", "preset", "backend")
     columns = [(gpu, shape) for shape in SHAPES for gpu in _gpus(usual) if any(k[:2] == (gpu, shape) for k in found)]
     rows, used = [], []
-    for preset in dict.fromkeys(key[2] for key in found):
+    measured = {key[2] for key in found}
+    for preset in (name for name in PRESETS if name in measured):
         cells = []
         for place in columns:
             both = [found.get((*place, preset, backend)) for backend in ("cuda", "triton")]
