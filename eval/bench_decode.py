@@ -14,6 +14,8 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
   bandwidth measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes.
+- `per_head`: whose calibrated parameters are: `true`: each KV head has its own; `false`: a layer's heads share them; `null`: as
+  `calibrate` makes them.
 - `fixed_order`: there, and true, where `HF_LOWBIT_KV_DETERMINISTIC=1` fixed the order of pages (backend `cuda`).
 """
 
