@@ -6,8 +6,8 @@ values to just before the end, and `generate` goes on from there. Steps are time
 time grows linearly with what is stored, so Simpson's rule over the three gives the time of the whole run (reading the prompts
 not counted).
 
-- `rows`: the largest batch, of those tried, that ran to the end. `row_bytes`: bytes of cache a row at the end.
-  `shared_bytes`: parameters of the cache's layers, once for all rows.
+- `rows`: the largest batch, of those tried, that ran to the end. `most`: the most that were to be tried (`null`: no bound).
+- `row_bytes`: bytes of cache a row at the end. `shared_bytes`: parameters of the cache's layers, once for all rows.
 - `throughput`: tokens a second over the whole run.
 - `attribution_ms`: a step at the end: device time by kind, and `host`, what is left of the step's time.
 """
@@ -173,7 +173,8 @@ def main(
     records = []
     for wanted in contenders:
         record = largest(wanted, model, prompt, new_tokens, budget, wanted.backend or backend, most)
-        record = {"prompt": prompt, "new_tokens": new_tokens, "budget": budget, **record, "gpu": device_name(where)}
+        record = {"prompt": prompt, "new_tokens": new_tokens, "budget": budget, "most": most} | record
+        record |= {"gpu": device_name(where)}
         record |= {"model": "tiny" if tiny else f"qwen3-8b-shape-{layers}-layers"} | provenance(commit)
         append_record(out, record)
         records.append(record)

@@ -82,7 +82,9 @@ PLAN = (
         "docs/vecinfer.md: heads of 64 channels",
         "--backend cuda --head-dim 64",
     ),
-    _decode("decode-vecinfer-triton", "vecinfer-2 vecinfer-4", _LONG, 1.5, "docs/vecinfer.md: Triton", "--backend triton"),
+    _decode(
+        "decode-vecinfer-triton", "vecinfer-2 vecinfer-4", _LONG, 1.5, "docs/vecinfer.md: Triton", "--backend triton"
+    ),
     _decode("decode-readme", _README, _LONG, 2, "README"),
     Entry("mla", "bench_mla", "", 2, "docs/mla.md", memory=60, needs=("flashinfer",)),
     Entry("mla-step", "bench_mla_step", "", 3, "docs/mla.md", memory=80),

@@ -258,9 +258,9 @@ def test_contenders_that_are_not_understood(name, model):
 
 
 def test_computed_rows_are_those_of_the_measurement():
-    """Of the committed run: the same bytes of weights and of a row, and the same first batch."""
-    for record in read_records(results_path("batch", "NVIDIA H200"))[-2:]:
+    """Of the committed run: the same bytes of weights and of a row, and the same first batch, unless that was bounded."""
+    for record in read_records(results_path("batch", "NVIDIA H200"))[-3:]:
         found = batch_rows.room(record["cache"])
         assert batch_rows.all_weight_bytes() == record["weight_bytes"]
         assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
-        assert found.rows == record["rows_tried"][0]
+        assert min(found.rows, record.get("most") or found.rows) == record["rows_tried"][0]

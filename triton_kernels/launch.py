@@ -80,7 +80,7 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
         key_width=kp.padded,
         value_width=vp.padded,
         encode_rows=(kp.encode_rows, vp.encode_rows),
-        gathers=kp.gathers or vp.gathers,
+        gathers=attends_packed(spec) and (kp.gathers or vp.gathers),
     )
 
 
