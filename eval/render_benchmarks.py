@@ -80,14 +80,14 @@ def _commits(records: Iterable[Record]) -> str:
 
 def _decode(records: list[Record]) -> str | None:
     usual = [r for r in records if (r["dtype"], r.get("query_length", 1), r["head_dim"]) == ("float16", 1, 128)]
-    usual = [r for r in usual if r["shape"] in SHAPES]
+    usual = [r for r in usual if r["shape"] in SHAPES and r.get("per_head") is not True]
     if not usual:
         return None
     found = _last(usual, "gpu", "shape", "preset", "backend")
     columns = [(gpu, shape) for shape in SHAPES for gpu in _gpus(usual) if any(k[:2] == (gpu, shape) for k in found)]
     rows, used = [], []
-    measured = {key[2] for key in found}
-    for preset in (name for name in PRESETS if name in measured):
+    order = {name: i for i, name in enumerate(PRESETS)}
+    for preset in sorted({key[2] for key in found}, key=lambda name: (order.get(name, len(order)), name)):
         cells = []
         for place in columns:
             both = [found.get((*place, preset, backend)) for backend in ("cuda", "triton")]

@@ -257,10 +257,15 @@ def test_contenders_that_are_not_understood(name, model):
         generate_case.low_bit_cache(name, model)
 
 
+#: `--most` of committed runs whose records do not have it yet
+BOUNDED = {"eigen-2": 297}
+
+
 def test_computed_rows_are_those_of_the_measurement():
     """Of the committed run: the same bytes of weights and of a row, and the same first batch, unless that was bounded."""
     for record in read_records(results_path("batch", "NVIDIA H200"))[-3:]:
         found = batch_rows.room(record["cache"])
         assert batch_rows.all_weight_bytes() == record["weight_bytes"]
         assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
-        assert min(found.rows, record.get("most") or found.rows) == record["rows_tried"][0]
+        most = record.get("most", BOUNDED.get(record["cache"]))
+        assert min(found.rows, most or found.rows) == record["rows_tried"][0]

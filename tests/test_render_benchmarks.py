@@ -20,7 +20,13 @@ def test_two_gpus_stand_side_by_side_and_the_last_record_counts(tmp_path):
         lines = [common | {"gpu": gpu, "backend": "cuda", "ratio": ratio, "commit": f"{ratio}"} for ratio in ratios]
         name = gpu.lower().replace(" ", "-")
         (tmp_path / f"decode-{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    others = [common | {"gpu": "NVIDIA H200", "backend": "cuda", "commit": "own"} for _ in range(2)]
+    others[0] |= {"preset": "a cache of others", "ratio": 1.75}
+    others[1] |= {"per_head": True, "ratio": 2.0}  # not what users get who ask for nothing
+    with (tmp_path / "decode-nvidia-h200.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in others)
     text = render_benchmarks.render(tmp_path)
+    assert "| `a cache of others` |  | 1.75" in text
     assert "| preset | batch 8, 32k tokens, H100 | batch 8, 32k tokens, H200 |" in text
     assert "| `kivi-4` | 3.31 /  (3.7) | 3.25 /  (3.7) |" in text
     assert "2.00" not in text
