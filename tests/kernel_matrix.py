@@ -131,6 +131,7 @@ def transformed() -> list[Case]:
         Case(**EIGEN_2, head_dim=128, page_size=128, residual=128, lengths=(700, 1, 290)),
         Case(**EIGEN_3, groups=3, tokens=5, padded=True, lengths=(700, 1, 290), dtype=torch.bfloat16),
         Case(keys="int4-channel", values="dense", head_dim=256, groups=16, tokens=4, lengths=(300, 90)),
+        Case(**EIGEN_2, head_dim=128, page_size=128, residual=128, groups=16, lengths=(300,) * 40),
     ]
     both += [dataclasses.replace(case, transform="matrix", value_transform="hadamard") for case in own]
     return [dataclasses.replace(case, transform="hadamard") for case in cases] + both

@@ -51,7 +51,7 @@ GPU_SPREAD = spread_cases(head_dim=128, page_size=128, residual=128, sink=32, le
 #: few enough for the interpreter
 SMALL_SPREAD = [
     case
-    for case in spread_cases(heads=1, groups=2, head_dim=64, lengths=(150,), page_size=64, residual=64)
+    for case in spread_cases(heads=2, groups=2, head_dim=64, lengths=(150,), page_size=64, residual=64)
     if (case.spread == "values" and case.values in ("int2-token", "int4-token-g64"))
     or (case.spread == "keys" and case.keys in ("int2-channel", "int4-channel"))
     or (case.key_size == 2.0**-12 and case.keys in ("int2-channel", "boosted2-r0.125"))

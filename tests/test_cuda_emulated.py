@@ -195,6 +195,7 @@ def test_counters_stay_where_they_are(launch):
         ),
         Case(head_dim=96, heads=1, transform="matrix", dtype=torch.bfloat16, sinks=True),
         Case(head_dim=80, head_dim_v=256, lengths=(40,), transform="matrix", value_transform="hadamard"),
+        Case(heads=1, groups=16, lengths=(3,) * 40, transform="matrix", value_transform="hadamard"),
     ],
     ids=str,
 )

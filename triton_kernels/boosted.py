@@ -96,13 +96,17 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
         s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
     # size is a power of two, or 0 where all of q is
     inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
+    # of small keys scales are small too, and float16 would keep few bits of them: their power of two follows the products
+    exponent = tl.max(tl.where(row < P.count, scale, 0.0), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = exponent.to(tl.float32, bitcast=True)
+    scale = tl.where(exponent > 0, scale * (0x7F000000 - exponent).to(tl.float32, bitcast=True), 0.0)
     q = as_operand((q * inverse[:, None] * scale[None, :]).to(TYPE), T)
     if P.words < 16:  # pages of less than 128 tokens: a plane of them is too small for a product
         token = tl.expand_dims(n0 + tl.arange(0, BLOCK_N), 1 - T)
         high = _high(page, tl.expand_dims(row, T), token, tl.expand_dims(row < P.count, T), P)
-        products = query_dot(q, high.to(q.dtype), None, T)
+        products = query_dot(q, high.to(q.dtype), None, T) * unit
     else:
-        products = _high_products(page, q, n0, BLOCK_N, T, P)
+        products = _high_products(page, q, unit, n0, BLOCK_N, T, P)
     # put together from planes, `products` are laid out in another way than s; a product that they are added to brings them back
     LAST: tl.constexpr = P.planes - 1
     s += query_dot(prepared[2 + LAST], _key_plane(page, low, n0, LAST, TYPE, T, P), products, T)
@@ -110,8 +114,8 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
 
 
 @triton.jit
-def _high_products(page, q, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """Products of a tile's high codes with q. A field of the words is a plane of tokens, and so an operand as it lies."""
+def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
+    """Products of a tile's high codes with unit * q. A field of the words is a plane of tokens, and so an operand as it lies."""
     PLANES: tl.constexpr = BLOCK_N // P.words
     row, word = tl.arange(0, P.rows), tl.arange(0, P.words)
     place = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
@@ -124,13 +128,13 @@ def _high_products(page, q, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.co
     for j in tl.static_range(PLANES):
         # Which fields are the tile's is known when it runs. All of a page's are multiplied, those of other tiles by 0: words
         # that are shifted by a variable would go through shared memory, a plane at a time.
-        part, unit = None, 0.0
+        part, value = None, 0.0  # of a code's lowest bit
         for tile in tl.static_range(P.page_size // BLOCK_N):
             here = n0 == tile * BLOCK_N
             code = _extract(words, tile * PLANES + j, P).to(q.dtype)
             part = query_dot(tl.where(here, q, 0.0), code, part, T)
-            unit = tl.where(here, TWO_24 / P.factors[tile * PLANES + j], unit)
-        parts = parts + (part * unit,)
+            value = tl.where(here, TWO_24 / P.factors[tile * PLANES + j], value)
+        parts = parts + (part * (value * unit),)
     return _side_by_side(parts, PLANES, T)
 
 

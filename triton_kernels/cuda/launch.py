@@ -46,7 +46,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which `attend` transforms queries and keys itself: it does so once for every 8 or 16 of them
 TRANSFORM_INSIDE = 16
 #: query rows of a KV head, of all sequences, up to which a kernel multiplies them by a matrix (`project.cu`)
-PROJECTED_ROWS = 512
+PROJECTED_ROWS = 4096
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
 #: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
