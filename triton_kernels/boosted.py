@@ -115,7 +115,7 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
 
 @triton.jit
 def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """Products of a tile's high codes with unit * q. A field of the words is a plane of tokens, and so an operand as it lies."""
+    """Products of a tile's high codes with unit * q. A field of the words is a plane of tokens, so an operand as it lies."""
     PLANES: tl.constexpr = BLOCK_N // P.words
     row, word = tl.arange(0, P.rows), tl.arange(0, P.words)
     place = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
