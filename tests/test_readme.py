@@ -81,7 +81,7 @@ def test_links_lead_somewhere():
 
 @pytest.mark.parametrize("preset", ["eigen-2", "eigen-3"])
 def test_the_figures_of_calibrated_presets_are_those_of_the_records(preset):
-    ((bits, top1),) = re.findall(rf"`{preset}` \(([\d.]+) bits\) in ([\d.]+) %", TEXT)
+    ((bits, top1),) = re.findall(rf"`{preset}` \(([\d.]+) bits\) in ([\d.]+) %", " ".join(TEXT.split()))
     assert bits == f"{lb.get_preset(preset).spec().bits_per_value(32768, 128):.2f}"
     records = read_records(RESULTS / "accuracy-smollm2.jsonl")
     newest = {record["text"]: record["top1"] for record in records if record["preset"] == preset}
