@@ -1,6 +1,7 @@
 # make demo    a real model writes text from every preset (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
-# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler
+# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler;
+#                all with fresh random data (TEST_SEED=random), which the last line of a run tells how to repeat
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md and its excerpts from the records, in seconds
@@ -38,6 +39,7 @@ test: $(VENV)/.ready $(OLDEST)/.ready
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
 
+test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'

@@ -129,9 +129,10 @@ def measure(
     }
 
 
-def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model with random weights, made on the device."""
-    with device:
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+    """A model with random weights that `seed` tells, made on the device."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
     model.generation_config.eos_token_id = None
     return model.eval()

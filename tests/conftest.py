@@ -1,7 +1,11 @@
+import contextlib
 import os
+import random
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,9 +15,46 @@ pytest.register_assert_rewrite(
 )  # their assertions show values, as tests' do
 
 
+#: what tests draw their data from where TEST_SEED says nothing
+DEFAULT_SEED = "0"
+
+
 def pytest_configure(config):
-    # fresh data on every run, the same in all processes of a run
-    os.environ.setdefault("TEST_SEED", str(int.from_bytes(os.urandom(3), "little")))
+    """The seed is the same in all processes of a run, which inherit it. TEST_SEED=random takes a fresh one."""
+    seed = os.environ.get("TEST_SEED") or DEFAULT_SEED
+    os.environ["TEST_SEED"] = str(int.from_bytes(os.urandom(3), "little")) if seed == "random" else str(int(seed))
+
+
+@contextlib.contextmanager
+def seeded(name):
+    """Inside, whoever draws without a generator of his own draws what TEST_SEED and this name say."""
+    number = zlib.crc32(f"{os.environ['TEST_SEED']} {name}".encode())
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)  # every GPU's too
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test's data depends on nothing that ran before it."""
+    with seeded(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """A fixture that several tests share draws the same whichever of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with seeded(f"{fixturedef.baseid}::{fixturedef.argname} {request.param_index}"):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter):
