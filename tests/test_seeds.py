@@ -1,4 +1,4 @@
-"""What a test draws depends on TEST_SEED and on its own name: not on the tests before it, nor on who first asks for a shared fixture."""
+"""What a test draws depends on TEST_SEED and its own name: not on earlier tests, nor on who first asks for a shared fixture."""
 
 from __future__ import annotations
 
