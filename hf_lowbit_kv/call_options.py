@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .arguments import check_count
-from .cache import LowBitCache
 from .implementation import ATTENTION_NAME
 from .toolchain import why_not_launched
 
@@ -64,7 +63,6 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         )
     if setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
-    check_count("prefill_chunk_size", setting(model, options, "prefill_chunk_size"), optional=True)
 
 
 def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
@@ -116,33 +114,3 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
             "tokenizers return them with return_tensors='pt'"
         )
     return prompt.shape[0], prompt.shape[1]
-
-
-def read_chunks(model: Any, cache: LowBitCache, options: dict[str, Any]) -> None:
-    """Read the prompt but for its last chunk, where `prefill_chunk_size` is given and the prompt is nothing but tokens and
-    their mask. The host would compile every chunk; all else is left to it."""
-    size, ids = setting(model, options, "prefill_chunk_size"), options.get("input_ids")
-    if size is None or ids is None or return_sequences(model, options) > 1:
-        return
-    tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
-    if tensors - {"input_ids", "attention_mask"} or model.config.get_text_config(decoder=True) is not model.config:
-        return  # positions, embeddings or images, which the model prepares chunk by chunk in its own way
-    mask = options.get("attention_mask")
-    if mask is None:
-        padding = setting(model, options, "pad_token_id")
-        if padding is not None and bool((ids == padding).any()):
-            return  # the host may take these for padding
-        mask = torch.ones_like(ids)
-    options["prefill_chunk_size"], options["attention_mask"] = None, mask
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    first = int(cache.get_seq_length())
-    with torch.no_grad():
-        for begin in range(first, ids.shape[1] - size, size):
-            chunk = slice(begin, begin + size)
-            model(
-                ids[:, chunk],
-                attention_mask=mask[:, : chunk.stop],
-                position_ids=positions[:, chunk],
-                past_key_values=cache,
-                logits_to_keep=1,
-            )

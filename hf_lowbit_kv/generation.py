@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from .call_options import (
     new_tokens_of,
     prompt_of,
     prompt_shape,
-    read_chunks,
     return_sequences,
     setting,
     which_step,
@@ -29,6 +29,7 @@ from .call_options import (
 from .kept import cache_length, capacity, kept_caches, option
 from .methods import from_preset
 from .models import generates, unwrap
+from .prefill import check_chunk_size, read_prompt
 from .presets import get_preset
 from .stepping import deferred_stop_check
 
@@ -73,9 +74,11 @@ def generate(
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         calibration: for presets that need one, as for `LowBitCache`.
-        progress: tell on stderr when a step is compiled.
+        progress: tell on stderr when a step is compiled, and when a prompt is read in chunks although nobody asked for that.
         **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
-            `compile_config` implies `step="compiled"`.
+            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a time;
+            `0`: all; `"auto"`: as many as fit into the GPU's free memory; by default all where that fits, else as many as do.
+            To find out, the model may read some tokens more than once, and PyTorch's peak statistics of the GPU begin anew.
 
     Returns:
         What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` is the cache, which
@@ -91,6 +94,7 @@ def generate(
     inputs = prompt_of(inputs, options)
     how = which_step(inner, step, options)
     check_options(inner, options)
+    check_chunk_size(setting(inner, options, "prefill_chunk_size"))
     if not isinstance(cache_options, Mapping | None):
         raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
     if calibration is not None:
@@ -138,12 +142,16 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
                 compiling.compile_first(inner, cache, rows, options, progress)
         else:
             options["disable_compile"] = True
-        read_chunks(inner, cache, options)
+        read_prompt(inner, cache, options, _say if progress else lambda text: None)
         with _recorded(inner, cache) if step == "recorded" else contextlib.nullcontext():
             out = generates(model).generate(**options)
     cache.check_overrun()
     _remember(cache, out, options)
     return out
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
