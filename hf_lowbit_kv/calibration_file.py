@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .presets import get_preset, preset_names
+from .staleness import ReadOnce, converted
 
 #: of the file's layout; another one is refused
 VERSION = 1
@@ -91,10 +92,6 @@ class Calibration:
             ValueError: no calibration, truncated, of another version, or with numbers that are not finite. TypeError: no path.
             OSError: there is nothing of that name.
         """
-        if not isinstance(source, (str, os.PathLike)):
-            raise TypeError(
-                f"calibration must be a path, a hub repository or a Calibration, not {type(source).__name__}"
-            )
         path = _find(source)
         try:
             with safe_open(path, framework="pt") as file:
@@ -132,13 +129,29 @@ class Calibration:
         return f"={self.path!r}" if self.path else ""
 
 
+#: calibrations that were loaded for caches, and the models that files were made for
+_loaded: ReadOnce[Calibration] = ReadOnce(most=8)
+_made_for: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
+#: by name of a hub repository, its file: each is asked for once a process
+_of_hub: dict[str, Path] = {}
+
+
+def loaded(source: str | Path) -> Calibration:
+    """As `Calibration.load`, but a file is read only once while it does not change. Nobody may change what this returns."""
+    return _loaded.get(_find(source), lambda: Calibration.load(source))
+
+
 def _find(source: str | Path) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"calibration must be a path, a hub repository or a Calibration, not {type(source).__name__}")
     path = Path(source)
     if path.is_dir():
         path = path / FILE_NAME
     if path.is_file():
         return path
     text = str(source)
+    if text in _of_hub and _of_hub[text].is_file():
+        return _of_hub[text]
     if text.count("/") == 1 and not path.is_absolute() and not text.startswith(".") and path.suffix != ".safetensors":
         from transformers.utils import cached_file
 
@@ -149,7 +162,8 @@ def _find(source: str | Path) -> Path:
                 f"calibration={text!r} is no file here, and no hub repository that can be read: {error}"
             ) from error
         if found is not None:
-            return Path(found)
+            _of_hub[text] = Path(found)
+            return _of_hub[text]
     raise FileNotFoundError(f"calibration={text!r} is neither a file, nor a folder or hub repository with {FILE_NAME}")
 
 
@@ -217,18 +231,21 @@ def bundled_folder() -> Path:
     return Path(__file__).parent / "calibrations"
 
 
-def find(model: Mapping[str, Any]) -> list[Calibration]:
-    """Calibrations made for `model`: the user's, then the bundled ones."""
+def find(model: Mapping[str, Any]) -> Iterator[Calibration]:
+    """Calibrations made for `model`: the user's, then the bundled ones. Both folders are looked through each time."""
     if "marks" not in model:  # a configuration alone does not tell models apart
-        return []
-    out = []
+        return
     for folder in (user_folder(), bundled_folder()):
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                made_for = json.loads((file.metadata() or {}).get("model", "{}"))
+            made_for = _made_for.get(path, lambda path=path: _model_of(path))  # type: ignore[misc]
             if made_for and _difference(made_for, model) is None:
-                out.append(Calibration.load(path))
-    return out
+                yield loaded(path)
+
+
+def _model_of(path: Path) -> dict[str, Any]:
+    """What a file says of the model that it was made for."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {}).get("model", "{}"))
 
 
 def parameters_for(
@@ -254,7 +271,7 @@ def parameters_for(
     model = describe_model(model_or_config, sizes)
     name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
-        given = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+        given = calibration if isinstance(calibration, Calibration) else loaded(calibration)
         given.check(model)
         try:
             return _taken(given, asked)
@@ -306,6 +323,6 @@ def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
 
 def _taken(calibration: Calibration, asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]]):
     return {
-        layer: {name: calibration.get(layer, side, names).to(dtype) for name, side, names, dtype in wanted}
+        layer: {name: converted(calibration.get(layer, side, names), dtype) for name, side, names, dtype in wanted}
         for layer, wanted in asked.items()
     }

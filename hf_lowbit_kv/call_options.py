@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,18 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     return None
+
+
+def options_of_cache(given: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
+    """The options of a new cache: those given, and the calibration that stands beside them."""
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"cache_options={given!r} is not allowed; it must be a dict of options, or None")
+    if calibration is None:
+        return given
+    if (other := (given or {}).get("calibration")) is not None:
+        one, two = (repr(x) if isinstance(x, (str, os.PathLike)) else type(x).__name__ for x in (calibration, other))
+        raise ValueError(f"calibration={one} and cache_options['calibration']={two} are both given; give one of them")
+    return {**(given or {}), "calibration": calibration}
 
 
 def return_sequences(model: Any, options: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,10 @@ _ENABLED = "_lowbit_enabled"
 _HOOK = "_prepare_cache_for_generation"
 #: decoding loops of one token a step, which a preallocated cache serves
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+#: options that each call looks at anew
+_LIVE = ("calibration", "parameters")
 
 
 @dataclass(eq=False)
@@ -60,6 +65,9 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
     implementation becomes `lowbit_kv`, and is restored at the end. Of two calls the later one is in force; leaving its
     block restores the earlier one.
 
+    Options are taken as they are now: dicts and lists that change later do not matter. `calibration` and `parameters` are
+    looked at in each `generate` call instead, so a file that is calibrated anew is in force in the next call.
+
     Args:
         model: a causal language model; PEFT or `torch.compile` may wrap it.
         preset: see `preset_names`.
@@ -73,7 +81,8 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
     from_preset(preset, inner, **cache_options)  # raises for what cannot be served
-    enabled = Enabled(inner, preset, dict(cache_options), _implementations(inner))
+    options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
+    enabled = Enabled(inner, preset, options, _implementations(inner))
     text = inner.config.get_text_config(decoder=True)
     subs = {name for name in inner.config.sub_configs if getattr(inner.config, name, None) is text}
     inner.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
@@ -100,6 +109,15 @@ def disable(model: Any) -> None:
 def _unhook(model: Any) -> None:
     for name in (_ENABLED, _HOOK):
         vars(model).pop(name, None)
+
+
+def _copied(option: Any) -> Any:
+    """The same with dicts, lists and sets of its own."""
+    if isinstance(option, Mapping):
+        return {key: _copied(x) for key, x in option.items()}
+    if isinstance(option, (list, tuple)):
+        return [_copied(x) for x in option]
+    return set(option) if isinstance(option, (set, frozenset)) else option
 
 
 def _implementations(model: Any) -> dict[str, str]:

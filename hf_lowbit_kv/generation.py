@@ -20,17 +20,17 @@ from .cache import LowBitCache
 from .call_options import (
     check_options,
     new_tokens_of,
+    options_of_cache,
     prompt_of,
     prompt_shape,
     return_sequences,
     setting,
     which_step,
 )
-from .kept import cache_length, capacity, kept_caches, option
+from .kept import cache_length, capacity, kept_caches
 from .methods import from_preset
 from .models import generates, unwrap
 from .prefill import check_chunk_size, read_prompt
-from .presets import get_preset
 from .stepping import deferred_stop_check
 
 DEFAULT_PRESET = "kivi-4-sink"
@@ -73,7 +73,7 @@ def generate(
         past_key_values: a preallocated cache to go on with. Without it a kept cache is emptied and used.
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
-        calibration: for presets that need one, as for `LowBitCache`.
+        calibration: for presets that need one, as for `LowBitCache`. Each call uses what the file, folder or object holds then.
         progress: tell on stderr when a step is compiled, and when a prompt is read in chunks although nobody asked for that.
         **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
             `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a time;
@@ -86,8 +86,9 @@ def generate(
 
     Raises:
         ValueError: an unknown preset or step, no `max_new_tokens`, a cache without room, a text that does not begin with what
-            the cache holds, beams or assisted decoding (`enable` and `model.generate` serve those), another attention
-            implementation, a model that transformers does not compile under `"compiled"`.
+            the cache holds, `calibration` beside `cache_options["calibration"]`, beams or assisted decoding (`enable` and
+            `model.generate` serve those), another attention implementation, a model that transformers does not compile under
+            `"compiled"`.
         RuntimeError: `"compiled"` on a machine without a C compiler.
     """
     inner = unwrap(model)
@@ -95,10 +96,7 @@ def generate(
     how = which_step(inner, step, options)
     check_options(inner, options)
     check_chunk_size(setting(inner, options, "prefill_chunk_size"))
-    if not isinstance(cache_options, Mapping | None):
-        raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
-    if calibration is not None:
-        cache_options = {**(cache_options or {}), "calibration": calibration}
+    cache_options = options_of_cache(cache_options, calibration)
     rows, tokens = prompt_shape(inputs)
     new_tokens = new_tokens_of(inner, max_new_tokens, options, tokens)
     wanted = tokens + new_tokens
@@ -200,11 +198,9 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
     surroundings = os.environ.get(backends.VARIABLE), torch.is_inference_mode_enabled()
-    options = tuple((name, option(value)) for name, value in sorted(cache_options.items()))
-    key = (get_preset(preset).name, rows, model.dtype, model.device, options, surroundings)
-    return kept_caches(model).take(
-        key, tokens, lambda: from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
-    )
+    # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can serve
+    new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
+    return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
 
 
 def _check_cache(cache: Any, inputs: Mapping[str, Any], tokens: int, wanted: int) -> LowBitCache:

@@ -9,31 +9,32 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from . import recording
 from .cache import LowBitCache
+from .staleness import digest
 
 #: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes
 KEPT_CACHES = 2
 
 
-class Same:
-    """A value that equals itself alone: tensors and the like among the options of a cache."""
+def kind(cache: LowBitCache) -> Hashable:
+    """What a new cache will store and how, its calibration included. Caches of one kind can stand for each other.
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    Kinds are compared in place of the options that caches were made with. So it does not matter how an option was written,
+    and nothing that the caller may change later is referred to.
+    """
+    layers = cache.packed_layers
+    digests = [tuple((name, digest(x)) for name, x in sorted(layer.parameters.items())) for layer in layers]
+    return cache.preset, tuple((layer.spec, layer.requested_backend, *digests[i]) for i, layer in enumerate(layers))
 
 
-def option(value: Any) -> Hashable:
-    """An option of a cache as part of a key."""
-    if isinstance(value, (list, tuple)):
-        return tuple(option(item) for item in value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else Same(value)
+@torch.inference_mode(False)
+def _own_parameters(cache: LowBitCache) -> None:
+    """Let a new cache hold copies of its parameters: it reads them at its first tokens, and the caller may change theirs."""
+    for layer in cache.packed_layers:
+        layer.parameters = {name: x.detach().clone() for name, x in layer.parameters.items()}
 
 
 @dataclass(eq=False)
@@ -58,10 +59,15 @@ class KeptCaches:
         self.entries: list[_Entry] = []  # the one used last stands last
         self._guard = threading.Lock()
 
-    def take(self, key: Hashable, tokens: int, make: Callable[[], LowBitCache]) -> LowBitCache:
-        """An empty cache of this kind for rows of `tokens` tokens: one that nobody holds, if it is large enough, or a
-        new one from `make`."""
+    def take(self, place: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
+        """An empty cache for rows of `tokens` tokens: a kept one of the same kind and place that nobody holds, if it is large
+        enough, or else `new`, which has allocated nothing yet.
+
+        Args:
+            place: whatever else caches differ in: rows, dtype, device, ...
+        """
         with self._guard:
+            key = place, kind(new)
             free = [entry for entry in self.entries if entry.key == key and entry.holder() is None]
             for entry in free:
                 self.entries.remove(entry)
@@ -72,7 +78,8 @@ class KeptCaches:
             del free
             entry = None  # type: ignore[assignment]
             self.entries = self.entries[max(len(self.entries) + 1 - KEPT_CACHES, 0) :]
-            entry = _Entry(key, make())
+            _own_parameters(new)
+            entry = _Entry((place, kind(new)), new)  # of the copies: the caller's tensors may have changed meanwhile
             self.entries.append(entry)
             return entry.lend()
 

@@ -66,10 +66,11 @@ def layer_specs(
     if both := sorted(chosen.keys() & more.keys()):
         raise ValueError(f"layers {both} stand in dense_layers and in per_layer; name each layer once")
     chosen |= more
-    return {
-        index: dataclasses.replace(_changed(spec, chosen.get(index, {}), index, config, side), reading=side.reading)
-        for index, side in sides.items()
-    }
+    found = {}
+    for index, side in sides.items():
+        own = _changed(spec, chosen[index], index, config, side) if index in chosen else spec
+        found[index] = own if own.reading == side.reading else dataclasses.replace(own, reading=side.reading)
+    return found
 
 
 def _by_index(argument: str, given: Mapping[int, Choice], config: Any, sides: Mapping[int, Side]) -> dict[int, Choice]:

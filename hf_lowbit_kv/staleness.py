@@ -1,0 +1,107 @@
+"""Whether files and tensors are still what they were. A cheap look comes first; only what it shows as changed is read again.
+
+Of a file that look is its `Stamp`. Of a tensor it is the object, its memory and PyTorch's count of changes in place, which does
+not see changes through `.data` or through NumPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+#: nanoseconds. Clocks of file systems go in steps: a file that is written twice within one step looks the same
+CLOCK_STEP = 20_000_000
+
+
+class Stamp(NamedTuple):
+    """What tells a file from the one that was there before, without reading it. Times are in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @staticmethod
+    def of(path: Path) -> Stamp:
+        """Raises `OSError` where there is no such file."""
+        at = path.stat()
+        return Stamp(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a later change shows in the stamp."""
+        return abs(time.time_ns() - max(self.modified, self.changed)) >= CLOCK_STEP
+
+
+class ReadOnce(Generic[T]):
+    """What was read of files. A file is read again only after its stamp has changed.
+
+    Args:
+        most: files to remember; the one that was asked for longest ago is forgotten first.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._lock = threading.RLock()
+        self._held: OrderedDict[Path, tuple[Stamp, T]] = OrderedDict()
+
+    def get(self, path: Path, read: Callable[[], T]) -> T:
+        """What `read` returned for this file. An error of `read` is raised, and nothing is remembered then."""
+        with self._lock:
+            stamp = Stamp.of(path)  # before reading: a file that is replaced meanwhile is read again next time
+            held = self._held.pop(path, None)
+            if held is None or held[0] != stamp:
+                settled, held = stamp.settled, (stamp, read())
+                if not settled:
+                    return held[1]
+            self._held[path] = held
+            if len(self._held) > self.most:
+                self._held.popitem(last=False)
+            return held[1]
+
+
+#: tensor -> the look at it, and what was computed of it by name
+_computed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_computing = threading.Lock()
+
+
+def computed_once(tensor: torch.Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
+    """What `compute` returned for this tensor under the name `what`; computed again once the tensor has changed."""
+    if tensor.is_inference():  # PyTorch does not count their changes
+        return compute()
+    look = tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    with _computing:
+        held, values = _computed.get(tensor, (None, {}))
+        if held == look and what in values:
+            return values[what]
+    value = compute()
+    with _computing:
+        held, values = _computed.get(tensor, (None, {}))
+        _computed[tensor] = look, {**(values if held == look else {}), what: value}
+    return value
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in that dtype: the same object as last time, as long as it has not changed."""
+    return tensor if tensor.dtype == dtype else computed_once(tensor, dtype, lambda: tensor.to(dtype))
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """16 bytes that tell the tensor's numbers, shape and dtype from others."""
+
+    def compute() -> bytes:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        described = repr((tensor.dtype, tuple(tensor.shape))).encode()
+        return hashlib.blake2b(content, digest_size=16, key=hashlib.blake2b(described).digest()).digest()
+
+    return computed_once(tensor, "digest", compute)

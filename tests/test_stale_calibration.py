@@ -1,0 +1,390 @@
+"""Kept caches follow the calibration in force: another one is noticed in the next call, the same one is not read again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+from fake_graph import in_place_of_graphs
+from generation_cases import GREEDY, SMALL_PAGES
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import calibration_file, kept, staleness
+from hf_lowbit_kv.calibration import packed_sizes
+
+pytestmark = pytest.mark.host
+
+OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
+NAME = "key_transform.factors"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(calibration_file, "bundled_folder", lambda: tmp_path / "bundled")
+    monkeypatch.setattr(staleness, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
+
+
+@pytest.fixture
+def model():
+    model = tiny_models("llama")[0]
+    yield model
+    lb.release(model)
+
+
+def factors(number: float) -> torch.Tensor:
+    return torch.linspace(0.5, 2, 128).view(2, 64) * number
+
+
+def calibration_of(model, number: float) -> lb.Calibration:
+    tensors = {f"layers.{layer}.keys.smooth.factors": factors(number) for layer in range(2)}
+    return lb.Calibration(tensors, calibration_file.describe_model(model, packed_sizes(model)))
+
+
+def written(model, tokens=60, **options) -> lb.LowBitCache:
+    ids, mask = left_padded(2, tokens)
+    options = {"cache_options": OPTIONS, "return_dict_in_generate": True, "progress": False, **GREEDY, **options}
+    return lb.generate(model, {"input_ids": ids, "attention_mask": mask}, "kivi-2", 4, **options).past_key_values
+
+
+def held(cache) -> torch.Tensor:
+    """The factors that the second layer's steps read."""
+    layer = cache.packed_layers[1]
+    return layer.spec.tensors(layer.store.state)["key_transform"][1]
+
+
+def check(model, number, **options):
+    """The layers of the cache of a call, whose factors are these."""
+    cache = written(model, **options)
+    assert torch.equal(held(cache), factors(number))
+    return cache.packed_layers[0]
+
+
+class OfFile:
+    """A calibration at a place that is written anew."""
+
+    def __init__(self, model, folder, as_given):
+        self.model, self.path = model, folder / "x" / "calibration.safetensors"
+        self.set(1)
+        self.options = {"calibration": as_given(self.path)}
+
+    def set(self, number):
+        calibration_of(self.model, number).save(self.path)
+
+
+class LookedUp(OfFile):
+    """One that is found in the user's folder."""
+
+    def __init__(self, model, folder):
+        super().__init__(model, folder, str)
+        self.options = {}
+
+    def set(self, number):
+        calibration_of(self.model, number).save(calibration_file.user_file(calibration_of(self.model, 1).model))
+
+
+class OfObject:
+    """A `Calibration` whose tensors are changed in place."""
+
+    def __init__(self, model, folder):
+        self.calibration = calibration_of(model, 1)
+        self.options = {"calibration": self.calibration}
+
+    def set(self, number):
+        for tensor in self.calibration.tensors.values():
+            tensor.copy_(factors(number))
+
+
+class OtherTensors(OfObject):
+    """One whose tensors are put in the place of others."""
+
+    def set(self, number):
+        for name in self.calibration.tensors:
+            self.calibration.tensors[name] = factors(number)
+
+
+class Parameters:
+    """`parameters=`, as a mapping or as an object."""
+
+    def __init__(self, model, folder, as_object=False):
+        self.tensors = {layer: {NAME: factors(1)} for layer in range(2)}
+        self.options = {"cache_options": {**OPTIONS, "parameters": self if as_object else self.tensors}}
+
+    def for_layer(self, index):
+        return self.tensors[index]
+
+    def set(self, number):
+        for tensors in self.tensors.values():
+            tensors[NAME].copy_(factors(number))
+
+
+SOURCES = {
+    "text": lambda *a: OfFile(*a, str),
+    "path": lambda *a: OfFile(*a, Path),
+    "folder": lambda *a: OfFile(*a, lambda path: path.parent),
+    "looked_up": LookedUp,
+    "object": OfObject,
+    "other_tensors": OtherTensors,
+    "mapping": Parameters,
+    "for_layer": lambda *a: Parameters(*a, as_object=True),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request, model, tmp_path):
+    return SOURCES[request.param](model, tmp_path)
+
+
+def test_what_changes_is_in_force_in_the_next_call(model, source):
+    source.set(1)
+    first = check(model, 1, **source.options)
+    assert check(model, 1, **source.options) is first
+    source.set(3)
+    second = check(model, 3, **source.options)
+    assert second is not first
+    assert check(model, 3, **source.options) is second
+    source.set(1)  # the same numbers as at first
+    assert check(model, 1, **source.options) is first
+
+
+def test_outdated_caches_do_not_pile_up(model, source):
+    first = weakref.ref(check(model, 1, **source.options))
+    for number in range(2, 5):
+        source.set(number)
+        check(model, number, **source.options)
+    assert len(kept.kept_caches(model).entries) == kept.KEPT_CACHES
+    gc.collect()
+    assert first() is None
+
+
+def test_what_is_unchanged_is_neither_read_nor_hashed_again(model, source, monkeypatch):
+    layer = check(model, 1, **source.options)
+    for module, name in ((calibration_file, "safe_open"), (staleness.hashlib, "blake2b")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("is done again"))
+    assert check(model, 1, **source.options) is layer
+
+
+def test_a_kept_cache_does_not_refer_to_what_was_given(model, source):
+    """Its tensors are read when its first tokens come: one that fails before that must not read what they are then."""
+
+    def fail(*_):
+        raise KeyError
+
+    ids, _ = left_padded(2, 60)
+    handle = model.model.embed_tokens.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        written(model, **source.options)
+    handle.remove()
+    (entry,) = kept.kept_caches(model).entries
+    source.set(3)
+    assert entry.cache.packed_layers[1].store is None
+    with torch.no_grad():
+        model(ids, past_key_values=entry.cache)
+    assert torch.equal(held(entry.cache), factors(1))
+
+
+def test_the_same_numbers_elsewhere_serve_the_same_cache(model, tmp_path):
+    calibration = calibration_of(model, 1)
+    layer = check(model, 1, calibration=calibration)
+    for path in (tmp_path / "a.safetensors", tmp_path / "b.safetensors"):
+        calibration.save(path)
+        assert check(model, 1, calibration=path) is layer
+    os.utime(path)
+    assert check(model, 1, calibration=path) is layer
+    calibration.save(calibration_file.user_file(calibration.model))
+    assert check(model, 1) is layer
+    parameters = {layer: {NAME: factors(1)} for layer in range(2)}
+    assert check(model, 1, cache_options={**OPTIONS, "parameters": parameters}) is layer
+
+
+def test_a_preset_without_parameters_does_not_depend_on_calibrations(model):
+    def layer():
+        return written(model, cache_options=SMALL_PAGES).packed_layers[0]
+
+    first = layer()
+    LookedUp(model, Path())
+    assert layer() is first
+
+
+def test_files_that_are_added_replaced_and_removed(model, tmp_path):
+    user, bundled = calibration_file.user_folder(), tmp_path / "bundled"
+    with pytest.raises(ValueError, match="none was given"):
+        written(model)
+    calibration_of(model, 1).save(bundled / "z.safetensors")
+    check(model, 1)
+    calibration_of(model, 2).save(user / "m.safetensors")
+    check(model, 2)
+    calibration_of(model, 3).save(user / "a.safetensors")  # stands in front
+    check(model, 3)
+    (user / "a.safetensors").unlink()
+    check(model, 2)
+    calibration_of(tiny_models("llama", head_dim=128)[0], 2).save(user / "m.safetensors")  # now another model's
+    check(model, 1)
+    shutil.rmtree(bundled)
+    with pytest.raises(ValueError, match="none was given"):
+        written(model)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(model, tmp_path, monkeypatch):
+    path, load = tmp_path / "x.safetensors", lb.Calibration.load
+    calibration_of(model, 1).save(path)
+
+    def replaced_before(source):
+        monkeypatch.setattr(lb.Calibration, "load", load)
+        calibration_of(model, 2).save(path)
+        return load(source)
+
+    def replaced_after(source):
+        monkeypatch.setattr(lb.Calibration, "load", load)
+        found = load(source)
+        calibration_of(model, 3).save(path)
+        return found
+
+    monkeypatch.setattr(lb.Calibration, "load", replaced_before)
+    layer = check(model, 2, calibration=path)
+    assert check(model, 2, calibration=path) is layer
+    os.utime(path)
+    monkeypatch.setattr(lb.Calibration, "load", replaced_after)
+    check(model, 2, calibration=path)
+    check(model, 3, calibration=path)
+
+
+def test_a_file_overwritten_in_place_at_once(model, tmp_path, monkeypatch):
+    """Clocks of file systems go in steps: within one, a file may change and look the same."""
+    monkeypatch.setattr(staleness, "CLOCK_STEP", 10**15)
+    path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    calibration_of(model, 1).save(path)
+    calibration_of(model, 2).save(other)
+    look = staleness.Stamp.of(path)
+    monkeypatch.setattr(staleness.Stamp, "of", lambda path: look)
+    check(model, 1, calibration=path)
+    path.write_bytes(other.read_bytes())
+    check(model, 2, calibration=path)
+
+
+def test_a_damaged_file_is_refused_in_the_next_call(model, tmp_path):
+    path = tmp_path / "x.safetensors"
+    calibration_of(model, 1).save(path)
+    layer = check(model, 1, calibration=path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"x\.safetensors' cannot be read"):
+            written(model, calibration=path)
+    path.write_bytes(whole)
+    assert check(model, 1, calibration=path) is layer
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="neither a file"):
+        written(model, calibration=path)
+
+
+def test_a_hub_repository_is_asked_once(model, tmp_path, monkeypatch):
+    calibration_of(model, 1).save(tmp_path / "snapshot" / "calibration.safetensors")
+    asked = []
+
+    def cached_file(name, file):
+        asked.append((name, file))
+        return str(tmp_path / "snapshot" / file)
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    monkeypatch.setattr(calibration_file, "_of_hub", {})
+    layer = check(model, 1, calibration="somebody/calibrations")
+    assert check(model, 1, calibration="somebody/calibrations") is layer
+    assert asked == [("somebody/calibrations", "calibration.safetensors")]
+    shutil.rmtree(tmp_path / "snapshot")  # the hub's folder was emptied
+    calibration_of(model, 2).save(tmp_path / "snapshot" / "calibration.safetensors")
+    check(model, 2, calibration="somebody/calibrations")
+
+
+def test_what_loads_is_the_callers_own(model, tmp_path):
+    path = tmp_path / "x.safetensors"
+    calibration_of(model, 1).save(path)
+    check(model, 1, calibration=path)
+    mine = lb.Calibration.load(path)
+    for tensor in mine.tensors.values():
+        tensor.mul_(5)
+    check(model, 1, calibration=path)
+    check(model, 5, calibration=mine)
+
+
+def test_tensors_in_another_dtype_are_converted_once(model, tmp_path, monkeypatch):
+    path, calibration = tmp_path / "x.safetensors", calibration_of(model, 1)
+    calibration.tensors = {name: tensor.half() for name, tensor in calibration.tensors.items()}
+    calibration.save(path)
+    cache = written(model, calibration=path)
+    assert torch.equal(held(cache), factors(1).half().float())
+    layer = cache.packed_layers[0]
+    del cache
+    monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
+    assert written(model, calibration=path).packed_layers[0] is layer
+
+
+def test_tensors_of_inference_mode_have_no_version(model):
+    with torch.inference_mode():
+        parameters = {layer: {NAME: factors(1)} for layer in range(2)}
+    options = {"cache_options": {**OPTIONS, "parameters": parameters}}
+    layer = check(model, 1, **options)
+    assert check(model, 1, **options) is layer
+    with torch.inference_mode():
+        parameters[1][NAME].mul_(3)
+    check(model, 3, **options)
+
+
+def test_calibration_given_twice_is_refused(model):
+    options = {**OPTIONS, "calibration": "b.safetensors"}
+    message = r"calibration='a\.safetensors' and cache_options\['calibration'\]='b\.safetensors' are both given"
+    with pytest.raises(ValueError, match=message):
+        written(model, calibration="a.safetensors", cache_options=options)
+    calibration = calibration_of(model, 1)
+    layer = check(model, 1, calibration=calibration, cache_options={**OPTIONS, "calibration": None})
+    assert check(model, 1, cache_options={**OPTIONS, "calibration": calibration}) is layer
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", ["text", "looked_up", "object", "mapping", "for_layer"])
+def test_an_enabled_model_follows_too(kind, recorded, model, tmp_path, monkeypatch):
+    if recorded:
+        in_place_of_graphs(monkeypatch)
+    source = SOURCES[kind](model, tmp_path)
+    options = {**OPTIONS, **source.options}
+    options |= options.pop("cache_options", {})
+    ids, mask = left_padded(2, 60)
+
+    def factors_of_a_call():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
+        return held(out.past_key_values)
+
+    with lb.enable(model, "kivi-2", **options):
+        for number in (1, 3, 2):
+            source.set(number)
+            assert torch.equal(factors_of_a_call(), factors(number))
+
+
+def test_a_stamp_is_trusted_once_the_clock_has_moved_on(tmp_path):
+    path, reads = tmp_path / "x", []
+    known = staleness.ReadOnce(most=2)
+
+    def read():
+        reads.append(path.read_text())
+        return reads[-1]
+
+    path.write_text("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staleness, "CLOCK_STEP", 10**15)
+        assert [known.get(path, read), known.get(path, read)] == ["a", "a"]
+        assert len(reads) == 2
+    time.sleep(0.01)
+    assert [known.get(path, read) for _ in range(3)] == ["a"] * 3
+    assert len(reads) == 3
+    for other in ("y", "z"):  # more than it keeps
+        (tmp_path / other).touch()
+        known.get(tmp_path / other, lambda: "")
+    known.get(path, read)
+    assert len(reads) == 4
