@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 #: folders of compiled kernels, each an environment variable
-FOLDERS = ("HF_LOWBIT_KV_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+FOLDERS = ("HF_LOWBIT_KV_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 NEW_TOKENS = 48
 _MARK = "bench_start: "
 
@@ -99,7 +99,9 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
     for place in places.values():
         Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [sys.executable, "-m", "hf_lowbit_kv.eval.bench_start", "--child", str(time.time()), *arguments]
-    done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=False)
+    # under its old name the first of them would still be read
+    inherited = {name: value for name, value in os.environ.items() if name != "HF_LOWBIT_KV_CACHE_DIR"}
+    done = subprocess.run(command, env={**inherited, **places}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

