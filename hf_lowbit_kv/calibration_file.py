@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,17 @@ _made_for: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
 _of_hub: dict[str, Path] = {}
 
 
-def loaded(source: str | Path) -> Calibration:
-    """As `Calibration.load`, but a file is read only once while it does not change. Nobody may change what this returns."""
+@dataclass(frozen=True)
+class Borrowed:
+    """`calibration=` of a cache that nobody else sees before it has copied its tensors. Until then it may share them with other
+    caches, so a file is read only once while it does not change."""
+
+    source: Calibration | str | Path | None
+
+
+@torch.inference_mode(False)  # of tensors made inside it, PyTorch does not count changes
+def _load_once(source: str | Path) -> Calibration:
+    """As `Calibration.load`; whoever gets the result shares it, and must not change it."""
     return _loaded.get(_find(source), lambda: Calibration.load(source))
 
 
@@ -230,7 +239,7 @@ def bundled_folder() -> Path:
     return Path(__file__).parent / "calibrations"
 
 
-def find(model: Mapping[str, Any]) -> Iterator[Calibration]:
+def find(model: Mapping[str, Any], load: Callable[[Path], Calibration] = Calibration.load) -> Iterator[Calibration]:
     """Calibrations made for `model`: the user's, then the bundled ones. Both folders are looked through each time."""
     if "marks" not in model:  # a configuration alone does not tell models apart
         return
@@ -238,7 +247,7 @@ def find(model: Mapping[str, Any]) -> Iterator[Calibration]:
         for path in sorted(folder.glob("*.safetensors")):
             made_for = _made_for.get(path, lambda path=path: _model_of(path))  # type: ignore[misc]
             if made_for and _difference(made_for, model) is None:
-                yield loaded(path)
+                yield load(path)
 
 
 def _model_of(path: Path) -> dict[str, Any]:
@@ -248,7 +257,7 @@ def _model_of(path: Path) -> dict[str, Any]:
 
 
 def parameters_for(
-    calibration: Calibration | str | Path | None,
+    calibration: Calibration | str | Path | Borrowed | None,
     model_or_config: Any,
     specs: Mapping[int, Any],
     sizes: Mapping[int, tuple[int | None, ...]],
@@ -264,22 +273,26 @@ def parameters_for(
     Raises:
         ValueError: there is none, it was made for another model, or it does not hold what a layer asks for.
     """
+    load: Callable[[Any], Calibration] = Calibration.load
+    convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
+    if isinstance(calibration, Borrowed):
+        calibration, load, convert = calibration.source, _load_once, converted
     asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
     if calibration is None and not asked:
         return {}
     model = describe_model(model_or_config, sizes)
     name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
-        given = calibration if isinstance(calibration, Calibration) else loaded(calibration)
+        given = calibration if isinstance(calibration, Calibration) else load(calibration)
         given.check(model)
         try:
-            return _taken(given, asked)
+            return _taken(given, asked, convert)
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
     reasons = []
-    for found in find(model):
+    for found in find(model, load):
         try:
-            return _taken(found, asked)
+            return _taken(found, asked, convert)
         except ValueError as error:
             reasons.append(str(error))
     layer, spec = next((layer, specs[layer]) for layer in asked)
@@ -320,8 +333,12 @@ def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
             yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
 
 
-def _taken(calibration: Calibration, asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]]):
+def _taken(
+    calibration: Calibration,
+    asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
+    convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+):
     return {
-        layer: {name: converted(calibration.get(layer, side, names), dtype) for name, side, names, dtype in wanted}
+        layer: {name: convert(calibration.get(layer, side, names), dtype) for name, side, names, dtype in wanted}
         for layer, wanted in asked.items()
     }

@@ -17,6 +17,7 @@ import torch
 from . import backends, compiling, recording
 from .arguments import check_count
 from .cache import LowBitCache
+from .calibration_file import Borrowed
 from .call_options import (
     check_options,
     new_tokens_of,
@@ -199,6 +200,8 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
     surroundings = os.environ.get(backends.VARIABLE), torch.is_inference_mode_enabled()
     # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can serve
+    if cache_options.get("parameters") is None:
+        cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
     new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
     return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
 

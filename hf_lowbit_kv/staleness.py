@@ -91,8 +91,9 @@ def computed_once(tensor: torch.Tensor, what: Hashable, compute: Callable[[], An
     return value
 
 
+@torch.inference_mode(False)
 def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in that dtype: the same object as last time, as long as it has not changed."""
+    """The tensor in that dtype: the same object as last time, as long as it has not changed. Nobody may change it."""
     return tensor if tensor.dtype == dtype else computed_once(tensor, dtype, lambda: tensor.to(dtype))
 
 

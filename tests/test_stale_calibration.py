@@ -314,16 +314,18 @@ def test_what_loads_is_the_callers_own(model, tmp_path):
     check(model, 5, calibration=mine)
 
 
-def test_tensors_in_another_dtype_are_converted_once(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_in_another_dtype_are_converted_once(inference, model, tmp_path, monkeypatch):
     path, calibration = tmp_path / "x.safetensors", calibration_of(model, 1)
     calibration.tensors = {name: tensor.half() for name, tensor in calibration.tensors.items()}
     calibration.save(path)
-    cache = written(model, calibration=path)
-    assert torch.equal(held(cache), factors(1).half().float())
-    layer = cache.packed_layers[0]
-    del cache
-    monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
-    assert written(model, calibration=path).packed_layers[0] is layer
+    with torch.inference_mode(inference):
+        cache = written(model, calibration=path)
+        assert torch.equal(held(cache), factors(1).half().float())
+        layer = cache.packed_layers[0]
+        del cache
+        monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
+        assert written(model, calibration=path).packed_layers[0] is layer
 
 
 def test_tensors_of_inference_mode_have_no_version(model):
@@ -388,3 +390,38 @@ def test_a_stamp_is_trusted_once_the_clock_has_moved_on(tmp_path):
         known.get(tmp_path / other, lambda: "")
     known.get(path, read)
     assert len(reads) == 4
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", ["text", "looked_up"])
+def test_caches_of_one_file_have_tensors_of_their_own(kind, half, model, tmp_path):
+    source = SOURCES[kind](model, tmp_path)
+    if half:
+        path = tmp_path / "x" / "calibration.safetensors" if kind == "text" else next(tmp_path.rglob("*.safetensors"))
+        found = lb.Calibration.load(path)
+        found.tensors = {name: tensor.half() for name, tensor in found.tensors.items()}
+        found.save(path)
+    want = factors(1).half().float() if half else factors(1)
+    assert torch.equal(held(written(model, **source.options)), want)
+    caches = [lb.from_preset("kivi-2", model, **OPTIONS, **source.options) for _ in range(2)]
+    caches[0].packed_layers[1].parameters[NAME].mul_(2)
+    lb.release(model)
+    ids, _ = left_padded(1, 60)
+    for cache, number in zip(caches, (2, 1), strict=True):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert torch.equal(held(cache), want * number)
+    cache = written(model, **source.options)
+    assert torch.equal(held(cache), want)
+    cache.packed_layers[1].parameters[NAME].mul_(2)
+    lb.release(model)
+    assert torch.equal(held(written(model, **source.options)), want)
+
+
+@pytest.mark.parametrize("kind", ["text", "looked_up"])
+def test_inference_mode_does_not_hash_again(kind, model, tmp_path, monkeypatch):
+    source = SOURCES[kind](model, tmp_path)
+    with torch.inference_mode():
+        layer = check(model, 1, **source.options)
+        monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
+        assert check(model, 1, **source.options) is layer
