@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import time
 import weakref
 from pathlib import Path
 
@@ -367,29 +366,6 @@ def test_an_enabled_model_follows_too(kind, recorded, model, tmp_path, monkeypat
         for number in (1, 3, 2):
             source.set(number)
             assert torch.equal(factors_of_a_call(), factors(number))
-
-
-def test_a_stamp_is_trusted_once_the_clock_has_moved_on(tmp_path):
-    path, reads = tmp_path / "x", []
-    known = staleness.ReadOnce(most=2)
-
-    def read():
-        reads.append(path.read_text())
-        return reads[-1]
-
-    path.write_text("a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staleness, "CLOCK_STEP", 10**15)
-        assert [known.get(path, read), known.get(path, read)] == ["a", "a"]
-        assert len(reads) == 2
-    time.sleep(0.01)
-    assert [known.get(path, read) for _ in range(3)] == ["a"] * 3
-    assert len(reads) == 3
-    for other in ("y", "z"):  # more than it keeps
-        (tmp_path / other).touch()
-        known.get(tmp_path / other, lambda: "")
-    known.get(path, read)
-    assert len(reads) == 4
 
 
 @pytest.mark.parametrize("half", [False, True])
