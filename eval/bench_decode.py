@@ -16,13 +16,12 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 - `relerr`: relative error against float32 attention over the same packed bytes.
 - `per_head`: whose calibrated parameters are: `true`: each KV head has its own; `false`: a layer's heads share them; `null`: as
   `calibrate` makes them.
-- `fixed_order`: there, and true, where `HF_LOWBIT_KV_DETERMINISTIC=1` fixed the order of pages (backend `cuda`).
+- `fixed_order`: there, and true, where pages were taken in a fixed order (`HF_LOWBIT_KV_DETERMINISTIC=1`) (backend `cuda`).
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backend import choose_backend, storage_spec
+from hf_lowbit_kv.determinism import fixed_order
 from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
@@ -146,13 +146,6 @@ def measure(
         }
         | ({"per_head": per_head} if spec.parameters(head_dim, head_dim, shape.kv_heads) else {})
     )
-
-
-def fixed_order() -> bool:
-    """Whether the CUDA kernels take pages in a fixed order."""
-    from hf_lowbit_kv.triton_kernels.cuda.launch import ORDERED  # needs triton
-
-    return os.environ.get(ORDERED) == "1"
 
 
 def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:

@@ -25,7 +25,7 @@ from .layer import LowBitLayer
 from .ledger import Ledger
 from .models import unwrap
 from .overrun import OverrunWatch
-from .own_layers import SLIDING, can_crop, make_anew_for_other_rows, own_layers
+from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers
 from .pages import LayerSpec
 from .per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from .presets import SINK_TOKENS
@@ -255,13 +255,18 @@ class LowBitCache(Accounted, Watched):
 
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
+        anew = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
+        if (
+            not torch.is_inference_mode_enabled()
+        ):  # what transformers made inside that mode cannot be emptied outside it
+            anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
+        if anew:  # transformers' own reset of growing layers keeps the length in 5.17
+            new = own_layers(self.config, self._first.length.capacity)
+            for index in anew:
+                self.layers[index] = new[index]
         super().reset()
         self._overrun.forget()
         self._ledger, self.text = Ledger(), None
-        if growing := [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]:
-            made = own_layers(self.config, None)  # their own reset keeps the length in transformers 5.17
-            for index in growing:
-                self.layers[index] = made[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """Independent, for the same model: its configuration tells which attention is selected, and is not copied."""

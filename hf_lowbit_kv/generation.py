@@ -138,7 +138,7 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
                 options["compile_config"] = compiling.compile_config()
             if inner.device.type == "cuda":
                 compiling.check_compiles(inner, cache, options)
-                compiling.compile_first(inner, cache, rows, options, progress)
+                compiling.compile_first(inner, cache, rows * return_sequences(inner, options), options, progress)
         else:
             options["disable_compile"] = True
         read_prompt(inner, cache, options, _say if progress else lambda text: None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .determinism import deterministic
+
 #: points used for a centroid, at most
 MOST_POINTS = 256
 #: iterations, at most (VecInfer, section 4.1)
@@ -28,12 +30,8 @@ def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS)
         x = x[torch.randperm(len(x), generator=generator)[: MOST_POINTS * count].to(x.device)]
     if x.device.type == "cpu":
         return _faiss(x, count, seed, iterations)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # sums in a fixed order: the same codebooks each time
-    try:
+    with deterministic():  # sums in a fixed order: the same codebooks each time
         return _lloyd(x, count, seed, iterations)
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:

@@ -51,6 +51,7 @@ class FixedLength(Length):
     capacity: int
     seen: torch.Tensor
 
+    @torch.inference_mode(False)  # the count must be writable outside it
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.seen, self.at_least = torch.tensor(0), 0

@@ -63,3 +63,8 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
         for tensor in value.values() if isinstance(value, dict) else (value,):
             if isinstance(tensor, torch.Tensor):
                 yield tensor
+
+
+def made_in_inference_mode(layer: Any) -> bool:
+    """Whether one of transformers' layers has tensors that only inference mode may write to."""
+    return not isinstance(layer, LowBitLayer) and any(tensor.is_inference() for tensor in tensors_of(layer))

@@ -203,6 +203,7 @@ class PagedStore:
         state.length.zero_()
         state.paged.zero_()
         state.lost.zero_()
+        state.scratch.zero_()  # a launch that was cut off may have left its counts
         state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
         self._refresh_addresses()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 
@@ -27,7 +28,7 @@ from kernel_cases import (
     store_for,
 )
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv import determinism, reference
 from hf_lowbit_kv.transforms import parse_transform
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -49,19 +50,39 @@ def attended() -> int:
     return sum(launches.get(name, 0) for launches in counted for name in ("attend_kernel", "prompt_kernel"))
 
 
+def orders() -> tuple[str, ...]:
+    """Values of `determinism.VARIABLE` for which a check runs. Emulated, each would be a build of its own: `test_fixed_order`
+    has some there."""
+    return ("0", "1") if DEVICE == "cuda" and hasattr(launch, "fixed_order") else ("0",)
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Inside, whatever is allocated holds NaN at first. The mode that does it also asks for sums in a fixed order: without the
+    environment variable, kernels would not run as they do by default."""
+    order = os.environ.get(determinism.VARIABLE) or "0"
+    with pytest.MonkeyPatch.context() as patch, determinism.deterministic():
+        patch.setenv(determinism.VARIABLE, order)
+        yield
+
+
 def attend_poisoned(*args) -> torch.Tensor:
     """`launch.attend` where whatever it allocates holds NaN at first."""
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         before = attended()
         out = launch.attend(*args)
         assert attended() > before
-    finally:
-        torch.use_deterministic_algorithms(False)
     return out
 
 
 def check_attend(case: Case, seed: int = SEED) -> None:
+    for order in orders():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(determinism.VARIABLE, order)
+            _check_attend(case, seed)
+
+
+def _check_attend(case: Case, seed: int) -> None:
     gen = generator(case, seed)
     ref, dev = filled(case, gen, DEVICE)
     step = random_step(case, gen)
@@ -148,11 +169,8 @@ def check_attend_transformed(case: Case, seed: int = SEED) -> None:
     wide, here = step.float(), step.to(DEVICE)
     options = step.scaling, case.softcap
     exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, *options, step.sinks)
-    torch.use_deterministic_algorithms(True)  # what is allocated holds NaN at first
-    try:
+    with poisoned():
         out = launch.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, *options, here.sinks)
-    finally:
-        torch.use_deterministic_algorithms(False)
     inputs = reference.transformed(step.q, step.k, step.v, ref.state, case.spec)
     transformed = dataclasses.replace(step, **dict(zip("qkv", inputs, strict=True)))
     near = reference.restored(plain(transformed, ref.state, case), ref.state, case.spec)

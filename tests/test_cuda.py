@@ -5,6 +5,7 @@ What needs no GPU is in `test_cuda_without_gpu`, and in `test_cuda_emulated`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -34,6 +35,7 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_r
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import determinism
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
@@ -218,13 +220,16 @@ def test_repeated_launches_agree(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_fixed_order(launch, monkeypatch):
-    monkeypatch.setenv(launch.ORDERED, "1")
+@pytest.mark.parametrize("asked", ["variable", "torch"])
+def test_fixed_order(asked, launch, monkeypatch):
+    if asked == "variable":
+        monkeypatch.setenv(determinism.VARIABLE, "1")
     case = fragment(Case(head_dim=128, page_size=128, residual=128, lengths=(9000, 3000, 40, 12000)))
     gen = generator(case, kernels.SEED)
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
-    outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(20)]
+    with determinism.deterministic() if asked == "torch" else contextlib.nullcontext():
+        outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(20)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -16,13 +17,14 @@ import cuda_emulator
 import kernel_checks as kernels
 from cases import SMALL_PAGES, tiny_models
 from emulated import emulated
-from kernel_cases import Case, check_steps
+from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
 from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import determinism, reference
 from hf_lowbit_kv.triton_kernels.cuda import modules
 
 pytestmark = [
@@ -113,6 +115,31 @@ def test_steps_of_all_sizes(case):
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case):
     check_constant_rows(kernels.attend_poisoned, fragment(case), "cpu", kernels.SEED)
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode", "fixed"), [(None, False, 0), (None, True, 1), ("0", True, 0), ("1", False, 1)]
+)
+def test_fixed_order(variable, mode, fixed, launch, monkeypatch):
+    """PyTorch's mode asks for it like the package's own variable, which wins. Outputs are right in both orders."""
+    loaded = []
+    load = modules.load
+    monkeypatch.setattr(
+        modules, "load", lambda name, defines, device: loaded.append(dict(defines)) or load(name, defines, device)
+    )
+    monkeypatch.delenv(determinism.VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(determinism.VARIABLE, variable)
+    case = fragment(Case(**PAGES, lengths=(1500, 300), heads=1))
+    gen = generator(case, kernels.SEED)
+    ref, dev = filled(case, gen, "cpu")
+    step = random_step(case, gen)
+    with determinism.deterministic() if mode else contextlib.nullcontext():
+        out = launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling)
+    assert [int(defines["ORDERED"]) for defines in loaded if "ORDERED" in defines] == [fixed]
+    wide = step.float()
+    exact = reference.attend(wide.q, wide.k, wide.v, None, ref.state, case.spec, step.scaling)
+    assert relative_error(out, exact) <= 2 * relative_error(plain(step, ref.state, case), exact) + 1e-6
 
 
 def test_a_heavy_token_in_a_page_leaves_the_others_their_part():

@@ -10,7 +10,7 @@ from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, growing, ours,
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import compiling, stepping
+from hf_lowbit_kv import call_options, compiling, stepping
 from hf_lowbit_kv.kept import kept_caches
 
 pytestmark = pytest.mark.host
@@ -265,6 +265,53 @@ def test_compiling_leaves_no_trace(model, capsys):
     assert int(cache.get_seq_length()) == 0
     compiling.compile_first(model, cache, 2, options, progress=True)
     assert "Compiled in" in capsys.readouterr().err
+
+
+class StopHereError(Exception):
+    """Ends a test where what it is about has happened."""
+
+
+def test_a_step_is_compiled_for_all_its_rows(model, monkeypatch):
+    """Each row of the prompt is repeated for its sequences, and the step that is compiled beforehand must have all of them."""
+    compiled = []
+
+    def note(model, cache, rows, *args):
+        compiled.append(rows)
+        raise StopHereError
+
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(call_options, "why_not_launched", lambda: None)
+    monkeypatch.setattr(compiling, "check_compiles", lambda *args: None)
+    monkeypatch.setattr(compiling, "compile_first", note)
+    for options, rows in (({}, 2), ({"num_return_sequences": 3, "do_sample": True}, 6)):
+        with pytest.raises(StopHereError):
+            ours(model, *left_padded(2, 50), step="compiled", **options)
+        assert compiled.pop() == rows
+    config = GenerationConfig(num_return_sequences=2, do_sample=True, pad_token_id=0)
+    with pytest.raises(StopHereError):
+        lb.generate(model, left_padded(3, 50)[0], "kivi-2", 4, step="compiled", generation_config=config)
+    assert compiled == [6]
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_cache_made_inside_inference_mode_is_reset_outside(family, used):
+    model, _ = tiny_models(family)
+    ids, mask = left_padded(2, 60)
+
+    def write(cache):
+        options = {"past_key_values": cache, "max_new_tokens": 8, **GREEDY}
+        return model.generate(ids, attention_mask=mask, **options)
+
+    want = write(lb.from_preset("kivi-2-sink", model, max_cache_len=200, **SMALL_PAGES))
+    with torch.inference_mode():
+        cache = lb.from_preset("kivi-2-sink", model, max_cache_len=200, **SMALL_PAGES)
+        if used:
+            assert torch.equal(write(cache), want)
+    for _ in range(2):
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        assert torch.equal(write(cache), want)
 
 
 def test_stop_checks_are_deferred_only_inside():

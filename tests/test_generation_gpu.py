@@ -68,6 +68,18 @@ def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
     assert graph_launches(lambda: ours(gpu_model, ids, mask, **options)) == 11
 
 
+def test_gpu_what_is_compiled_beforehand_serves_several_sequences(gpu_model):
+    """The first call's own steps compile nothing: rows are repeated for their sequences before the first step."""
+    torch._dynamo.reset()
+    lb.release(gpu_model)
+    counters = torch._dynamo.utils.counters
+    ids, mask = (x.cuda() for x in left_padded(2, 100))
+    options = {"do_sample": True, "num_return_sequences": 3, "cache_options": {"sink": 24}}
+    counters.clear()
+    ours(gpu_model, ids, mask, step="compiled", **options)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(
     "mode", ["sampling", "return_sequences", "chunked_prefill", "logits_processor", "eos", "streamer"]
 )

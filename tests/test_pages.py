@@ -47,6 +47,15 @@ def _append(store, k, v, mask=None):
     ops.append(k, v, mask, store.state, store.spec, "torch")
 
 
+def test_reset_clears_what_an_aborted_launch_left():
+    """Kernels count in `scratch` and need zeros there; a launch that was cut off leaves its counts."""
+    store = _store(_spec(("int4-channel", "int4-token")), capacity=200)
+    _append(store, *_tokens(1, 100))
+    store.state.scratch.fill_(7)
+    store.reset()
+    assert not store.state.scratch.any()
+
+
 def _row(store, row=0):
     """All a row holds: page bytes, window in order, counters."""
     state, spec = store.state, store.spec

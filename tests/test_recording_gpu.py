@@ -11,7 +11,7 @@ from cases import left_padded, random_parameters, tiny_models
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import recording
+from hf_lowbit_kv import determinism, recording
 from hf_lowbit_kv.presets import get_preset, preset_names
 
 pytestmark = [
@@ -71,7 +71,7 @@ def recordings(cache) -> int:
 @pytest.mark.parametrize("preset", preset_names())
 def test_gpu_recorded_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset, dtype, monkeypatch):
     """In float32 by Triton's kernels, in float16 by those in CUDA, which then must add in a fixed order."""
-    monkeypatch.setenv("HF_LOWBIT_KV_DETERMINISTIC", "1")
+    monkeypatch.setenv(determinism.VARIABLE, "1")
     spec = get_preset(preset).spec()
     if spec.reading.name == "latent":
         model = mla_cases.tiny_models("deepseek_v3")[0].to("cuda", dtype)

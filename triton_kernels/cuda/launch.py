@@ -12,13 +12,13 @@ has loaded the kernel, which waits).
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ... import reference
+from ...determinism import fixed_order
 from ...pages import LayerSpec, LayerState
 from ...reference import restored, transformed_by
 from ...toolchain import why_no_launcher
@@ -49,8 +49,6 @@ TRANSFORM_INSIDE = 16
 PROJECTED_ROWS = 4096
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
-#: environment variable; 1: a step computed twice gives the same bits, a little slower (else warps take pages as they get done)
-ORDERED = "HF_LOWBIT_KV_DETERMINISTIC"
 #: launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
@@ -220,7 +218,7 @@ def _kernel(
     sink_kind = 0 if sinks is None else 1 if sinks.dtype == q.dtype else 2
     return AttendKernel(
         *(spec, k.shape[-1], v.shape[-1], q.dtype, min(rows, 16), heads, mask is not None, sink_kind),
-        *(softcap is not None, inside and inside.fused, os.environ.get(ORDERED) == "1", store),
+        *(softcap is not None, inside and inside.fused, fixed_order(), store),
         *(tables(state, spec).per_head, spec.value_transform.own_inverse(v.shape[-1]), q.device),
     )
 

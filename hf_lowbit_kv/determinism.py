@@ -1,0 +1,36 @@
+"""Whether sums are taken in a fixed order: what PyTorch and this package's own variable say of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+#: "1": warps of CUDA kernels take pages in a fixed order; "0": as they finish; not set: `torch.use_deterministic_algorithms`
+#: decides
+VARIABLE = "HF_LOWBIT_KV_DETERMINISTIC"
+
+
+def fixed_order() -> bool:
+    """Whether a step that is computed twice must be equal to the last bit, which takes 2 to 6 % longer.
+
+    Raises:
+        ValueError: the variable is neither "0" nor "1".
+    """
+    asked = os.environ.get(VARIABLE) or None  # set to nothing is not set
+    if asked not in (None, "0", "1"):
+        raise ValueError(f"{VARIABLE}={asked!r} is not allowed; it must be '0' or '1'")
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked == "1"
+
+
+@contextlib.contextmanager
+def deterministic(warn_only: bool = False) -> Iterator[None]:
+    """Inside, PyTorch uses deterministic algorithms. Its mode is what it was afterwards, `warn_only` too."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
