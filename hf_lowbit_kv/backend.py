@@ -19,6 +19,8 @@ from .backends import check_backend as check_backend
 from .backends import choose_backend as choose_backend
 from .backends import describe as describe
 from .backends import storage_spec as storage_spec
+from .backends import warn_of_reference as warn_of_reference
+from .backends import why_reference as why_reference
 from .pages import READ_ONLY, LayerSpec, LayerState
 
 

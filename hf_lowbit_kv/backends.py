@@ -1,8 +1,9 @@
 """The backends, what each of them covers, and which one a layer gets.
 
 The `backend=` argument of a cache chooses, else the environment variable `HF_LOWBIT_KV_BACKEND`, else what fits the device: on
-a GPU `cuda` where it serves the layer and `triton` where not, on a CPU `cpu`, elsewhere `torch`. A cache's `summary()` says
-which, and why not `cuda`. Nothing falls back silently: what was asked for and cannot run raises.
+an NVIDIA GPU `cuda` where it serves the layer and `triton` where not, on an AMD GPU `triton`, on a CPU `cpu`, elsewhere
+`torch`. A cache's `summary()` says which, and why not a faster one. Nothing falls back silently: what was asked for and cannot
+run raises, and where nothing was asked for a cache warns that it runs on the slow `torch`.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """
@@ -13,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from abc import ABC, abstractmethod
 from types import ModuleType
 from typing import ClassVar, NamedTuple
@@ -21,7 +23,7 @@ import torch
 
 from .formats import bricks, fragment
 from .pages import LayerSpec
-from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, why_no_launcher, why_not_launched
+from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, triton_serves, why_no_launcher, why_not_launched
 
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
@@ -107,6 +109,9 @@ class Triton(Backend):
     def why_not(self, served: Served) -> str | None:
         if served.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'"
+        if not triton_serves(served.device):
+            where = served.device.type
+            return f"needs a GPU that Triton supports, and the model is on {where!r}; allowed there: 'torch'"
         if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
             return reason
         if served.spec is None:
@@ -150,14 +155,16 @@ class Cuda(Backend):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
 
     def missing(self) -> str | None:
-        if not has_cuda_bindings():
+        if torch.version.hip is None and not has_cuda_bindings():  # on ROCm nothing that can be installed helps
             return f"cuda-bindings is not installed: {install_bindings()}, or use backend='triton'"
         return None
 
     def why_not(self, served: Served) -> str | None:
         device = served.device
-        if device.type != "cuda" or torch.version.hip is not None:
+        if device.type != "cuda":
             return f"needs an NVIDIA GPU, and the model is on {device.type!r}"
+        if is_rocm(device):
+            return f"needs an NVIDIA GPU, and this is a ROCm build of torch ({torch.cuda.get_device_name(device)})"
         if (found := torch.cuda.get_device_capability(device)) < self.capability:
             return f"needs compute capability {self.capability}, and {torch.cuda.get_device_name(device)} has {found}"
         if served.dtype not in (None, *self.dtypes):
@@ -179,6 +186,11 @@ ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": 
 
 def of_environment() -> str | None:
     return os.environ.get(VARIABLE) or None  # set to nothing is not set
+
+
+def is_rocm(device: torch.device) -> bool:
+    """Whether it is an AMD GPU: builds of torch for ROCm call these "cuda" too."""
+    return device.type == "cuda" and torch.version.hip is not None
 
 
 def has_cuda_bindings() -> bool:
@@ -254,12 +266,45 @@ def reason_for(
     spec: LayerSpec | None,
     widths: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why the default on this GPU is not its first choice; `None` where it is, or where `backend` or the environment chose."""
+    """Why the default on this device is not a faster backend; `None` where there is none, or where `backend` or the environment
+    chose."""
     served = Served(device, dtype, spec, widths)
-    first = ON_GPU[served.reading][0]
-    if backend or of_environment() or device.type != "cuda" or chosen == first:
+    if backend or of_environment() or device.type == "cpu":
         return None
-    return f"{first} {BACKENDS[first].why_not(served)}"
+    if device.type != "cuda":
+        triton = BACKENDS["triton"]
+        if triton.missing() is None and triton.why_not(served) is None:
+            return f"no kernels are tested on {device.type!r}; backend='triton' may run there"
+        return f"no kernels for {device.type!r}"
+    first = ON_GPU[served.reading][0]
+    return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
+
+
+def why_reference(
+    backend: str | None,
+    chosen: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    spec: LayerSpec | None,
+    widths: tuple[int, int] | None = None,
+) -> str | None:
+    """Why the default is the slow reference; `None` where it is not."""
+    return reason_for(backend, chosen, device, dtype, spec, widths) if chosen == "torch" else None
+
+
+_WARNED: set[str] = set()
+
+
+def warn_of_reference(reason: str | None) -> None:
+    """Warn, once in a process for each reason, that a cache runs on the reference (`why_reference`); `None`: it does not."""
+    if reason is None or reason in _WARNED:
+        return
+    _WARNED.add(reason)
+    warnings.warn(
+        f"a low-bit cache runs on the slow PyTorch reference: {reason}. It saves memory, not time; backend='torch' asks for "
+        "that without this warning",
+        stacklevel=3,
+    )
 
 
 def describe(
@@ -270,12 +315,18 @@ def describe(
     spec: LayerSpec | None,
     widths: tuple[int, int] | None = None,
 ) -> str:
-    """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest."""
+    """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest, and whether anybody has
+    tested it on such a device."""
+    notes = []
+    if chosen == "triton" and is_rocm(device):
+        notes.append("not tested on AMD GPUs")
+    elif chosen == "triton" and device.type not in ("cpu", "cuda"):
+        notes.append(f"not tested on {device.type!r}")
     if (reason := reason_for(backend, chosen, device, dtype, spec, widths)) is not None:
-        return f"{chosen} ({'slow reference: ' if chosen == 'torch' else ''}{reason})"
-    if chosen == "cuda" and (reason := why_no_launcher()) is not None:
-        return f"{chosen} (slower with long chunks: {reason})"
-    return chosen
+        notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
+    elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
+        notes.append(f"slower with long chunks: {reason}")
+    return f"{chosen} ({'; '.join(notes)})" if notes else chosen
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:

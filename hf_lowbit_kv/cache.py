@@ -174,13 +174,15 @@ class LowBitCache(Accounted, Watched):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_attending:
             self._check_whole()
-        if layer is self._first and not layer.is_initialized:
+        if new := layer is self._first and not layer.is_initialized:
             warn_if_dense(layer.config)
         if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
             self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
         taken = self._first.taken
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if new:
+            ops.warn_of_reference(self._first.why_reference)
         if layer_idx == self._first_packed and self._ledger is not None:
             self._ledger.packed(taken, tokens)
         return out

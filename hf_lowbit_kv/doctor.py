@@ -18,7 +18,7 @@ from .attention import lowbit_attention
 from .implementation import ATTENTION_NAME
 from .methods import from_preset
 from .presets import get_preset, preset_names
-from .toolchain import INSTALL_TRITON, install_bindings, install_nvrtc, version, why_no_launcher
+from .toolchain import INSTALL_TRITON, accelerator, install_bindings, install_nvrtc, version, why_no_launcher
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
 #: the attention that is checked: preset, tokens stored, and the relative error allowed against the reference
@@ -45,8 +45,12 @@ class Diagnosis(dict):
 
     Keys:
         packages: version of each package, or `None` where it is not installed.
-        python, platform: text. cuda: the CUDA that torch was built with, or `None`. driver: the GPU driver, or `None`.
-        devices: per GPU `{"name", "capability", "memory_bytes"}`.
+        python, platform: text. cuda, rocm: the CUDA or ROCm that torch was built with, or `None`. driver: the NVIDIA driver, or
+            `None`.
+        accelerator: type of the devices that torch can use, "cuda" (NVIDIA, AMD), "mps" or "xpu" for example; `None`: the CPU
+            alone.
+        devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is "9.0" for example, of an AMD GPU its
+            architecture ("gfx942"). What torch does not tell is `None`.
         kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels kept on disk.
         backends: per pair of formats `{"keys", "values", "reading", "presets", "backend", "why"}`. `reading` is "separate" for
             keys and values, "latent" for MLA. `backend` is `None` where nothing serves the pair. `why` is `None`, or says why
@@ -70,7 +74,8 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
     """Look at this machine, and run one packed attention.
 
     Args:
-        device: where the attention is checked; by default the GPU if there is one, else the CPU.
+        device: where the attention is checked; by default the accelerator that torch has (a GPU of NVIDIA, AMD, Apple or
+            Intel), else the CPU.
 
     Returns:
         The findings; see `Diagnosis`.
@@ -79,20 +84,22 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         ValueError: a device that torch cannot use.
     """
     try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=where)
+        where = torch.device(device or accelerator() or "cpu")
+        _check_usable(where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     check = _check(where, dtype)
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    found = accelerator()
     return Diagnosis(
         packages={name: version(name) for name in PACKAGES},
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         cuda=torch.version.cuda,
+        rocm=torch.version.hip,
         driver=_driver(),
-        devices=[_device(index) for index in gpus],
+        accelerator=found and found.type,
+        devices=_devices(),
         kernels=_kernels(),
         backends=_backends(where, dtype),
         check=check,
@@ -101,9 +108,29 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
     )
 
 
-def _device(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
-    return {"name": found.name, "capability": f"{found.major}.{found.minor}", "memory_bytes": found.total_memory}
+def _check_usable(device: torch.device) -> None:
+    torch.empty(0, device=device)
+
+
+def _devices() -> list[dict[str, Any]]:
+    if (found := accelerator()) is None:
+        return []
+    module = torch.get_device_module(found)
+    return [_device(found.type, module, index) for index in range(torch.accelerator.device_count())]
+
+
+def _device(kind: str, module: Any, index: int) -> dict[str, Any]:
+    """What torch's module of these devices (`torch.cuda`, `torch.xpu`, `torch.mps`) tells of one of them."""
+    properties_of = getattr(module, "get_device_properties", None)
+    if properties_of is None:  # Apple's one device
+        name = getattr(torch.backends.mps, "get_name", None) if kind == "mps" else None
+        memory = getattr(module, "recommended_max_memory", None)
+        return {"name": name() if name else kind, "capability": None, "memory_bytes": memory() if memory else None}
+    properties, capability = properties_of(index), None
+    if kind == "cuda":
+        amd = torch.version.hip is not None
+        capability = properties.gcnArchName.partition(":")[0] if amd else f"{properties.major}.{properties.minor}"
+    return {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
 
 
 def _driver() -> str | None:
@@ -132,6 +159,15 @@ def _kernels() -> dict[str, Any]:
     return {"directory": str(directory), "files": len(sizes), "bytes": sum(sizes), "why_refused": reason}
 
 
+#: by the tool that comes with a GPU's driver, what installs a torch that can use the GPU
+_TORCH_FOR_GPU = {
+    "nvidia-smi": "pip install --upgrade --force-reinstall torch",
+    "amd-smi": "torch for ROCm, see https://pytorch.org/get-started/locally",
+    "rocm-smi": "torch for ROCm, see https://pytorch.org/get-started/locally",
+    "xpu-smi": "torch for Intel GPUs, see https://pytorch.org/get-started/locally",
+}
+
+
 def _missing() -> list[dict[str, str]]:
     """What would make something faster here, and the command that installs it."""
     found = []
@@ -139,9 +175,12 @@ def _missing() -> list[dict[str, str]]:
     def lacks(what: str, purpose: str, command: str) -> None:
         found.append({"what": what, "for": purpose, "command": command})
 
-    if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi"):
-            lacks("a torch that can use this GPU", "every kernel", "pip install --upgrade --force-reinstall torch")
+    if accelerator() is None:
+        commands = [command for tool, command in _TORCH_FOR_GPU.items() if shutil.which(tool)]
+        if commands:
+            lacks("a torch that can use this GPU", "every kernel", commands[0])
+        return found
+    if not torch.cuda.is_available():  # no kernels are tested there: nothing that can be installed helps
         return found
     if importlib.util.find_spec("triton") is None:
         lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
@@ -215,7 +254,7 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
             row["backend"] = layer.backend
             row["why"] = layer.backend_shown.partition(" (")[2].removesuffix(")") or None
             if layer.backend == "cpu":
-                row["why"] = "torch finds no GPU" if not torch.cuda.is_available() else "asked for the CPU"
+                row["why"] = "torch finds no GPU" if accelerator() is None else "asked for the CPU"
     return list(rows.values())
 
 
@@ -236,7 +275,9 @@ def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         layer = _layer(CHECKED)
         out = _attend(layer, device, dtype)
         row["backend"] = layer.backend
-        want = _attend(_layer(CHECKED, "torch"), device, dtype)
+        # where the reference itself runs, the CPU's is what it is compared with: with itself it would always agree
+        other = torch.device("cpu") if layer.backend == "torch" else device
+        want = _attend(_layer(CHECKED, "torch"), other, dtype).to(out.device)
         row["relative_error"] = float((out - want).norm() / want.norm())
     except Exception as error:  # whatever keeps it from running is what the user wants to know
         row["error"] = f"{type(error).__name__}: {error}"
@@ -260,6 +301,12 @@ def _attend(layer: Any, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
+def _described(gpu: dict[str, Any]) -> list[str]:
+    capability, memory = gpu["capability"], gpu["memory_bytes"]
+    known = [f"sm {capability}" if capability[0].isdigit() else capability] if capability else []
+    return [gpu["name"], *known, *([f"{memory / 1e9:.0f} GB"] if memory else [])]
+
+
 def _render(found: Diagnosis) -> str:
     from rich.console import Console
     from rich.markup import escape
@@ -272,13 +319,14 @@ def _render(found: Diagnosis) -> str:
     kept = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
     if kernels["why_refused"]:
         kept += f"; not used: {kernels['why_refused']}"
-    gpus = [f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / 1e9:.0f} GB" for gpu in found["devices"]]
+    gpus = [", ".join(_described(gpu)) for gpu in found["devices"]]
+    built_for = [f"{name} {found[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if found[key]]
     result = check["error"] or f"agrees with the reference (relative error {check['relative_error']:.1e})"
     lines = {
         "packages": packages,
         "python": f"{found['python']} on {found['platform']}",
         "GPU": "; ".join(gpus) or "none",
-        "driver": f"{found['driver'] or 'none'}; torch is built for CUDA {found['cuda'] or 'none'}",
+        "driver": f"{found['driver'] or 'none'}; torch is built for {(*built_for, found['accelerator'] or 'CPUs')[0]}",
         "kernels kept in": kept,
         f"{check['preset']} on {check['device']}": f"{check['backend']}, {check['dtype']}: {result}",
     }

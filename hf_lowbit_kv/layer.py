@@ -77,6 +77,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec, head_dims)
         self.backend = ops.choose_backend(asked, *served)
         self.backend_shown = ops.describe(asked, self.backend, *served)
+        self.why_reference = ops.why_reference(asked, self.backend, *served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(

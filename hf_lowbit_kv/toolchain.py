@@ -65,6 +65,23 @@ def why_no_launcher() -> str | None:
     return None
 
 
+def accelerator() -> torch.device | None:
+    """What torch can use here beside the CPU: `cuda` (NVIDIA; AMD in builds for ROCm), `xpu`, `mps`, ...; `None`: nothing."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def triton_serves(device: torch.device) -> bool:
+    """Whether the Triton that is installed compiles for devices of this type. Its interpreter serves a CPU."""
+    if device.type in ("cpu", "cuda"):
+        return True
+    try:
+        from triton.runtime import driver
+
+        return driver.active.get_active_torch_device().type == device.type
+    except Exception:  # not installed, or it has no driver for what this machine has
+        return False
+
+
 def why_not_launched() -> str | None:
     """What keeps Triton, and PyTorch with compiled steps, from launching anything on this machine's GPU, or `None`: there is
     one, no launcher can be built, and there is not even the first of an earlier build (its cache may hold the others too)."""

@@ -16,7 +16,8 @@ from hf_lowbit_kv import cli, cpu, toolchain
 
 doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 
-KEYS = {"packages", "python", "platform", "cuda", "driver", "devices", "kernels", "backends", "check", "missing", "ok"}
+KEYS = {"packages", "python", "platform", "cuda", "rocm", "driver", "accelerator", "devices", "kernels"}
+KEYS |= {"backends", "check", "missing", "ok"}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,7 @@ def test_a_device_that_is_not_there():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(doctor, "why_no_launcher", lambda: None)

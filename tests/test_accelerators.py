@@ -1,0 +1,240 @@
+"""AMD, Intel and Apple GPUs, all faked: which backend runs there, what is said about it, and what `doctor` looks at."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import SMALL_PAGES, tiny_models
+from kernel_cases import Case
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv import backends
+
+doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
+
+AMD = "AMD Instinct MI300X"
+ON_ROCM = f"needs an NVIDIA GPU, and this is a ROCm build of torch ({AMD})"
+SPEC = Case().spec
+SLOW = "runs on the slow PyTorch reference"
+
+
+@pytest.fixture
+def rocm(monkeypatch):
+    """A ROCm build of torch calls its devices "cuda", and tells a capability as an NVIDIA GPU does."""
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: AMD)
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "why_not_launched", lambda: None)
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    return torch.device("cuda")
+
+
+def _triton_runs_on(monkeypatch, kind: str | None) -> None:
+    """Fake Triton's driver: for devices of that type; `None`: there is none, and asking raises as Triton does."""
+
+    class Driver:
+        @property
+        def active(self):
+            if kind is None:
+                raise RuntimeError("0 active drivers ([]). There should only be one.")
+            return SimpleNamespace(get_active_torch_device=lambda: torch.device(kind, 0))
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr("triton.runtime.driver", Driver())
+
+
+# ---- which backend, and why -----------------------------------------------------------------------------------------
+
+
+def test_rocm_gets_triton_and_says_why(rocm):
+    pytest.importorskip("triton")
+    assert ops.choose_backend(None, rocm, torch.float16, SPEC) == "triton"
+    assert ops.describe(None, "triton", rocm, torch.float16, SPEC) == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
+    assert ops.describe("triton", "triton", rocm, torch.float16, SPEC) == "triton (not tested on AMD GPUs)"
+
+
+def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
+    """Not for missing bindings, which nobody needs there."""
+    ops.check_backend("cuda")
+    with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
+        ops.choose_backend("cuda", rocm, torch.float16, SPEC)
+    with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
+        ops.choose_backend("cuda", torch.device("cpu"), torch.float16, SPEC)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
+def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    _triton_runs_on(monkeypatch, None)
+    device = torch.device(kind)
+    assert ops.choose_backend(None, device, torch.float16, SPEC) == "torch"
+    shown = ops.describe(None, "torch", device, torch.float16, SPEC)
+    assert shown == f"torch (slow reference: no kernels for {kind!r})"
+    assert ops.describe("torch", "torch", device, torch.float16, SPEC) == "torch"
+    for asked in ("triton", "cuda", "cpu"):
+        monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+        with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
+            ops.choose_backend(asked, device, torch.float16, SPEC)
+
+
+def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    _triton_runs_on(monkeypatch, "xpu")
+    xpu, mps = torch.device("xpu"), torch.device("mps")
+    assert ops.choose_backend(None, xpu, torch.float16, SPEC) == "torch"
+    shown = ops.describe(None, "torch", xpu, torch.float16, SPEC)
+    assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
+    assert ops.choose_backend("triton", xpu, torch.float16, SPEC) == "triton"
+    assert ops.describe("triton", "triton", xpu, torch.float16, SPEC) == "triton (not tested on 'xpu')"
+    with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
+        ops.choose_backend("triton", mps, torch.float16, SPEC)
+
+
+# ---- a cache says it ------------------------------------------------------------------------------------------------
+
+
+def _chosen_as_on(monkeypatch, kind: str) -> None:
+    """Backends are chosen as for a model on that device; what they compute is computed on the CPU."""
+    device = torch.device(kind)
+    for name in ("choose_backend", "describe", "why_reference"):
+        original = getattr(backends, name)
+        position = 1 if name == "choose_backend" else 2
+
+        def asked(*args, original=original, position=position):
+            return original(*args[:position], device, *args[position + 1 :])
+
+        monkeypatch.setattr(ops, name, asked)
+
+
+@pytest.fixture
+def on_mps(monkeypatch):
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.setattr(backends, "_WARNED", set())
+    _triton_runs_on(monkeypatch, None)
+    _chosen_as_on(monkeypatch, "mps")
+
+
+def _generate(backend: str | None = None) -> lb.LowBitCache:
+    torch.manual_seed(0)
+    model = tiny_models("llama")[0]
+    cache = lb.from_preset("kivi-2", model, backend=backend, **SMALL_PAGES)
+    model.generate(torch.arange(3, 43)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    return cache
+
+
+def test_a_cache_on_the_reference_warns_once_and_says_so_in_its_summary(on_mps):
+    with pytest.warns(UserWarning, match=SLOW) as told:
+        cache = _generate()
+    assert [str(each.message) for each in told if SLOW in str(each.message)] == [
+        "a low-bit cache runs on the slow PyTorch reference: no kernels for 'mps'. "
+        "It saves memory, not time; backend='torch' asks for that without this warning"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = _generate()
+    assert all("torch (slow reference: no kernels for 'mps')" in each.summary() for each in (cache, again))
+
+
+def test_who_asks_for_the_reference_is_not_warned(on_mps, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert re.search(r"backend +│ torch +│", _generate("torch").summary())
+        monkeypatch.setenv(backends.VARIABLE, "torch")
+        assert re.search(r"backend +│ torch +│", _generate().summary())
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def _accelerator(monkeypatch, kind: str | None, module: object = None) -> None:
+    """torch has this accelerator; what is put on it lies on the CPU."""
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(kind is not None))
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3", raising=False)
+    monkeypatch.setattr(doctor, "_check_usable", lambda device: None)
+    original = doctor._states
+    monkeypatch.setattr(
+        doctor, "_states", lambda layer, n, where, dtype: original(layer, n, torch.device("cpu"), dtype)
+    )
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **more: zeros(*args, **more))
+
+
+def test_doctor_looks_at_the_accelerator_that_torch_has(on_mps, monkeypatch):
+    memory = SimpleNamespace(recommended_max_memory=lambda: 16 * 2**30)
+    _accelerator(monkeypatch, "mps", memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the report says it
+        found = lb.doctor()
+    assert json.loads(json.dumps(found)) == found
+    assert found["accelerator"] == "mps"
+    assert found["devices"] == [{"name": "Apple M3", "capability": None, "memory_bytes": 16 * 2**30}]
+    assert (found["check"]["device"], found["check"]["backend"]) == ("mps", "torch")
+    assert {(row["backend"], row["why"]) for row in found["backends"]} == {
+        ("torch", "slow reference: no kernels for 'mps'")
+    }
+    report = " ".join(str(found).split())
+    assert "Apple M3, 17 GB" in report
+    assert "sm" not in report.split("Backends")[0].split("GPU")[1].split("driver")[0]
+
+
+def test_the_reference_on_an_accelerator_is_checked_against_the_cpus(on_mps, monkeypatch):
+    """Against itself it would always agree."""
+    _accelerator(monkeypatch, "mps", SimpleNamespace())
+    original, wrong = doctor._attend, {"mps": 1.05, "cpu": 1.0}
+    monkeypatch.setattr(
+        doctor, "_attend", lambda layer, device, dtype: original(layer, device, dtype) * wrong[device.type]
+    )
+    assert lb.doctor()["check"]["error"].startswith("differs from the reference by 0.05")
+
+
+def test_doctor_on_rocm(rocm, monkeypatch):
+    properties = SimpleNamespace(
+        name=AMD, gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4, total_memory=2 * 10**11
+    )
+    module = SimpleNamespace(get_device_properties=lambda index: properties)
+    _accelerator(monkeypatch, "cuda", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(doctor, "_check", lambda where, dtype: dict.fromkeys(("error",)) | {"device": str(where)})
+    monkeypatch.setattr(doctor, "_backends", lambda where, dtype: [])
+    found = lb.doctor()
+    assert found["accelerator"] == "cuda"
+    assert (found["cuda"], found["rocm"]) == (None, "6.4.43484")
+    assert found["devices"] == [{"name": AMD, "capability": "gfx942", "memory_bytes": 2 * 10**11}]
+    assert found["missing"] == []
+    found["check"] |= {"preset": "kivi-4-sink", "backend": "triton", "dtype": "bfloat16", "relative_error": 0.0}
+    report = " ".join(str(found).split())
+    assert f"{AMD}, gfx942, 200 GB" in report
+    assert "torch is built for ROCm 6.4.43484" in report
+
+
+def test_doctor_on_an_intel_gpu(monkeypatch):
+    properties = SimpleNamespace(name="Intel(R) Arc(TM) B580", total_memory=12 * 10**9)
+    _accelerator(monkeypatch, "xpu", SimpleNamespace(get_device_properties=lambda index: properties))
+    (device,) = doctor._devices()
+    assert device == {"name": "Intel(R) Arc(TM) B580", "capability": None, "memory_bytes": 12 * 10**9}
+
+
+def test_a_gpu_that_this_torch_cannot_use(monkeypatch):
+    _accelerator(monkeypatch, None)
+    for tool, named in (("nvidia-smi", "pip install"), ("amd-smi", "ROCm"), ("rocm-smi", "ROCm"), ("xpu-smi", "Intel")):
+        monkeypatch.setattr(doctor.shutil, "which", lambda name, tool=tool: tool if name == tool else None)
+        (missing,) = doctor._missing()
+        assert missing["what"] == "a torch that can use this GPU"
+        assert named in missing["command"]
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor._missing() == []
