@@ -61,9 +61,9 @@ class LowBitCache(Accounted, Watched):
         reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
-        ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface, MLA) and for
-            arguments out of range.
-        ImportError: `backend="triton"` without Triton.
+        ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface), for the configuration
+            alone of a model with MLA (latents need the model itself), and for arguments out of range.
+        ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
     """
 
     #: what decodes with this cache in place of the model, one token a step (`stepping.py`)

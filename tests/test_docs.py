@@ -1,0 +1,78 @@
+"""What pages of the documentation state, compared with records and sources."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval import report
+from hf_lowbit_kv.eval.results import RESULTS, read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def bits(preset: str) -> float:
+    return lb.get_preset(preset).spec().bits_per_value(32768, 128)
+
+
+SHORT_ANSWER = {
+    wanted: (preset, float(stored), same)
+    for wanted, preset, stored, same in re.findall(
+        r"^\| ([^|`]+) \| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) of 100", page("docs/presets.md"), re.MULTILINE
+    )
+}
+
+
+@pytest.mark.parametrize("wanted", SHORT_ANSWER)
+def test_the_short_answer_gives_the_records_figures(wanted):
+    preset, stored, same = SHORT_ANSWER[wanted]
+    (row,) = (row for row in report.load() if row.preset == preset)
+    assert stored == pytest.approx(bits(preset), abs=0.051)
+    digits = len(same.partition(".")[2])
+    assert float(same) == pytest.approx(100 * row.essays["top1"], abs=0.501 * 10**-digits)
+
+
+def test_the_short_answer_names_the_smallest():
+    """Of all presets, and of those that need no calibration; `dense` and latents aside, and with sinks."""
+    assert len(SHORT_ANSWER) >= 6
+    presets = [row.preset for row in report.load() if lb.get_preset(row.preset).spec().sink]
+    plain = [name for name in presets if not lb.get_preset(name).spec().parameters(128, 128, 8)]
+    assert SHORT_ANSWER["the least memory of all, calibrated"][0] == min(presets, key=bits)
+    assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))
+
+
+def test_contributing_lists_every_module():
+    text = page("CONTRIBUTING.md")
+    section = text[text.index("## Where things are") : text.index("## Adding a format")]
+    listed = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", section)
+    files = {name for name in listed if name.endswith(".py")}
+    modules = {path.name for path in (ROOT / "hf_lowbit_kv").glob("[!_]*.py")}
+    assert sorted(files - modules) == [], "files that are listed and do not exist"
+    assert sorted(modules - files) == [], "modules that are not listed"
+    assert all((ROOT / name).is_dir() for name in listed if name.endswith("/"))
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/generation.md"])
+def test_a_compiled_step_stands_beside_one_of_the_same_run(document):
+    """With `dense` pages in place of packed ones. An eager step of another cache would show Python's time as well."""
+    found = re.findall(
+        r"([\d.]+) ms with `kivi-2` and ([\d.]+) ms with `dense`.*?`(\w{7})`", " ".join(page(document).split())
+    )
+    assert found
+    for packed, dense, commit in found:
+        for cache, stated in (("kivi-2", packed), ("dense", dense)):
+            measured = [
+                record["step_ms"]
+                for record in read_records(RESULTS / "generate-nvidia-h200.jsonl")
+                if record["commit"].startswith(commit)
+                and (record["cache"], record["mode"], record["batch"], record["tokens"]) == (cache, "tuned", 1, 131072)
+            ]
+            assert float(stated) == pytest.approx(measured[-1], abs=0.051)
