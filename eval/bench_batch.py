@@ -30,7 +30,7 @@ from hf_lowbit_kv.eval.generate_case import Contender, make
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.step_profile import profile_steps
 
-CONTENDERS = ("DynamicCache/eager", "kivi-2-sink/compiled")
+CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
 #: first guess of what a run takes beside weights and caches, and the factor to the next smaller batch
 RESERVE, SHRINK = 2.5e9, 0.96
 #: steps timed at each length

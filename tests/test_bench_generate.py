@@ -205,9 +205,10 @@ def test_bench_batch_records(tmp_path):
     out = tmp_path / "batch.jsonl"
     done = run(bench_batch, out, "--new-tokens", "500", "--most", "2")
     assert done.exit_code == 0, done.output
-    host, packed = (json.loads(line) for line in out.read_text().splitlines())
-    assert (host["cache"], packed["cache"]) == ("DynamicCache", "kivi-2-sink")
-    assert host["rows"] == packed["rows"] == 2
+    host, dense, packed = (json.loads(line) for line in out.read_text().splitlines())
+    assert (host["cache"], dense["cache"], packed["cache"]) == ("DynamicCache", "dense", "kivi-2-sink")
+    assert (host["mode"], dense["mode"], packed["mode"]) == ("eager", "compiled", "compiled")
+    assert host["rows"] == dense["rows"] == packed["rows"] == 2
     assert packed["row_bytes"] < host["row_bytes"] == 2 * 600 * 64 * 4 * 2
     assert packed["throughput"] > 0
     assert set(packed) >= {"rows_tried", "step_ms", "attribution_ms", "peak_reserved", "commit"}

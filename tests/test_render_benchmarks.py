@@ -14,7 +14,7 @@ def test_the_page_is_current():
     render_benchmarks.main(check=True)
 
 
-def test_two_gpus_stand_side_by_side_and_the_last_record_counts(tmp_path):
+def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(tmp_path):
     common = {"dtype": "float16", "head_dim": 128, "byte_limit_ratio": 3.7, "shape": "gqa_b8_32k", "preset": "kivi-4"}
     for gpu, ratios in (("NVIDIA H100", [3.31]), ("NVIDIA H200", [2.0, 3.25])):
         lines = [common | {"gpu": gpu, "backend": "cuda", "ratio": ratio, "commit": f"{ratio}"} for ratio in ratios]
@@ -25,12 +25,39 @@ def test_two_gpus_stand_side_by_side_and_the_last_record_counts(tmp_path):
     others[1] |= {"per_head": True, "ratio": 2.0}  # not what users get who ask for nothing
     with (tmp_path / "decode-nvidia-h200.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in others)
+    with (tmp_path / "decode-nvidia-h100.jsonl").open("a") as file:  # one more shape, and fewer presets
+        file.write(
+            json.dumps(common | {"gpu": "NVIDIA H100", "backend": "triton", "ratio": 1.5, "commit": "more"}) + "\n"
+        )
     text = render_benchmarks.render(tmp_path)
-    assert "| `a cache of others` |  | 1.75" in text
-    assert "| preset | batch 8, 32k tokens, H100 | batch 8, 32k tokens, H200 |" in text
-    assert "| `kivi-4` | 3.31 /  (3.7) | 3.25 /  (3.7) |" in text
+    first, second = text[text.index("### H200") :].split("### H100")  # the one with more presets first
+    assert "| preset | batch 8, 32k tokens |" in first
+    assert "| preset | batch 8, 32k tokens |" in second
+    assert "| `a cache of others` | 1.75 /" in first
+    assert "| `kivi-4` | 3.25 /  (3.7) |" in first
+    assert "| `kivi-4` | 3.31 / 1.50 (3.7) |" in second
+    assert "a cache of others" not in second
     assert "2.00" not in text
     assert "## Memory" not in text
+
+
+def test_no_column_of_the_page_is_mostly_empty():
+    """Of the tables of decode attention, whose columns are shapes: a second GPU has a few records."""
+    section = render_benchmarks.render().split("## Decode attention")[1].split("\n## ")[0]
+    tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("| preset")]
+    assert len(tables) >= 2
+    for table in tables:
+        heads, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in table)
+        assert all(len(row) == len(heads) for row in rows)
+        for column in zip(*rows, strict=True):
+            assert sum(bool(cell) for cell in column) >= len(rows) / 2
+
+
+def test_what_runs_in_the_largest_batch_is_named():
+    """Throughput of a compiled step is not that of an eager one."""
+    section = render_benchmarks.render().split("## Largest batch")[1].split("\n## ")[0]
+    assert "| `DynamicCache` | eager |" in section
+    assert "| `kivi-2-sink` | compiled |" in section
 
 
 def test_a_page_that_is_not_current_is_noticed(tmp_path, monkeypatch):
