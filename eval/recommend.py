@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.presets import DEFAULT_PRESET
 
 from .fitting import fitting_presets
 from .perplexity import Factory, mean_row, position_edges, score, window_tokens
@@ -18,7 +19,7 @@ from .texts import Text, read_text
 #: bytes of the units that `parse_size` knows
 UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))}}
 UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
-#: how many presets are measured at most, those with the most bits within the budget
+#: how many presets are measured at most: those with the most bits within the budget, and the default
 MOST = 8
 
 
@@ -80,15 +81,16 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
     return found
 
 
-def within(budget: Budget, found: Mapping[str, Size], most: int = MOST) -> list[str]:
-    """The caches that meet the budget, those with the most bits first, at most `most`.
+def within(budget: Budget, found: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
+    """The caches that meet the budget, those with the most bits first, at most `most`; `wanted` is among them if it meets
+    the budget.
 
     Raises:
         ValueError: none does; the message names the nearest.
     """
     order = sorted(found, key=lambda name: found[name].bits, reverse=True)
     if names := [name for name in order if budget.holds(found[name])]:
-        return names[:most]
+        return names[:most] if wanted is None or wanted not in names[most:] else [*names[: most - 1], wanted]
     nearest = found[order[-1]]
     raise ValueError(
         f"no preset meets {budget}; the nearest is {order[-1]!r} with {nearest.bits:.2f} bits per number, "
@@ -129,7 +131,8 @@ def recommend(
     factories = {name: _Maker(name, model, overrides) for name in names}
     same = _same(factories)
     found = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
-    chosen = within(budget, found)
+    default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
+    chosen = within(budget, found, MOST, default)
     scores = score({name: factories[name] for name in chosen}, [source], model, tokenizer, tokens, start,
                    progress=progress)  # fmt: skip
     rows = []

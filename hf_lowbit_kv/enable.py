@@ -11,10 +11,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from . import recording
 from .cache import LowBitCache
-from .generation import DEFAULT_PRESET, lend_cache
+from .generation import lend_cache
 from .implementation import ATTENTION_NAME
 from .methods import from_preset
 from .models import unwrap
+from .presets import DEFAULT_PRESET
 
 #: attribute of an enabled model: what is enabled, the one in force last
 _ENABLED = "_lowbit_enabled"

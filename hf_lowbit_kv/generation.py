@@ -32,9 +32,8 @@ from .kept import cache_length, capacity, kept_caches
 from .methods import from_preset
 from .models import generates, unwrap
 from .prefill import check_chunk_size, read_prompt
+from .presets import DEFAULT_PRESET
 from .stepping import deferred_stop_check
-
-DEFAULT_PRESET = "kivi-4-sink"
 
 
 def generate(

@@ -13,6 +13,8 @@ from .pages import LayerSpec
 from .reading import parse_reading
 from .transforms import parse_transform
 
+#: what `generate` and `enable` take where no preset is named
+DEFAULT_PRESET = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: of keys, in the presets of VecInfer: what was measured best (docs/vecinfer.md); the paper's is "smooth+hadamard"
@@ -120,7 +122,7 @@ def _derive(name: str) -> Preset | None:
 
 
 _NAMES = (
-    *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "kivi-2-hadamard"),
+    *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
     *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),

@@ -315,7 +315,7 @@ def test_it_tells_what_it_is(model):
 
 def test_presets():
     assert lb.preset_names() == [
-        *("dense", "kivi-2", "kivi-4", "kivi-2-sink", "kivi-2-hadamard"),
+        *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
         *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
         *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
@@ -328,7 +328,7 @@ def test_presets():
         assert preset.name == name
         assert preset.residual == (0 if preset.reading else 128)
         assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "vecinfer", "eigen")) else 0)
-        rotated = "hadamard" if name.endswith("-hadamard") or name.startswith("vecinfer") else "none"
+        rotated = "hadamard" if "-hadamard" in name or name.startswith("vecinfer") else "none"
         assert preset.transform == ("eigen" if name.startswith("eigen") else rotated)
 
 

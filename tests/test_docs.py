@@ -10,6 +10,7 @@ import pytest
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import report
 from hf_lowbit_kv.eval.results import RESULTS, read_records
+from hf_lowbit_kv.presets import DEFAULT_PRESET
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +21,24 @@ def page(name: str) -> str:
 
 def bits(preset: str) -> float:
     return lb.get_preset(preset).spec().bits_per_value(32768, 128)
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("presets", "generation", "accuracy"))]
+)
+def test_every_preset_that_a_page_names_is_listed(document):
+    """A preset is any word that `get_preset` knows: suffixes make names that nobody listed."""
+    named = {word for word in re.findall(r"\w[\w.-]*\w", page(document)) if is_preset(word)}
+    assert DEFAULT_PRESET in named
+    assert sorted(named - set(lb.preset_names())) == []
+
+
+def is_preset(word: str) -> bool:
+    try:
+        lb.get_preset(word)
+    except ValueError:
+        return False
+    return True
 
 
 SHORT_ANSWER = {

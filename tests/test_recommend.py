@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv import presets
 from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.recommend import Budget, Size, parse_size, recommend, sizes, within
 from hf_lowbit_kv.eval.texts import Text
@@ -68,6 +71,29 @@ def test_a_budget_chooses():
         within(Budget(2, None, 100), found)
     with pytest.raises(ValueError, match=r"no preset meets 100 bytes at 9 tokens in 4 rows; the nearest is 'two'"):
         within(Budget(None, 100, 9, 4), found)
+
+
+def test_what_is_wanted_is_chosen_whenever_it_meets_the_budget():
+    found = {
+        name: Size(bits, 100, 1600) for name, bits in (("eight", 8.2), ("four", 4.2), ("three", 3.1), ("two", 2.4))
+    }
+    assert within(Budget(9, None, 100), found, most=2, wanted="two") == ["eight", "two"]
+    assert within(Budget(9, None, 100), found, most=1, wanted="two") == ["two"]
+    assert within(Budget(9, None, 100), found, most=2, wanted="four") == ["eight", "four"]
+    assert within(Budget(3, None, 100), found, most=2, wanted="four") == ["two"]
+
+
+@pytest.mark.parametrize(("overrides", "same"), [({}, []), ({"sink": 32}, ["kivi-4-sink"])])
+def test_the_default_is_measured_whenever_it_meets_the_budget(model, monkeypatch, overrides, same):
+    """Itself, or a preset that stores the same."""
+    assert inspect.signature(lb.generate).parameters["preset"].default in (None, presets.DEFAULT_PRESET)
+    monkeypatch.setattr("hf_lowbit_kv.eval.recommend.MOST", 1)  # `dense` has the most bits
+    rows = recommend(model, Numbers(), TEXT, Budget(17, None, 32768), None, overrides, 640, 600, progress=False)
+    (row,) = rows
+    assert presets.DEFAULT_PRESET in (row["preset"], *row["same_as"])
+    assert [name for name in row["same_as"] if name == presets.DEFAULT_PRESET] == same
+    rows = recommend(model, Numbers(), TEXT, Budget(4, None, 32768), None, overrides, 640, 600, progress=False)
+    assert rows[0]["preset"] != presets.DEFAULT_PRESET  # does not meet this one
 
 
 def test_the_best_is_what_measuring_says(model):

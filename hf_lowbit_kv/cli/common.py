@@ -134,7 +134,7 @@ def progress(total: int) -> Iterator[Any]:
 
 def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
     """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, (column, cell) in enumerate(rows[0].items()):
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
         table.add_column(HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
