@@ -21,7 +21,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration_file import asked_of, bundled_folder
+from hf_lowbit_kv.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from . import backend as ops
-from . import calibration_file
+from . import calibration_file, calibration_lookup
 from .accounting import Accounted
 from .accounting import CacheBytes as CacheBytes
 from .arguments import check_count
@@ -116,7 +116,9 @@ class LowBitCache(Accounted, Watched):
         }  # may differ (Gemma 4)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
         if parameters is None:
-            parameters = calibration_file.parameters_for(calibration, model_or_config, specs, self.packed_sizes, preset)
+            parameters = calibration_lookup.parameters_for(
+                calibration, model_or_config, specs, self.packed_sizes, preset
+            )
         elif calibration is not None:
             raise ValueError("parameters= and calibration= exclude each other: give one of them")
         given = layer_parameters(parameters, specs)

@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from . import gradients as differentiation
-from .calibration_file import Calibration, describe_model
+from .calibrated_model import describe_model
+from .calibration_file import Calibration
 from .calibrator import PAGE, Calibrator
 from .calibrators import calibrator_for
 from .formats import Format

@@ -17,7 +17,7 @@ import torch
 from . import backends, compiling, recording
 from .arguments import check_count
 from .cache import LowBitCache
-from .calibration_file import Borrowed
+from .calibration_lookup import Borrowed
 from .call_options import (
     check_options,
     new_tokens_of,

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import calibration as calibrating
-from hf_lowbit_kv import calibration_file
+from hf_lowbit_kv import calibration_lookup
 from hf_lowbit_kv.calibrators import CodebookCalibrator, SmoothCalibrator
 from hf_lowbit_kv.formats import Codebook
 from hf_lowbit_kv.kmeans import _lloyd, kmeans
@@ -41,7 +41,7 @@ TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) f
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "cache"))
-    for module in (lb.methods, calibrating, calibration_file):
+    for module in (lb.methods, calibrating, calibration_lookup):
         known = module.get_preset
         monkeypatch.setattr(
             module, "get_preset", lambda name, known=known: PRESET if name == "tiny-vq" else known(name)
@@ -149,7 +149,7 @@ def test_the_class_takes_what_the_preset_takes(model):
 def test_caches_find_it(model, calibration):
     with pytest.raises(ValueError, match=r"hf-lowbit-kv calibrate .*--preset tiny-vq"):
         lb.from_preset("tiny-vq", model)
-    calibration.save(calibration_file.user_file(calibration.model))
+    calibration.save(calibration_lookup.user_file(calibration.model))
     cache = lb.from_preset("tiny-vq", model)
     torch.testing.assert_close(
         cache.layers[0].parameters["key_transform.factors"],
@@ -293,11 +293,11 @@ def test_too_few_sub_vectors():
 
 
 def test_the_package_brings_what_presets_need_of_the_bundled_model():
-    folder = calibration_file.bundled_folder()
+    folder = calibration_lookup.bundled_folder()
     files = [lb.Calibration.load(path) for path in sorted(folder.glob("*.safetensors"))]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 5 * 2**20
     for preset in ("vecinfer-4", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3"):
-        asked = list(calibration_file.asked_of(lb.get_preset(preset).spec()))
+        asked = list(calibration_lookup.asked_of(lb.get_preset(preset).spec()))
         names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in asked]
         assert names
         assert any(set(names) <= set(file.tensors) for file in files), preset

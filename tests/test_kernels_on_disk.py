@@ -96,7 +96,7 @@ def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
 
 
 def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
-    from hf_lowbit_kv import calibration_file
+    from hf_lowbit_kv import calibration_lookup
     from hf_lowbit_kv.eval import models
 
     monkeypatch.setattr(models, "package_folder", lambda *_: tmp_path)
@@ -106,7 +106,7 @@ def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
     for root in (tmp_path / "chosen", tmp_path / "cache" / "hf-lowbit-kv"):
         monkeypatch.setenv(NAME, str(root) if root.name == "chosen" else "")
         assert disk.cache_directory() == root / "kernels"
-        assert calibration_file.user_folder() == root / "calibrations"
+        assert calibration_lookup.user_folder() == root / "calibrations"
         assert models.bundled_model().parent == root
 
 

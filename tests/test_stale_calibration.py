@@ -15,7 +15,7 @@ from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, SMALL_PAGES
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibration_file, kept, staleness
+from hf_lowbit_kv import calibrated_model, calibration_file, calibration_lookup, kept, staleness
 from hf_lowbit_kv.calibration import packed_sizes
 
 pytestmark = pytest.mark.host
@@ -27,7 +27,7 @@ NAME = "key_transform.factors"
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(calibration_file, "bundled_folder", lambda: tmp_path / "bundled")
+    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
     monkeypatch.setattr(staleness, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
 
 
@@ -44,7 +44,7 @@ def factors(number: float) -> torch.Tensor:
 
 def calibration_of(model, number: float) -> lb.Calibration:
     tensors = {f"layers.{layer}.keys.smooth.factors": factors(number) for layer in range(2)}
-    return lb.Calibration(tensors, calibration_file.describe_model(model, packed_sizes(model)))
+    return lb.Calibration(tensors, calibrated_model.describe_model(model, packed_sizes(model)))
 
 
 def written(model, tokens=60, **options) -> lb.LowBitCache:
@@ -86,7 +86,7 @@ class LookedUp(OfFile):
         self.options = {}
 
     def set(self, number):
-        calibration_of(self.model, number).save(calibration_file.user_file(calibration_of(self.model, 1).model))
+        calibration_of(self.model, number).save(calibration_lookup.user_file(calibration_of(self.model, 1).model))
 
 
 class OfObject:
@@ -197,7 +197,7 @@ def test_the_same_numbers_elsewhere_serve_the_same_cache(model, tmp_path):
         assert check(model, 1, calibration=path) is layer
     os.utime(path)
     assert check(model, 1, calibration=path) is layer
-    calibration.save(calibration_file.user_file(calibration.model))
+    calibration.save(calibration_lookup.user_file(calibration.model))
     assert check(model, 1) is layer
     parameters = {layer: {NAME: factors(1)} for layer in range(2)}
     assert check(model, 1, cache_options={**OPTIONS, "parameters": parameters}) is layer
@@ -213,7 +213,7 @@ def test_a_preset_without_parameters_does_not_depend_on_calibrations(model):
 
 
 def test_files_that_are_added_replaced_and_removed(model, tmp_path):
-    user, bundled = calibration_file.user_folder(), tmp_path / "bundled"
+    user, bundled = calibration_lookup.user_folder(), tmp_path / "bundled"
     with pytest.raises(ValueError, match="none was given"):
         written(model)
     calibration_of(model, 1).save(bundled / "z.safetensors")

@@ -9,9 +9,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..calibrated_model import describe_model
 from ..calibration import calibrate as run
 from ..calibration import packed_sizes
-from ..calibration_file import FILE_NAME, Calibration, describe_model, user_file
+from ..calibration_file import FILE_NAME, Calibration
+from ..calibration_lookup import user_file
 from ..eval.models import calibration_texts
 from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 

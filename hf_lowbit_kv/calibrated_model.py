@@ -1,0 +1,75 @@
+"""What a calibration says of the model that it was made for, and in what two models differ."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: numbers of a model's embedding that tell it from others, and by how much (relative to their root mean square) they may differ
+MARKS, TOLERANCE = 64, 0.02
+
+
+def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, ...]]) -> dict[str, Any]:
+    """What tells a model from others.
+
+    Args:
+        layers: of each packed layer, KV heads and the sizes of their keys and values.
+
+    Returns:
+        `name`, `model_type`, `layers` (index -> heads, sizes) and, of a model with weights, `marks`: numbers of its embedding.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    config = config.get_text_config(decoder=True)
+    name = getattr(config, "_name_or_path", "") or config.model_type
+    out: dict[str, Any] = {
+        "name": Path(name).name,
+        "model_type": config.model_type,
+        "layers": {str(index): list(sizes) for index, sizes in layers.items()},
+    }
+    if hasattr(model_or_config, "get_input_embeddings"):
+        weight = model_or_config.get_input_embeddings().weight
+        if type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta and weight.dim() == 2:
+            rows = torch.linspace(1, weight.shape[0] - 1, MARKS, dtype=torch.float64).long()
+            columns = torch.arange(MARKS) * 7 % weight.shape[1]
+            marks = weight.detach()[rows.to(weight.device), columns.to(weight.device)]
+            out["marks"] = [float(f"{x:.4g}") for x in marks.float().tolist()]
+    return out
+
+
+def check_description(model: Any) -> None:
+    """Raise `ValueError` where `model` is not of the form that `describe_model` returns."""
+    if not isinstance(model, dict) or not all(isinstance(model.get(key), str) for key in ("name", "model_type")):
+        raise ValueError(f"model {reprlib.repr(model)} has no name and model_type")
+    layers, marks = model.get("layers"), model.get("marks", [])
+    if not isinstance(layers, dict) or not all(_is_list_of((int, type(None)), sizes, 1) for sizes in layers.values()):
+        raise ValueError(f"layers {reprlib.repr(layers)} are not KV heads and sizes by layer")
+    if not _is_list_of((int, float), marks):
+        raise ValueError(f"marks {reprlib.repr(marks)} are not a list of numbers")
+
+
+def _is_list_of(types: tuple[type, ...], x: Any, least: int = 0) -> bool:
+    return isinstance(x, list) and len(x) >= least and all(isinstance(each, types) for each in x)
+
+
+def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """In what two descriptions of models differ, or `None`."""
+    for key in ("model_type", "layers"):
+        if made_for[key] != model[key]:
+            shown = (_sizes(made_for[key]), _sizes(model[key])) if key == "layers" else (made_for[key], model[key])
+            return f"{key} {shown[0]}, and the model has {shown[1]}"
+    if "marks" in made_for and "marks" in model:
+        a, b = (torch.tensor(x["marks"], dtype=torch.float64) for x in (made_for, model))
+        if a.shape != b.shape or not bool((a - b).abs().max() <= TOLERANCE * a.square().mean().sqrt() + 1e-12):
+            return "the sizes agree, and the weights of the embedding do not"
+    return None
+
+
+def _sizes(layers: Mapping[str, list[int]]) -> str:
+    kinds = sorted(
+        {f"{heads} KV heads of {'/'.join(map(str, dict.fromkeys(dims)))}" for heads, *dims in layers.values()}
+    )
+    return f"{len(layers)} with {', '.join(kinds)}"

@@ -1,0 +1,216 @@
+"""Files in the folders of calibrations: a damaged one is skipped and named, and used again once it is mended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+from generation_cases import GREEDY, SMALL_PAGES
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import calibration_lookup, staleness
+from hf_lowbit_kv.calibrated_model import describe_model
+from hf_lowbit_kv.calibration import packed_sizes
+
+OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_models("llama")[0]
+    yield model
+    lb.release(model)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """The user's folder, empty; nothing comes with the package."""
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
+    monkeypatch.setattr(staleness, "CLOCK_STEP", 0)
+    path = tmp_path / "own" / "calibrations"
+    path.mkdir(parents=True)
+    return path
+
+
+def calibration_of(model, number=1.0) -> lb.Calibration:
+    factors = torch.linspace(0.5, 2, 128).view(2, 64) * number
+    tensors = {f"layers.{layer}.keys.smooth.factors": factors.clone() for layer in range(2)}
+    return lb.Calibration(tensors, describe_model(model, packed_sizes(model)))
+
+
+def first_factor(cache) -> float:
+    return float(cache.packed_layers[0].parameters["key_transform.factors"][0, 0])
+
+
+def looked_up(model) -> float:
+    """The first factor that a cache finds by itself; files of `calibration_of(model, n)` give n / 2."""
+    return first_factor(lb.from_preset("kivi-2", model, **OPTIONS))
+
+
+def with_metadata(path, **changes):
+    """The file with other entries in its header; `None` takes one away."""
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
+    save_file(tensors, path, metadata)
+
+
+def of_model(**changes):
+    """Damage: these entries in what the file says of the model."""
+
+    def damage(path):
+        with safe_open(path, framework="pt") as file:
+            model = json.loads(file.metadata()["model"])
+        with_metadata(path, model=json.dumps({k: v for k, v in (model | changes).items() if v is not None}))
+
+    return damage
+
+
+def with_tensor(tensor):
+    def damage(path):
+        whole = lb.Calibration.load(path)
+        whole.tensors["layers.1.keys.smooth.factors"] = tensor
+        whole.save(path)
+
+    return damage
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_link_to_nothing(path):
+    path.unlink()
+    path.symlink_to(path.parent / "gone")
+
+
+#: what happens to the file, and what the message says of it
+DAMAGES = {
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-8]), "may be truncated"),
+    "half a header": (lambda path: path.write_bytes(path.read_bytes()[:40]), "may be truncated"),
+    "empty": (lambda path: path.write_bytes(b""), "may be truncated"),
+    "text": (lambda path: path.write_text("not this"), "may be truncated"),
+    "other tensors": (lambda path: save_file({"a": torch.zeros(1)}, path), "no calibration"),
+    "older": (lambda path: with_metadata(path, version="0"), "version '0', and this release reads 1"),
+    "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not say what it was made for"),
+    "no model": (lambda path: with_metadata(path, model=None), "does not say what it was made for"),
+    "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not say what it was made for"),
+    "a list as model": (lambda path: with_metadata(path, model="[]"), "has no name and model_type"),
+    "a list as source": (lambda path: with_metadata(path, source="[]"), "source .* is no object"),
+    "no layers": (of_model(layers=None), "layers None"),
+    "layers without sizes": (of_model(layers={"0": []}), "are not KV heads and sizes"),
+    "marks of words": (of_model(marks=["x"]), "marks .* are not a list of numbers"),
+    "NaN": (with_tensor(torch.full((2, 64), torch.nan)), "not finite, in layers.1.keys"),
+    "integers": (with_tensor(torch.ones(2, 64, dtype=torch.int32)), "holds torch.int32 in layers.1.keys"),
+    "8-bit numbers": (with_tensor(torch.ones(2, 64).to(torch.float8_e4m3fn)), "holds torch.float8_e4m3fn"),
+    "folder": (as_folder, "cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_skipped_named_once_and_used_when_it_is_mended(damage, model, folder):
+    do, reason = DAMAGES[damage]
+    damaged = folder / "a.safetensors"  # is looked at first
+    calibration_of(model, 2).save(damaged)
+    calibration_of(model, 4).save(folder / "b.safetensors")
+    assert looked_up(model) == 1
+    do(damaged)
+    with pytest.warns(UserWarning, match=rf"(?s)calibration '{damaged}' is skipped: .*{reason}.*Delete it") as caught:
+        assert looked_up(model) == 2
+    assert len(caught) == 1
+    assert looked_up(model) == 2  # a second warning would be an error
+    if damaged.is_dir():
+        damaged.rmdir()
+    calibration_of(model, 6).save(damaged)
+    assert looked_up(model) == 3
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "folder"])
+def test_the_same_file_by_name_is_an_error_that_names_it(damage, model, tmp_path):
+    path = tmp_path / "mine.safetensors"
+    calibration_of(model).save(path)
+    DAMAGES[damage][0](path)
+    for load in (lb.Calibration.load, lambda path: lb.from_preset("kivi-2", model, **OPTIONS, calibration=path)):
+        with pytest.raises(ValueError, match=rf"(?s)calibration='{path}' .*{DAMAGES[damage][1]}"):
+            load(path)
+
+
+def test_links_to_nothing_and_files_that_are_removed_meanwhile(model, folder, monkeypatch):
+    for name in "ab":
+        calibration_of(model, 2).save(folder / f"{name}.safetensors")
+    calibration_of(model, 4).save(folder / "c.safetensors")
+    as_link_to_nothing(folder / "a.safetensors")
+    monkeypatch.setattr(
+        calibration_lookup, "_model_of", lambda path, read=calibration_lookup._model_of: (gone(path), read(path))[1]
+    )
+
+    def gone(path):
+        if path.name == "b.safetensors":
+            path.unlink()
+
+    with pytest.warns(UserWarning, match="a.safetensors' is skipped: it is a link to nothing") as caught:
+        assert looked_up(model) == 2
+    assert len(caught) == 1
+
+
+def test_each_damaged_file_has_a_warning_of_its_own(model, folder):
+    for name in "abc":
+        calibration_of(model, 2).save(folder / f"{name}.safetensors")
+    for name in "ab":
+        DAMAGES["older"][0](folder / f"{name}.safetensors")
+    with pytest.warns(UserWarning, match="is skipped") as caught:
+        assert looked_up(model) == 1
+    (folder / "c.safetensors").unlink()
+    with pytest.raises(ValueError, match="needs a calibration"):  # and no further warning
+        looked_up(model)
+    assert [str(each.message).split("'")[1] for each in caught] == [str(folder / f"{n}.safetensors") for n in "ab"]
+
+
+def test_damaged_files_of_the_package_are_skipped_too(model, tmp_path):
+    for name, number in (("a", 2), ("b", 4)):
+        calibration_of(model, number).save(tmp_path / "bundled" / f"{name}.safetensors")
+    DAMAGES["truncated"][0](tmp_path / "bundled" / "a.safetensors")
+    with pytest.warns(UserWarning, match="bundled/a.safetensors' is skipped"):
+        assert looked_up(model) == 2
+
+
+def test_presets_of_other_models_do_not_stumble(folder):
+    """One damaged file of one model, and a cache for another."""
+    calibration_of(tiny_models("llama")[0], 2).save(folder / "a.safetensors")
+    DAMAGES["truncated"][0](folder / "a.safetensors")
+    other = tiny_models("mistral")[0]
+    calibration_of(other, 8).save(folder / "b.safetensors")
+    with pytest.warns(UserWarning, match="a.safetensors' is skipped"):
+        assert looked_up(other) == 4
+
+
+def test_generate_skips_it_and_notices_when_it_is_mended(model, folder):
+    """Calls of `lb.generate` remember what they read of a file."""
+    ids, mask = left_padded(2, 60)
+    options = {"cache_options": OPTIONS, "return_dict_in_generate": True, "progress": False, **GREEDY}
+
+    def written() -> float:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return first_factor(lb.generate(model, inputs, "kivi-2", 4, **options).past_key_values)
+
+    path = folder / "a.safetensors"
+    calibration_of(model, 2).save(path)
+    calibration_of(model, 4).save(folder / "b.safetensors")
+    shutil.copy(path, folder / "whole")
+    assert written() == 1
+    DAMAGES["NaN"][0](path)
+    with pytest.warns(UserWarning, match="a.safetensors' is skipped"):
+        assert written() == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert written() == 2
+        path.write_bytes((folder / "whole").read_bytes())
+        assert written() == 1
