@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import calibrated_tables, eigen_tables, measure
+from hf_lowbit_kv.eval import batch_rows, measure
 from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
 from hf_lowbit_kv.eval.pareto import plot
 from hf_lowbit_kv.eval.results import RESULTS, markdown_table, read_records, run_command
@@ -32,8 +32,6 @@ PAGES = (
     "docs/results.md",
     "docs/accuracy.md",
     "docs/own-formats.md",
-    "docs/log/own-formats.md",
-    "docs/vecinfer.md",
     "README.md",
 )
 PICTURE = "docs/pareto.png"
@@ -234,8 +232,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "boost": boost_table,
     "positions": positions_table,
     "own": own_table,
-    **calibrated_tables.TABLES,
-    **eigen_tables.TABLES,
+    "own-rows": lambda rows: batch_rows.render(),
 }
 
 

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compiled import needs_nvrtc, report
 from latent_cases import Case
 
-from hf_lowbit_kv.triton_kernels.cuda import compile as compiling
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
 DEEPSEEK = {"rank": 512, "rope": 64, "page_size": 128}
@@ -101,21 +100,3 @@ def test_wide(heads, tokens, dtype, rope, monkeypatch):
     assert how.rows == min(heads * tokens, 64)
     (found,) = asked
     check(report(*found), how.kernel)
-
-
-@needs_nvrtc
-def test_instructions_of_a_block(monkeypatch, tmp_path):
-    """The benchmark that reads the machine code: what it counts adds up, and nothing is kept in memory."""
-    from hf_lowbit_kv.eval import mla_instructions
-
-    try:
-        mla_instructions.tool("nvdisasm"), mla_instructions.tool("cuobjdump")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv(compiling.disk.VARIABLE, str(tmp_path))
-    rows, registers, stack, usual, scores, weights, renewal = map(int, mla_instructions.row(16, torch.bfloat16))
-    assert (rows, stack) == (16, 0)
-    assert registers <= 255
-    products = 64 // 16 + 512 // 32 + 4 * 512 // 128  # scores of the RoPE part and of the content, then values
-    assert products < scores + weights < usual
-    assert renewal > 0

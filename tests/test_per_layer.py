@@ -194,13 +194,3 @@ def test_a_wrong_shape_or_dtype_is_told(model):
 def test_what_a_layer_takes_can_be_asked():
     spec = lb.LayerSpec(*map(lb.parse_format, ("int4-channel", "dense")), key_transform=lb.parse_transform("smooth"))
     assert spec.parameters(64, 64, 8) == (Parameter("key_transform.factors", (8, 64), torch.float32),)
-
-
-def test_the_example_runs(capsys):
-    from hf_lowbit_kv.eval import per_layer_example
-
-    per_layer_example.main()
-    shown = capsys.readouterr().out
-    assert "layer 0: dense / dense\nlayer 1: int2-channel / int2-token" in shown
-    assert "layer 3: int8-token / int8-token" in shown
-    assert "bytes of parameters: 4096" in shown

@@ -12,6 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from latent_errors import MODEL, layer_errors, means, perplexity, read_bytes
+
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import snapmla
 from hf_lowbit_kv.formats import Fp8, parse_format
@@ -147,22 +149,16 @@ def test_granularities():
 def trained():
     from transformers import AutoModelForCausalLM
 
-    from hf_lowbit_kv.eval.mla_accuracy import MODEL
-
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="lowbit_kv").eval()
 
 
 @pytest.fixture(scope="module")
 def text():
-    from hf_lowbit_kv.eval.mla_accuracy import MODEL, read_bytes
-
     return read_bytes(MODEL / "bible-held-out.txt", 640)
 
 
 def test_rope_unaware_is_far_worst(trained, text):
     """The paper's figure 4, on a trained model. At so few tokens the others lie close together; `docs/mla.md` has 4096."""
-    from hf_lowbit_kv.eval.mla_accuracy import layer_errors, means
-
     records = layer_errors(trained, text, queries=8)
     assert {record["layer"] for record in records} == set(range(6))
     found = means(records)
@@ -174,8 +170,6 @@ def test_rope_unaware_is_far_worst(trained, text):
 
 
 def test_perplexity_is_that_of_the_model(trained, text):
-    from hf_lowbit_kv.eval.mla_accuracy import perplexity
-
     plain, fp8 = (perplexity(trained, text, lb.from_preset(name, trained)) for name in ("mla", "snapmla"))
     with torch.no_grad():
         logits = trained(text[None]).logits[0, 63:-1]
@@ -187,8 +181,6 @@ def test_perplexity_is_that_of_the_model(trained, text):
 
 
 def test_the_model_card_tells_the_model():
-    from hf_lowbit_kv.eval.mla_accuracy import MODEL
-
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     assert re.search(r"6\.21 million parameters", card)
     assert (MODEL / "model.safetensors").stat().st_size < 15 * 2**20

@@ -1,4 +1,4 @@
-"""Train the small MLA language model that tests and accuracy tables run on: `python -m hf_lowbit_kv.eval.train_tiny_mla`.
+"""Train the small MLA language model that tests and accuracy tables run on: `python tests/data/train_tiny_mla.py`.
 
 The architecture is DeepSeek-V3's attention with dense layers: bytes as tokens, a latent of 256 channels and 32 channels of
 RoPE. The recipe is fixed by the seed and by the time given, so a second run gives a model of the same quality, not the same
@@ -17,8 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-from hf_lowbit_kv.eval.results import run_command
 
 #: share of each text, from its start, where the held-out part begins and ends
 HELD_OUT = (0.90, 0.95)
@@ -164,4 +162,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    typer.run(main)

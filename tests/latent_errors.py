@@ -1,8 +1,8 @@
-"""What FP8 does to an MLA model, layer by layer (SnapMLA, table 2 and figure 4): `python -m hf_lowbit_kv.eval.mla_accuracy`.
+"""Errors of attention over quantized latents, layer by layer of a trained model (SnapMLA, table 2 and figure 4).
 
 For every layer, the latents of a text and the queries of its last tokens are taken from the model; attention over quantized
 latents is compared with attention over exact ones. The error is that of the stored latents alone: queries, weights and sums are
-exact; `pipeline` adds SnapMLA's quantized queries and weights. Then the perplexity of caches, read in chunks.
+exact; `pipeline` adds SnapMLA's quantized queries and weights.
 
 - `rmse`, `cosine` (1 - cosine similarity), `l2` (relative): of the output of attention before `o_proj`, means over queries.
 - `perplexity`: per byte, of the tokens behind the first chunk.
@@ -13,20 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import snapmla
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
 
-#: the small model that ships with the tests
-MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "tiny_mla"
-console = wide_console()
+#: a small trained model; its tokens are bytes
+MODEL = Path(__file__).resolve().parent / "data" / "tiny_mla"
 
 
 def read_bytes(path: Path, tokens: int) -> torch.Tensor:
@@ -47,14 +43,12 @@ class Capture:
         cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, reading="latent")
         self.model(ids[None, :-queries].to(self.model.device), past_key_values=cache)
         for layer in cache.packed_layers:
-            layer.step = self._keeping(layer, layer.step)  # type: ignore[method-assign]
+            layer.step = self._keeping(layer, layer.step)
         self.model(ids[None, -queries:].to(self.model.device), past_key_values=cache)
         return self
 
     def _keeping(self, layer: Any, step: Any) -> Any:
         def kept(query, key, value, *args):
-            from hf_lowbit_kv import reference
-
             stored = reference.read(layer.store.state, layer.spec, int(layer.store.state.length.max()))
             content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (key, value)))
             absorbed = layer.side.queries(query.float())[0].cpu()
@@ -75,8 +69,6 @@ def exact_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tens
 
 def pipeline_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tensor, scaling: float) -> torch.Tensor:
     """SnapMLA's pipeline, `[Hq, S, rank]`, a query token at a time."""
-    from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
-
     scale = scale_of(content.abs().amax(-1))
     codes, tokens = to_e4m3(content / scale[:, None]).float(), query.shape[1]
     outs = []
@@ -141,39 +133,3 @@ def means(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     chosen = {name: [record for record in records if record["configuration"] == name] for name in names}
     kinds = ("rmse", "cosine", "l2")
     return {name: {kind: sum(r[kind] for r in rs) / len(rs) for kind in kinds} for name, rs in chosen.items()}
-
-
-def main(
-    model: Annotated[Path, typer.Option(help="a folder with an MLA model whose tokens are bytes")] = MODEL,
-    text: Annotated[list[Path] | None, typer.Option(help="by default the model's held-out texts")] = None,
-    tokens: Annotated[int, typer.Option(help="length of the context", min=128)] = 4096,
-    record: Annotated[Path | None, typer.Option(help="by default eval/results/mla-accuracy-DEVICE.jsonl")] = None,
-    commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
-) -> None:
-    """Errors of FP8 latents layer by layer, and perplexities."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="lowbit_kv")
-    loaded.to(device).eval()
-    path = results_path("mla-accuracy", device_name(device)) if record is None else record
-    for file in text or sorted(model.glob("*-held-out.txt")):
-        ids = read_bytes(file, tokens)
-        records = layer_errors(loaded, ids)
-        table = Table(
-            "configuration", "layer", "rmse", "1 - cosine", "relative L2", title=f"{file.name}, {len(ids)} tokens"
-        )
-        for found in records:
-            append_record(path, {"text": file.name, "tokens": len(ids)} | found | provenance(commit))
-            numbers = (f"{found[kind]:.3e}" for kind in ("rmse", "cosine", "l2"))
-            table.add_row(found["configuration"], str(found["layer"]), *numbers)
-        for name, mean in means(records).items():
-            table.add_row(name, "mean", *(f"{mean[kind]:.3e}" for kind in ("rmse", "cosine", "l2")))
-        console.print(table)
-        for preset in ("mla", "snapmla"):
-            value = perplexity(loaded, ids, lb.from_preset(preset, loaded))
-            of = {"text": file.name, "tokens": len(ids), "preset": preset}
-            append_record(path, of | {"perplexity": value} | provenance(commit))
-            console.print(f"{file.name} {preset}: perplexity {value:.5f}")
-
-
-if __name__ == "__main__":
-    run_command(main)
