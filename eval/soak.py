@@ -1,0 +1,326 @@
+"""Whether anything grows over many steps and many caches: `python -m hf_lowbit_kv.eval.soak`.
+
+Two random models of 4 layers, one with KV heads and one with latents. A round is always the same work on other tokens. For
+every preset:
+
+- `lb.generate` with a new preset, with the cache that it has kept, and a further turn on that cache;
+- a call that ends in an exception;
+- caches that are made, filled, cropped, reordered, repeated, copied, emptied and dropped.
+
+So whatever is alive at the end of a round should be alive at the end of the next one, and no more. After each round Python
+collects its garbage, and memory is looked at. The first third of the rounds warms up. A metric has grown if its most in the last
+third is larger than its most in the second third, by more than `ALLOWED`. Exit status 1 if one has.
+
+Records: `samples` of each metric, one a round, bytes or counts; `grown`, `allowed`; `recorded`: steps of calls that have
+recorded steps; `left`: what `lb.release` leaves, beyond what there was before the first round.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from transformers import AutoConfig
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import recording
+from hf_lowbit_kv.eval.bench_memory import random_model
+from hf_lowbit_kv.eval.packed_case import random_parameters
+from hf_lowbit_kv.eval.results import RESULTS, append_record, device_name, provenance, run_command, wide_console
+from hf_lowbit_kv.layer import LowBitLayer
+
+LAYERS = 4
+PRESETS = ("kivi-4-sink", "kitty-pro", "vecinfer-2", "eigen-2", "snapmla")
+_SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "separate": ("llama", _SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}),
+    "latent": (
+        "deepseek_v2",
+        _SMALL
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None}
+        | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "first_k_dense_replace": LAYERS},
+    ),
+}
+#: by how much a metric may be larger at the end: bytes, or a count. The operating system and the allocator give whole blocks
+ALLOWED = {
+    "allocated": 64 * 2**10,
+    "reserved": 64 * 2**20,
+    "resident": 32 * 2**20,
+    "objects": 200,
+    "caches": 0,
+    "layers": 0,
+    "recordings": 0,
+    "threads": 0,
+    "native_threads": 2,
+    "files": 0,
+}
+console = wide_console()
+
+
+class _InterruptedError(Exception):
+    """What a call of every round ends in."""
+
+
+def _interrupt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor that raises at the fourth token behind a prompt."""
+    if input_ids.shape[1] % 64 == 4:
+        raise _InterruptedError
+    return scores
+
+
+def sample(device: torch.device) -> dict[str, int]:
+    """What is alive now: bytes of GPU memory and of the process, counts of objects, threads and open files. Metrics that this
+    machine does not have are left out."""
+    gc.collect()
+    found = {}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        found["allocated"] = torch.cuda.memory_allocated(device)
+        found["reserved"] = torch.cuda.memory_reserved(device)
+    process = Path("/proc/self")
+    if process.is_dir():
+        found["resident"] = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        found["native_threads"] = len(os.listdir(process / "task"))
+        found["files"] = len(os.listdir(process / "fd"))
+    types = Counter(map(type, gc.get_objects()))
+    found["objects"] = sum(types.values())
+    found["caches"] = sum(count for kind, count in types.items() if issubclass(kind, lb.LowBitCache))
+    found["layers"] = sum(count for kind, count in types.items() if issubclass(kind, LowBitLayer))
+    found["recordings"] = sum(recorder.count for recorder in recording._recorders.values())
+    found["threads"] = threading.active_count()
+    return found
+
+
+def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """By metric: its most in the last third of the rounds less its most in the second third; 0 where it has become smaller.
+
+    Raises:
+        ValueError: fewer than 3 samples.
+    """
+    if len(samples) < 3:
+        raise ValueError(f"samples are {len(samples)}; 3 or more are needed: warm-up, before and after")
+    first, last = len(samples) // 3, len(samples) - len(samples) // 3
+    before, after = samples[first:last], samples[last:]
+    return {name: max(max(x[name] for x in after) - max(x[name] for x in before), 0) for name in samples[0]}
+
+
+@dataclass
+class Soak:
+    """The work of a round, and counts of what was done.
+
+    Args:
+        tokens: of a prompt.
+    """
+
+    presets: Sequence[str]
+    device: torch.device
+    tokens: int
+    steps: int = 0
+    recorded: int = 0
+    caches: int = 0
+    calls: int = 0
+    models: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        for name in self.presets:
+            spec = lb.get_preset(name).spec()
+            kind = spec.reading.name
+            if kind not in self.models:
+                family, config = MODELS[kind]
+                self.models[kind] = random_model(AutoConfig.for_model(family, **config), dtype, self.device)
+            self.options[name] = {}
+            if spec.parameters(128, 128, 2):
+                given = random_parameters(spec, 128, 2, None, self.device)
+                self.options[name] = {"parameters": dict.fromkeys(range(LAYERS), given)}
+
+    def model(self, preset: str) -> Any:
+        return self.models[lb.get_preset(preset).spec().reading.name]
+
+    def prompt(self, tokens: int) -> torch.Tensor:
+        """int64 `[2, tokens]`."""
+        return torch.randint(1, _SMALL["vocab_size"], (2, tokens), device=self.device)
+
+    def round(self, steps: int, caches: int) -> None:
+        """So many decoding steps and caches, shared out over the presets."""
+        for index, preset in enumerate(self.presets):
+            self.calls_of(preset, _share(steps, index, len(self.presets)))
+            for number in range(_share(caches, index, len(self.presets))):
+                self.use_a_cache(preset, number)
+
+    def calls_of(self, preset: str, steps: int) -> None:
+        """`steps` decoding steps of `lb.generate`."""
+        settings = {"cache_options": self.options[preset] or None}
+        ids, (first, second, third) = self.prompt(self.tokens), (_share(steps, i, 3) for i in range(3))
+        room = self.tokens + second + third + 64
+        self.generate(preset, ids, first, max_cache_len=max(room, self.tokens + first + 64), **settings)
+        out = self.generate(preset, ids, second, max_cache_len=room, **settings)
+        held = out.past_key_values
+        self.generate(preset, torch.cat([out.sequences, self.prompt(16)], 1), third, past_key_values=held)
+        try:
+            self.generate(preset, ids[:, : self.tokens // 64 * 64], 16, logits_processor=[_interrupt], **settings)
+        except _InterruptedError:
+            return
+        raise AssertionError("the call was to be interrupted")
+
+    def generate(self, preset: str, ids: torch.Tensor, steps: int, **options: Any) -> Any:
+        """A call that takes `steps` decoding steps behind its prompt."""
+        self.calls += 1
+        if "past_key_values" not in options:
+            options["preset"] = preset
+        out = lb.generate(
+            self.model(preset),
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=steps + 1,
+            return_dict_in_generate=True,
+            do_sample=False,
+            progress=False,
+            **options,
+        )
+        self.steps += steps
+        recorder = recording._recorders.get(out.past_key_values.packed_layers[0])
+        self.recorded += steps if recorder is not None and recorder.count else 0
+        return out
+
+    @torch.no_grad()
+    def use_a_cache(self, preset: str, number: int) -> None:
+        """A cache through all that may be done with one; every other one is preallocated."""
+        model, ids = self.model(preset), self.prompt(self.tokens + 64)
+        room = {"max_cache_len": self.tokens + 128} if number % 2 else {}
+        cache = lb.from_preset(preset, model, **self.options[preset], **room)
+        self.caches += 1
+        model(ids[:, : self.tokens], past_key_values=cache)
+        for i in range(self.tokens, self.tokens + 2):
+            model(ids[:, i : i + 1], past_key_values=cache)
+        cache.crop(-(self.tokens // 2))
+        cache.batch_select_indices(torch.tensor([1, 0], device=self.device))
+        model(ids[:, :17], past_key_values=cache)
+        if not room:
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0, 3], device=self.device))
+            model(ids[:, 17:18], past_key_values=copy.deepcopy(cache))
+        cache.reset()
+        model(ids[:, :40], past_key_values=cache)
+
+    def release(self) -> None:
+        for model in self.models.values():
+            lb.release(model)
+
+
+def _share(total: int, index: int, parts: int) -> int:
+    """Part `index` of `total` in whole numbers, whose sum over all parts is `total`."""
+    return total * (index + 1) // parts - total * index // parts
+
+
+def run(
+    soak: Soak, steps: int, caches: int, rounds: int, tell: Callable[[int, dict[str, int]], None]
+) -> dict[str, Any]:
+    """`rounds` rounds, `steps` and `caches` in all. A record without provenance."""
+    # what has been imported is neither looked through nor counted
+    gc.collect()
+    gc.freeze()
+    try:
+        begin, before, samples = time.perf_counter(), sample(soak.device), []
+        for number in range(rounds):
+            soak.round(_share(steps, number, rounds), _share(caches, number, rounds))
+            samples.append(sample(soak.device))
+            tell(number, samples[-1])
+        seconds = time.perf_counter() - begin
+        soak.release()
+        after = sample(soak.device)
+    finally:
+        gc.unfreeze()
+    grown = growth(samples)
+    counts = {"steps": soak.steps, "recorded": soak.recorded, "caches": soak.caches, "calls": soak.calls}
+    return {
+        "presets": list(soak.presets),
+        "layers": LAYERS,
+        "tokens": soak.tokens,
+        **counts,
+        "rounds": rounds,
+        "seconds": seconds,
+        "grown": grown,
+        "allowed": {name: ALLOWED[name] for name in grown},
+        "left": {name: after[name] - before[name] for name in before},
+        "samples": {name: [x[name] for x in samples] for name in grown},
+    }
+
+
+def faults(record: Mapping[str, Any]) -> list[str]:
+    """What a record says has grown, or is still there after `lb.release`."""
+    found = [
+        f"{name} grew by {grown}, and {record['allowed'][name]} is allowed"
+        for name, grown in record["grown"].items()
+        if grown > record["allowed"][name]
+    ]
+    for name in ("caches", "layers", "recordings"):
+        if (left := record["left"][name]) > 0:
+            found.append(f"{left} {name} are left after lb.release")
+    return found
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of lb.generate, in all.")] = 100_000,
+    caches: Annotated[int, typer.Option(min=1, help="Caches made and dropped besides, in all.")] = 1000,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: five].")] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 320,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds; after each, memory is looked at.")] = 40,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines.")] = RESULTS / "soak.jsonl",
+) -> None:
+    """Run, append a JSON line, and exit with 1 if something has grown."""
+    where = torch.device(device)
+    soak = Soak(tuple(preset or PRESETS), where, tokens)
+    begin = time.perf_counter()
+
+    def tell(number: int, found: dict[str, int]) -> None:
+        shown = ", ".join(f"{name} {_shown(name, value)}" for name, value in found.items())
+        done = f"{soak.steps} steps, {soak.caches} caches, {time.perf_counter() - begin:.0f} s"
+        print(f"[{number + 1}/{rounds}] {done}: {shown}", flush=True)
+
+    record = run(soak, steps, caches, rounds, tell)
+    append_record(out, record | {"gpu": device_name(where)} | provenance(commit))
+    summary = f"{record['steps']} steps ({record['recorded']} recorded), {record['caches']} caches"
+    table = Table(
+        *("metric", "first round", "most, second third", "most, last third", "grown", "allowed", "left after release"),
+        title=f"{summary}, {record['calls']} calls of lb.generate, {record['seconds']:.0f} s",
+    )
+    first, last = rounds // 3, rounds - rounds // 3
+    for name, values in record["samples"].items():
+        numbers = values[0], max(values[first:last]), max(values[last:]), record["grown"][name], record["allowed"][name]
+        table.add_row(name, *(_shown(name, value) for value in (*numbers, record["left"][name])))
+    console.print(table)
+    if found := faults(record):
+        console.print("; ".join(found), markup=False)
+        raise typer.Exit(1)
+    console.print("nothing has grown")
+
+
+def _shown(metric: str, value: int) -> str:
+    return f"{value / 2**20:.2f} MiB" if metric in ("allocated", "reserved", "resident") else str(value)
+
+
+if __name__ == "__main__":
+    run_command(main)
