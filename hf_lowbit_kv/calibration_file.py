@@ -62,9 +62,8 @@ class Calibration:
         return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in found)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, which appears whole or not at all."""
+        """Write a safetensors file, which appears whole or not at all. Raises `OSError` where that fails."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {
             "format": "hf-lowbit-kv calibration",
             "version": str(VERSION),
@@ -72,12 +71,15 @@ class Calibration:
             "source": json.dumps(self.source),
         }
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(self.tensors.items())}
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         os.close(handle)
         try:
             save_file(tensors, temporary, metadata)
             Path(temporary).chmod(0o644)
             Path(temporary).replace(path)
+        except SafetensorError as error:
+            raise OSError(f"calibration cannot be written to {str(path)!r}: {error}") from error
         finally:
             Path(temporary).unlink(missing_ok=True)
 

@@ -34,6 +34,13 @@ class Calibrator(ABC):
         """Pages of 128 tokens that `fit` wants of each KV head, at most."""
         return 0
 
+    def check(self, device: str, tokens: int) -> None:  # noqa: B027
+        """Raise what `fit` would raise for want of a package or of tokens, before the model reads anything.
+
+        Args:
+            device: type of the model's, e.g. `"cpu"`. tokens: of each KV head that `fit` will get.
+        """
+
     def observe(self, tokens: torch.Tensor) -> None:  # noqa: B027
         """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. Nothing need be done."""
 

@@ -9,7 +9,7 @@ from .calibrator import PAGE, Calibrator
 from .calibrators_static import EigenCalibrator, StaticCalibrator
 from .formats.codebook import Codebook
 from .formats.static import Static
-from .kmeans import MOST_POINTS, kmeans
+from .kmeans import MOST_POINTS, check_kmeans, check_points, kmeans
 from .records import Parametrized
 from .transforms import Eigen, Smooth
 
@@ -49,6 +49,12 @@ class CodebookCalibrator(Calibrator):
     def pages(self) -> int:
         vectors = PAGE * self.head_dim // self.part.dim * (1 if self.separate else self.num_kv_heads)
         return -(-MOST_POINTS * self.part.size // vectors)
+
+    def check(self, device, tokens):
+        check_points(
+            tokens * self.head_dim // self.part.dim * (1 if self.separate else self.num_kv_heads), self.part.size
+        )
+        check_kmeans(device)
 
     def fit(self, pages, seed):
         vectors = pages.flatten(1).unflatten(-1, (-1, self.part.dim))

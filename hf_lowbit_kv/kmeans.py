@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .determinism import deterministic
@@ -20,8 +22,7 @@ def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS)
     Raises:
         ValueError: fewer points than centroids, or points that are not finite. ImportError: no faiss, on a CPU.
     """
-    if len(x) < count:
-        raise ValueError(f"{len(x)} sub-vectors are too few for {count} centroids")
+    check_points(len(x), count)
     if not bool(x.isfinite().all()):
         raise ValueError("the sub-vectors are not all finite")
     x = x.float()
@@ -34,12 +35,28 @@ def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS)
         return _lloyd(x, count, seed, iterations)
 
 
-def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
+def check_points(points: int, count: int) -> None:
+    """Raise `ValueError` where there are fewer points than centroids."""
+    if points < count:
+        raise ValueError(f"{points} sub-vectors are too few for {count} centroids")
+
+
+def check_kmeans(device: str) -> None:
+    """Raise `ImportError` where `kmeans` lacks the package that it needs for points on this type of device."""
+    if device == "cpu":
+        _faiss_package()
+
+
+def _faiss_package() -> Any:
     try:
         import faiss
     except ImportError as error:
         raise ImportError("calibration on a CPU needs faiss: pip install 'hf-lowbit-kv[calibrate]'") from error
-    trainer = faiss.Kmeans(
+    return faiss
+
+
+def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
+    trainer = _faiss_package().Kmeans(
         x.shape[1],
         count,
         niter=iterations,

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..calibrated_model import describe_model
 from ..calibration import calibrate as run
 from ..calibration import packed_sizes
-from ..calibration_file import FILE_NAME, Calibration
 from ..calibration_lookup import user_file
-from ..eval.models import calibration_texts
+from ..calibration_target import add_to_file, try_file, try_user_files
+from ..eval.models import calibration_texts, model_name
 from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 
 
@@ -69,10 +69,15 @@ def calibrate(
     """
     names = resolve_presets(preset or ["vecinfer-2"])
     texts = [_read(path) for path in text or calibration_texts()]
-    before = None if out is None else _existing(out)  # refused now, not after minutes of calibration
+    if out is None:
+        try_user_files(model_name(model))
+    else:
+        try_file(out, f"--out {str(out)!r}")
     loaded, tokenizer = load(model, device, dtype)
-    if before is not None:
-        before.check(describe_model(loaded, packed_sizes(loaded)))
+    described = describe_model(loaded, packed_sizes(loaded))
+    path = user_file(described) if out is None else out
+    if (before := try_file(path, repr(str(path)))) is not None:
+        before.check(described)
     columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
@@ -87,23 +92,8 @@ def calibrate(
 
         options = {"samples": samples, "length": length, "seed": seed, "per_head": per_head, "gradients": gradients}
         found = run(loaded, tokenizer, texts, names, progress=progress, **options)  # type: ignore[arg-type]
-    path = user_file(found.model) if out is None else out
-    if path.exists():
-        found = Calibration.load(path).merged(found)
-    found.save(path)
+    found = add_to_file(found, path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
-
-
-def _existing(path: Path) -> Calibration | None:
-    """The calibration that is to be added to; `None`: there is none yet."""
-    if path.is_dir():
-        raise ValueError(f"--out {str(path)!r} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
-    if not path.exists():
-        return None
-    try:
-        return Calibration.load(path)
-    except ValueError as error:
-        raise ValueError(f"--out {str(path)!r} exists, and nothing can be added to it: {error}") from error
 
 
 def _read(path: Path) -> str:
