@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import threading
 import warnings
 import weakref
@@ -24,6 +23,8 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 from . import validity
 from .layer import LowBitLayer
+from .process_wide import ProcessWide
+from .sync_watch import watch
 
 #: kinds of step that are kept for a cache: with and without padding, with other outputs, before and after windows are full
 KEPT_RECORDINGS = 8
@@ -32,6 +33,8 @@ WARM_UPS = 3
 #: stands for the cache among a step's inputs and outputs
 _CACHE = object()
 _capturing = threading.Lock()
+#: inside, nothing that torch compiled runs compiled, in any thread
+_uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
 
 
 class Graph(Protocol):
@@ -198,7 +201,7 @@ class Recorder:
         """Run the step eagerly, and find out what it counts in Python and whether it can be recorded."""
         cache = inputs["past_key_values"]
         before = _python_state(cache)
-        with _eagerly(model), _waits(model.device) as waits:
+        with _eagerly(model), watch(model.device) as waits:
             outputs = model(**inputs)
         assert self._seen is not None
         old, now = self._seen[0], validity.fingerprint(model)
@@ -358,32 +361,4 @@ def _restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
 def _eagerly(model: Any) -> contextlib.AbstractContextManager:
     """Inside, what the user compiled of the model runs uncompiled."""
     compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _waits(device: torch.device) -> Iterator[list[str]]:
-    """A list of the places (`file:line`) where the CPU waited for the GPU inside; complete on leaving."""
-    found: list[str] = []
-    if device.type != "cuda":
-        yield found
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # (torch says once that it is a prototype)
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            found.append(f"{_short(warning.filename)}:{warning.lineno}")
-        elif "Synchronization debug mode is a prototype" not in str(warning.message):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def _short(path: str) -> str:
-    """A file's path below the folder that Python found it in."""
-    roots = [root for root in sys.path if root and path.startswith(root)]
-    return path[len(max(roots, key=len)) :].lstrip("/") if roots else path
+    return _uncompiled() if compiled else contextlib.nullcontext()

@@ -1,0 +1,212 @@
+"""Waits of one thread are told apart from those of others, and nothing of the process stays changed.
+
+PyTorch's mode is stood in for: what warns on a GPU is in `test_threads.py` and `test_recording_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hf_lowbit_kv.process_wide import ProcessWide
+from hf_lowbit_kv.sync_watch import watch
+
+CUDA = torch.device("cuda")
+
+
+class SyncMode:
+    """PyTorch's switch, and an operation that waits."""
+
+    def __init__(self):
+        self.mode = 0
+
+    def set(self, mode):
+        if mode in (1, "warn"):
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        self.mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+
+    def wait(self):
+        if self.mode == 1:
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+
+
+@pytest.fixture
+def sync(monkeypatch):
+    sync = SyncMode()
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: sync.mode)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", sync.set)
+    return sync
+
+
+@pytest.fixture
+def unchanged():
+    """Fails where warnings are shown or filtered otherwise afterwards."""
+    before = list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl
+    yield
+    assert (list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl) == before
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+@pytest.mark.usefixtures("unchanged")
+def test_two_threads_watch_at_the_same_time(sync, first_leaves_first):
+    """Their stays overlap; only the second one waits."""
+    turn = threading.Barrier(2, timeout=30)
+
+    def first():
+        with watch(CUDA) as places:
+            turn.wait()  # both are inside
+            turn.wait()  # the second has waited
+            if not first_leaves_first:
+                turn.wait()
+        if first_leaves_first:
+            turn.wait()
+        return places
+
+    def second():
+        with watch(CUDA) as places:
+            turn.wait()
+            sync.wait()
+            turn.wait()
+            if first_leaves_first:
+                turn.wait()
+                sync.wait()
+        if not first_leaves_first:
+            turn.wait()
+        return places
+
+    with ThreadPoolExecutor(2) as threads:
+        one, two = (future.result() for future in [threads.submit(first), threads.submit(second)])
+    assert one == []
+    assert len(two) == (2 if first_leaves_first else 1)
+    assert all("test_sync_watch.py:" in place for place in two)
+    assert sync.mode == 0
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_many_threads_come_and_go(sync):
+    def work(index):
+        counts = []
+        for turn in range(200):
+            with watch(CUDA) as places:
+                for _ in range((index + turn) % 3):
+                    sync.wait()
+            counts.append(len(places) == (index + turn) % 3)
+        return all(counts)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert sync.mode == 0
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_wait_that_was_shown_before_is_seen_again(sync):
+    sync.mode = 1
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            sync.wait()
+        for _ in range(2):
+            with watch(CUDA) as places:
+                sync.wait()
+            assert len(places) == 1
+    assert len([each for each in shown if "called" in str(each.message)]) == 1  # Python shows it once
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_other_warnings_are_shown(sync):
+    with watch(CUDA) as places, pytest.warns(UserWarning, match="something else"):
+        warnings.warn("something else", stacklevel=1)
+    assert places == []
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.usefixtures("unchanged")
+def test_a_thread_that_watches_nothing_is_told_of_its_waits_if_it_has_asked(sync, asked):
+    sync.mode = int(asked)
+    turn = threading.Barrier(2, timeout=30)
+
+    def watching():
+        with watch(CUDA) as places:
+            turn.wait()
+            turn.wait()
+        return places
+
+    with ThreadPoolExecutor(1) as threads, warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        future = threads.submit(watching)
+        turn.wait()
+        sync.wait()
+        turn.wait()
+        assert future.result() == []
+    assert [str(each.message)[:22] for each in shown] == ["called a synchronizing"] * asked
+    assert sync.mode == int(asked)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.usefixtures("unchanged")
+def test_the_mode_is_restored_after_an_error(sync, mode):
+    sync.mode = mode
+    with pytest.raises(KeyError), watch(CUDA), watch(CUDA):
+        raise KeyError
+    assert sync.mode == mode
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_mode_that_was_chosen_meanwhile_stays(sync):
+    with watch(CUDA):
+        sync.set("error")
+    assert sync.mode == 2
+
+
+def test_a_copy_of_the_filters_may_live_longer(sync):
+    with warnings.catch_warnings():
+        outer = watch(CUDA)
+        outer.__enter__()
+        inner = warnings.catch_warnings()
+        inner.__enter__()
+        copied = warnings.filters
+        before = len(copied)
+        outer.__exit__(None, None, None)
+        assert len(copied) == before - 2
+        inner.__exit__(None, None, None)
+        assert len(warnings.filters) == before - 2
+
+
+def test_a_change_is_made_by_the_first_and_undone_by_the_last():
+    done = []
+
+    class Change:
+        def __enter__(self):
+            done.append("made")
+
+        def __exit__(self, *exception):
+            done.append("undone")
+
+    changed = ProcessWide(Change)
+    one, two = changed(), changed()
+    for each in (one, two):
+        each.__enter__()
+    one.__exit__(None, None, None)
+    assert done == ["made"]
+    two.__exit__(None, None, None)
+    with changed():
+        pass
+    assert done == ["made", "undone"] * 2
+
+
+def test_a_change_that_fails_is_tried_again():
+    tries = []
+
+    def change():
+        tries.append(1)
+        raise OSError("not now")
+
+    changed = ProcessWide(change)
+    for _ in range(2):
+        with pytest.raises(OSError, match="not now"), changed():
+            pass
+    assert len(tries) == 2
