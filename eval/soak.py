@@ -8,8 +8,8 @@ every preset:
 - caches that are made, filled, cropped, reordered, repeated, copied, emptied and dropped.
 
 So whatever is alive at the end of a round should be alive at the end of the next one, and no more. After each round Python
-collects its garbage, and memory is looked at. The first third of the rounds warms up. A metric has grown if its most in the last
-third is larger than its most in the second third, by more than `ALLOWED`. Exit status 1 if one has.
+collects its garbage, and memory is looked at. The first third of the rounds warms up. A metric has grown if its most in the
+last third is larger than its most in the second third, by more than `ALLOWED`. Exit status 1 if one has.
 
 Records: `samples` of each metric, one a round, bytes or counts; `grown`, `allowed`; `recorded`: steps of calls that have
 recorded steps; `left`: what `lb.release` leaves, beyond what there was before the first round.
