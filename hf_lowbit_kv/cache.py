@@ -198,6 +198,9 @@ class LowBitCache(Accounted, Watched):
     def get_mask_sizes(self, query_length: int, layer_idx: int):
         if not torch.compiler.is_compiling():
             self.check_overrun(wait=False)
+            # transformers asks for these sizes before it runs a compiled or recorded step
+            for layer in self.packed_layers:
+                layer.refresh()
         return super().get_mask_sizes(query_length, layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):

@@ -157,6 +157,11 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
             return query_length, seen
         return int(seen) + query_length, 0
 
+    def refresh(self) -> None:
+        """Look whether weights have changed, before a step that may be compiled or replayed and cannot look."""
+        if self.is_initialized and self.length.fixed and self._current_mode() == "packed":
+            self.side.refresh(self.dtype)
+
     def reset(self) -> None:
         """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
         self._forget()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .reading import READINGS, Side, StreamSizes, causal_attention
+from .staleness import Seen
 
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
@@ -34,20 +35,38 @@ OTHER_COPY = (
 )
 
 
+def _alive(ref: weakref.ref) -> Any:
+    if (module := ref()) is None:
+        raise RuntimeError("the model that this cache was made for is gone; make another cache from the model in use")
+    return module
+
+
 class UpProjection:
     """W_UK and W_UV of one attention module, never stale.
 
     A plain linear layer's weight is viewed, so nothing is stored and every change of it shows. For any other layer
     (weights quantized, adapters) the matrix is what the layer makes of the identity: computed once where the layer holds
-    quantized weights, and again after one of its tensors changed; at every step where it holds adapters.
+    quantized weights, and again after it changed; at every step where it holds adapters or does anything else.
     """
 
     def __init__(self, module: torch.nn.Module):
-        self.projection: Any = module.kv_b_proj
+        self._module = weakref.ref(module)
         self.nope, self.value = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
         self.rank = int(module.kv_lora_rank)  # type: ignore[arg-type]
         self._dense: torch.Tensor | None = None
-        self._seen: tuple | None = None
+        self._seen: Seen | None = None
+
+    @property
+    def projection(self) -> Any:
+        """The layer, looked up each time: adapters put another one in its place."""
+        return _alive(self._module).kv_b_proj
+
+    def refresh(self, dtype: torch.dtype) -> None:
+        """Dequantize weights that have changed, before a step that cannot look for changes by itself. dtype: for weights that
+        no step has asked for so far."""
+        layer = self.projection
+        if not _is_plain(layer, self.rank) and _is_quantized(layer):
+            self._dequantized(layer, dtype if self._dense is None else self._dense.dtype)
 
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK `[Hq, nope, L]` and W_UV `[Hq, v, L]`, in `dtype`; Hq: the heads of this rank."""
@@ -60,19 +79,25 @@ class UpProjection:
         layer = self.projection
         if _is_plain(layer, self.rank):
             return layer.weight.detach().to(dtype)
-        if torch.compiler.is_compiling() and self._dense is not None:
-            return self._dense  # the prompt, which is read eagerly, has just looked for changes
         if not _is_quantized(layer):
             return _through_identity(layer, self.rank, dtype)
-        seen = (dtype, *((x.data_ptr(), x._version, x.dtype, x.device) for x in _tensors(layer)))
-        if self._dense is None or seen != self._seen:
-            found = _dequantized(layer, self.rank, dtype)
-            if self._dense is not None and (self._dense.shape, self._dense.dtype) == (found.shape, found.dtype):
-                self._dense.copy_(found)  # recorded steps keep its address
-            else:
-                self._dense = found
-            self._seen = seen
-        return self._dense
+        if not torch.compiler.is_compiling():
+            return self._dequantized(layer, dtype)
+        if self._dense is None or self._dense.dtype != dtype:
+            return _dequantized(layer, self.rank, dtype)  # in every step
+        return self._dense  # `refresh` has looked for changes
+
+    def _dequantized(self, layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        """The weight `[Hq * (nope + v), L]` of a quantized layer: as last time, if the layer has not changed."""
+        old = self._dense
+        if old is not None and old.dtype == dtype and self._seen is not None and self._seen.unchanged(layer):
+            return old
+        seen = Seen(layer)  # before reading the weights: what changes meanwhile is noticed next time
+        found = _dequantized(layer, self.rank, dtype)
+        if old is not None and (old.shape, old.dtype, old.device) == (found.shape, found.dtype, found.device):
+            found = old.copy_(found)  # recorded steps keep its address
+        self._dense, self._seen = found, seen
+        return found
 
 
 def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
@@ -81,18 +106,23 @@ def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 def _is_plain(layer: Any, rank: int) -> bool:
     """Whether `layer` multiplies with its weight `[out, rank]` and does nothing else."""
-    if type(layer).forward is not torch.nn.Linear.forward or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer).forward is not torch.nn.Linear.forward or _has_hooks(layer):
         return False
-    weight = layer.weight
-    ordinary = (
-        type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.itemsize >= 2
-    )
-    return ordinary and weight.dim() == 2 and weight.shape[1] == rank
+    return _is_ordinary(layer.weight) and layer.weight.dim() == 2 and layer.weight.shape[1] == rank
 
 
-def _is_quantized(layer: torch.nn.Module) -> bool:
+def _is_quantized(layer: Any) -> bool:
     """Whether the layer itself (not a layer inside it, as an adapter has) holds weights that are no ordinary floats."""
-    return not any(True for _ in layer.children())
+    inner = any(True for _ in layer.children())
+    return not inner and not _has_hooks(layer) and not all(_is_ordinary(x) for x in _tensors(layer))
+
+
+def _has_hooks(layer: Any) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+
+
+def _is_ordinary(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.itemsize >= 2
 
 
 @torch.no_grad()
@@ -172,11 +202,7 @@ class Absorbed(Side):
 
     @property
     def module(self) -> Any:
-        if (module := self._module()) is None:
-            raise RuntimeError(
-                "the model that this cache was made for is gone; make another cache from the model in use"
-            )
-        return module
+        return _alive(self._module)
 
     def sizes(self, config: Any) -> StreamSizes:
         return StreamSizes(1, self.rank, self.rope)
@@ -193,6 +219,9 @@ class Absorbed(Side):
         if (module := self._module()) is not None:
             _holders.get(module, weakref.WeakSet[Side]()).discard(self)
             _restore(module)
+
+    def refresh(self, dtype: torch.dtype) -> None:
+        self._up.refresh(dtype)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         keys, _ = self._up.matrices(query.dtype)

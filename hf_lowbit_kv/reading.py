@@ -142,6 +142,10 @@ class Side(ABC):
     def begin(self, stays: bool) -> None:  # noqa: B027  (most sides have nothing to do)
         """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo nothing."""
 
+    def refresh(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """A step of `dtype` follows, and it may be compiled or replayed: then it cannot see whether weights have changed from
+        which this side has computed something that it keeps."""
+
     def why_not(self, module: Any) -> str | None:
         """What keeps it from serving `module`, the attention module that runs, or `None`."""
         return None

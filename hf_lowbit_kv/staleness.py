@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -106,3 +107,60 @@ def digest(tensor: torch.Tensor) -> bytes:
         return hashlib.blake2b(content, digest_size=16, key=hashlib.blake2b(described).digest()).digest()
 
     return computed_once(tensor, "digest", compute)
+
+
+class Seen:
+    """What a module held when it was looked at: plain values, and of tensors which objects, where they lay, and how often they
+    had changed."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._looks = [
+            (weakref.ref(x), _look(x)) if isinstance(x, torch.Tensor) else x for x in _held(vars(module), _DEPTH, [])
+        ]
+
+    def unchanged(self, module: torch.nn.Module) -> bool:
+        """Whether the module holds the same still. Never, where PyTorch does not count changes of a tensor (those that were
+        made in inference mode)."""
+        now = list(_held(vars(module), _DEPTH, []))
+        return len(now) == len(self._looks) and all(map(_same, self._looks, now))
+
+
+#: how deep a module is looked into: what is needed to read quantized weights may hang on a weight, in objects of its own
+_DEPTH = 6
+_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
+
+
+def _look(tensor: torch.Tensor) -> tuple | None:
+    if tensor.is_inference():
+        return None
+    # a tensor that consists of others has no memory of its own
+    address = 0 if hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
+    return tensor._version, address, tensor.shape, tensor.dtype, tensor.device
+
+
+def _same(before: Any, now: Any) -> bool:
+    if not isinstance(now, torch.Tensor):
+        return type(before) is type(now) and before == now
+    if not isinstance(before, tuple):
+        return False
+    ref, look = before
+    return ref() is now and look is not None and look == _look(now)  # new tensors may lie where others were
+
+
+def _held(value: Any, depth: int, found: list[Any]) -> list[Any]:
+    """`found`, and the tensors and plain values in `value` behind it."""
+    if type(value) in _PLAIN:
+        found.append(value)
+        return found
+    parts: Any = value
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        flat = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+        parts = {name: getattr(value, name) for name in flat} or getattr(value, "__dict__", None)
+    elif not isinstance(value, (dict, list, tuple)):
+        parts = None if callable(value) else getattr(value, "__dict__", None)
+    if parts and depth:
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            if type(part) not in (dict, OrderedDict) or part:  # most of a module's attributes are empty
+                _held(part, depth - 1, found)
+    return found

@@ -211,11 +211,10 @@ class Adapted(torch.nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.base_layer, self.on = linear, True
-        self.low = torch.nn.Parameter(
-            torch.randn(linear.weight.shape[1], 4, generator=torch.Generator().manual_seed(2))
-        )
-        self.high = torch.nn.Parameter(
-            torch.randn(4, linear.weight.shape[0], generator=torch.Generator().manual_seed(3))
+        rows, columns = (linear.codes if isinstance(linear, Int8Linear) else linear.weight).shape
+        self.low, self.high = (
+            torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+            for shape, seed in (((columns, 4), 2), ((4, rows), 3))
         )
 
     def forward(self, x):
