@@ -26,6 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 
@@ -92,7 +93,7 @@ def measure(
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **as_argument(cache),
             do_sample=False,
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: DeepSeek-V2-Lite (its published configuration)
@@ -99,7 +100,7 @@ def _steps(model: Any, cache: Any, batch: int, tokens: int) -> Callable[[], None
     position = torch.full((batch, 1), tokens, device=model.device)
 
     def step() -> None:
-        model(token, position_ids=position, past_key_values=cache, use_cache=True)
+        model(token, position_ids=position, **as_argument(cache), use_cache=True)
         position.add_(1)
 
     return step

@@ -24,6 +24,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.bench_generate import shape_8b
 from hf_lowbit_kv.eval.bench_memory import random_model
 from hf_lowbit_kv.eval.generate_case import low_bit_cache
@@ -40,7 +41,7 @@ def read_seconds(model: Any, cache: Any, prompt: torch.Tensor, chunk: int | None
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        **as_argument(cache),
         do_sample=False,
         max_new_tokens=1,
         prefill_chunk_size=chunk,

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 
 from .models import essay
 
@@ -89,7 +90,7 @@ def _continue(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_token
     )
     start = time.perf_counter()
     with torch.inference_mode():
-        output = model.generate(**inputs, generation_config=greedy, past_key_values=cache)
+        output = model.generate(**inputs, generation_config=greedy, **as_argument(cache))
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
     seconds = time.perf_counter() - start
     return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), seconds)

@@ -16,6 +16,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.compiling import compile_config
 from hf_lowbit_kv.eval.packed_case import fill, random_parameters
 from hf_lowbit_kv.presets import get_preset
@@ -171,7 +172,7 @@ class Contender:
         return call(
             inputs=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             **options,

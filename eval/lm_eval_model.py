@@ -26,6 +26,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.eval.reading import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
@@ -227,7 +228,7 @@ class LowBitLM(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any):
         cache = self.new_cache()
-        out = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        out = super()._model_generate(context, max_length, stop, **as_argument(cache), **generation_kwargs)
         mask = generation_kwargs.get("attention_mask")
         columns = context.shape[1]
         real = torch.full((len(context),), columns) if mask is None else mask.sum(1).cpu()

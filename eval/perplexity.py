@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.pages import LayerSpec
 
 from . import parallel as one_pass
@@ -256,7 +257,7 @@ def _score_windows(
     full = DynamicCache(config=model.config)
 
     def logits(cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
-        out = model(ids[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
+        out = model(ids[:, low:high], **as_argument(cache), use_cache=True, logits_to_keep=max(scored, 1))
         bar.advance(task, len(ids) * (high - low))
         return out.logits
 
@@ -283,7 +284,7 @@ def _score_windows(
 @torch.no_grad()
 def _whole_logits(model: Any, ids: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
     """Logits of windows `[B, context]` from `start` on, in one forward pass."""
-    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1] - start).logits
+    return model(ids, **as_argument(cache), use_cache=True, logits_to_keep=ids.shape[1] - start).logits
 
 
 @torch.no_grad()

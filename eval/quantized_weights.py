@@ -20,6 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.models import BUNDLED_MODEL, bundled_model, default_texts
 from hf_lowbit_kv.eval.perplexity import run
 from hf_lowbit_kv.eval.reading import FULL
@@ -110,7 +111,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 @torch.no_grad()
 def time_steps(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
     """Milliseconds of an eager decode step behind the tokens `ids` `[1, n]`, and bytes of the cache with these tokens."""
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = model(ids, **as_argument(cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
     if isinstance(cache, DynamicCache):
         layers: list[Any] = list(cache.layers)
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
@@ -120,7 +121,7 @@ def time_steps(model: Any, ids: torch.Tensor, cache: Any) -> tuple[float, int]:
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        token = model(token, **as_argument(cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(times[WARMUP_STEPS:]), kv_bytes

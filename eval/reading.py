@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.formats import Dense
 from hf_lowbit_kv.layer import LowBitLayer
 
@@ -244,7 +245,7 @@ class Reader:
             ids.to(device),
             attention_mask=mask,
             position_ids=positions.to(device),
-            past_key_values=cache,
+            **as_argument(cache),
             use_cache=True,
             logits_to_keep=kept,
         ).logits

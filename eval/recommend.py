@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.presets import DEFAULT_PRESET
 
 from .fitting import fitting_presets
@@ -67,7 +68,7 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
     for name, factory in factories.items():
         cache = factory()
         with torch.no_grad():
-            model(token, past_key_values=cache, use_cache=True)  # layers know their sizes then
+            model(token, **as_argument(cache), use_cache=True)  # layers know their sizes then
         stored = full = 0
         for layer in cache.packed_layers:
             store, spec = layer.store, layer.spec

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from . import gradients as differentiation
+from .cache_argument import as_argument
 from .calibrated_model import describe_model
 from .calibration_file import Calibration
 from .calibrator import PAGE, Calibrator
@@ -309,6 +310,6 @@ def read_windows(
     """Let the model read each window, and call `see(window, layer, (keys, values))`."""
     for number, window in enumerate(windows):
         cache = Recorder(model.config, lambda layer, *x, number=number: see(number, layer, x))
-        model(window[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)

@@ -13,6 +13,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from .cache import LowBitCache
+from .cache_argument import as_argument
 from .kept import capacity
 from .layer import LowBitLayer
 
@@ -60,7 +61,7 @@ def forget(model: Any) -> None:
 def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
     """Raise where transformers would not compile the step: it would run eagerly, and say so in a log."""
     config = GenerationConfig(compile_config=options["compile_config"])
-    if model._valid_auto_compile_criteria({"past_key_values": cache}, config):
+    if model._valid_auto_compile_criteria(as_argument(cache), config):
         return
     quantizer = getattr(model, "hf_quantizer", None)
     why = "its weights are offloaded" if quantizer is None or quantizer.is_compileable else "its weights are quantized"
@@ -101,7 +102,7 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str, 
     devices = [model.device] if model.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):  # a seed set before the first call gives what it gives later
-            model.generate(prompt, attention_mask=prompt_mask, past_key_values=cache, **fixed, **same)
+            model.generate(prompt, attention_mask=prompt_mask, **as_argument(cache), **fixed, **same)
     except BaseException:
         done.discard(key)
         raise

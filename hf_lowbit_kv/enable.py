@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from . import recording
 from .cache import LowBitCache
+from .cache_argument import NAME, cache_in
 from .generation import lend_cache
 from .implementation import ATTENTION_NAME
 from .methods import from_preset
@@ -134,17 +135,17 @@ def _prepare_cache(
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
     own = type(self)._prepare_cache_for_generation
-    given = model_kwargs.get("past_key_values") is not None or generation_config.cache_implementation is not None
+    given = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
     if given or generation_config.use_cache is False:
         own(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     enabled = getattr(self, _ENABLED)[-1]
     if generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
-        model_kwargs["past_key_values"] = from_preset(enabled.preset, self, **enabled.options)
+        model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
     cache.decoding_step = recording.recorded_step(cache, self.device)
     for layer in cache.packed_layers:
         layer.is_compileable = True  # masks are made before the step, which a recording needs
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[NAME] = cache

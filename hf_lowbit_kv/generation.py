@@ -17,6 +17,7 @@ import torch
 from . import backends, compiling, recording
 from .arguments import check_count
 from .cache import LowBitCache
+from .cache_argument import as_argument
 from .calibration_lookup import Borrowed
 from .call_options import (
     check_options,
@@ -129,7 +130,7 @@ def generate(
 def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], step: str, progress: bool) -> Any:
     """`model.generate` on this cache, its steps run as `step` says."""
     inner = unwrap(model)
-    options = options | {"past_key_values": cache}
+    options = options | as_argument(cache)
     # inside inference mode, transformers would make layers that cannot be emptied outside it
     with torch.inference_mode(False), torch.no_grad(), deferred_stop_check(), compiling.compile_limit(step):
         if step == "compiled":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from .cache_argument import as_argument
 from .calibrator import PAGE
 
 #: windows, by device, and tokens of a window
@@ -84,7 +85,7 @@ def _gradients(model: Any, window: torch.Tensor, cache: _Watched, generator: tor
     with torch.enable_grad():
         for first in range(0, len(window), PAGE):
             chunk = ids[:, first : first + PAGE]
-            logits = model(chunk, past_key_values=cache, use_cache=True).logits[0]
+            logits = model(chunk, **as_argument(cache), use_cache=True).logits[0]
             if not cache.zeros:
                 continue  # these predictions depend on nothing that is watched
             log_p = logits.float().log_softmax(-1)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from .cache import LowBitCache
+from .cache_argument import as_argument
 from .call_options import return_sequences, setting
 from .own_layers import SLIDING
 
@@ -143,7 +144,7 @@ class _Reader:
             self.ids[:, chunk],
             attention_mask=self.mask[:, : chunk.stop],
             position_ids=self.positions[:, chunk],
-            past_key_values=self.cache,
+            **as_argument(self.cache),
             logits_to_keep=1,
         )
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from . import validity
+from .cache_argument import cache_in
 from .layer import LowBitLayer
 from .process_wide import ProcessWide
 from .sync_watch import watch
@@ -120,7 +121,7 @@ class RecordedStep:
         self._recorder, self._checked = recorder, False
 
     def __call__(self, model: Any, **inputs: Any) -> Any:
-        cache: Any = inputs.get("past_key_values")
+        cache: Any = cache_in(inputs)
         ids = inputs.get("input_ids")
         one_token = isinstance(ids, torch.Tensor) and ids.shape[1] == 1 and inputs.get("inputs_embeds") is None
         if not one_token or torch.is_grad_enabled() or not cache.packed_layers[0].is_initialized:
@@ -180,7 +181,7 @@ class Recorder:
         """`model(**inputs)`, a step of one token."""
         if self._why_not is not None:
             return model(**inputs)
-        cache = inputs["past_key_values"]
+        cache = cache_in(inputs)
         leaves, tree = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *_windows_full(cache), model.training)
@@ -199,7 +200,7 @@ class Recorder:
 
     def _warm_up(self, kind: Any, model: Any, inputs: dict[str, Any]) -> Any:
         """Run the step eagerly, and find out what it counts in Python and whether it can be recorded."""
-        cache = inputs["past_key_values"]
+        cache = cache_in(inputs)
         before = _python_state(cache)
         with _eagerly(model), watch(model.device) as waits:
             outputs = model(**inputs)

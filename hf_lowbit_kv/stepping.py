@@ -18,6 +18,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import utils as host
 
+from .cache_argument import cache_in
+
 _handed = threading.local()
 _deferring: contextvars.ContextVar[bool] = contextvars.ContextVar("deferring", default=False)
 
@@ -25,7 +27,7 @@ _deferring: contextvars.ContextVar[bool] = contextvars.ContextVar("deferring", d
 def _has_step(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def _valid_auto_compile_criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        _handed.step = getattr(model_kwargs.get("past_key_values"), "decoding_step", None)
+        _handed.step = getattr(cache_in(model_kwargs), "decoding_step", None)
         return True if _handed.step is not None else original(self, model_kwargs, generation_config)
 
     return _valid_auto_compile_criteria

@@ -19,6 +19,7 @@ import torch
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
 
 #: a small trained model; its tokens are bytes
@@ -41,10 +42,10 @@ class Capture:
         """ids `[tokens]`. Keeps of each layer the module, absorbed queries `[Hq, queries, rank + rope]`, the content
         `[n, rank]` and the RoPE part `[n, rope]`."""
         cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, reading="latent")
-        self.model(ids[None, :-queries].to(self.model.device), past_key_values=cache)
+        self.model(ids[None, :-queries].to(self.model.device), **as_argument(cache))
         for layer in cache.packed_layers:
             layer.step = self._keeping(layer, layer.step)
-        self.model(ids[None, -queries:].to(self.model.device), past_key_values=cache)
+        self.model(ids[None, -queries:].to(self.model.device), **as_argument(cache))
         return self
 
     def _keeping(self, layer: Any, step: Any) -> Any:
@@ -117,7 +118,7 @@ def perplexity(model: Any, ids: torch.Tensor, cache: Any, chunk: int = 64) -> fl
     """Per token, of `ids` `[tokens]` read in chunks with that cache; the first chunk does not count."""
     loss, count, last = 0.0, 0, None
     for part in ids.to(model.device)[None].split(chunk, 1):
-        logits = model(part, past_key_values=cache).logits[0].float()
+        logits = model(part, **as_argument(cache)).logits[0].float()
         if last is not None:
             predicted = torch.log_softmax(torch.cat([last[None], logits[:-1]]), -1)
             loss -= float(predicted.gather(1, part[0, :, None]).sum())

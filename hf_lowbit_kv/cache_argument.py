@@ -1,0 +1,27 @@
+"""The argument under which transformers hands a cache on: `past_key_values` before 5.24, `cache` since.
+
+Users may write either where transformers takes it; what this package itself calls uses the name that is current.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationMixin
+
+#: every name that transformers has had for it
+NAMES = ("cache", "past_key_values")
+#: the current one
+NAME = NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+
+
+def as_argument(cache: Any) -> dict[str, Any]:
+    """`{name: cache}`, for `model(**as_argument(cache))`."""
+    return {NAME: cache}
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments or outputs of a model, `None` where there is none."""
+    return arguments.get(NAME)
