@@ -26,6 +26,14 @@ def prompt_of(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
     return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
 
 
+def cache_of(past_key_values: Any, options: dict[str, Any]) -> Any:
+    """The cache to go on with: `past_key_values`, or `cache`, as transformers calls it since 5.24; taken out of the options."""
+    cache = options.pop("cache", None)
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
+    return past_key_values if cache is None else cache
+
+
 def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
     """How the steps are to run, after checking that they can."""
     if step not in (None, *STEPS):

@@ -20,6 +20,7 @@ from .cache import LowBitCache
 from .cache_argument import as_argument
 from .calibration_lookup import Borrowed
 from .call_options import (
+    cache_of,
     check_options,
     new_tokens_of,
     options_of_cache,
@@ -71,7 +72,8 @@ def generate(
         step: how a decoding step runs on a GPU. `"recorded"` (default): as the model runs it, recorded in a CUDA graph;
             ready within seconds. `"compiled"`: compiled by torch, the fastest, after a minute or two. `"eager"`: as the
             model runs it. On a CPU every step is eager.
-        past_key_values: a preallocated cache to go on with. Without it a kept cache is emptied and used.
+        past_key_values: a preallocated cache to go on with; or `cache=`, the name that transformers uses since 5.24. Without
+            it a kept cache is emptied and used.
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         calibration: for presets that need one, as for `LowBitCache`. Each call uses what the file, folder or object holds then.
@@ -82,8 +84,9 @@ def generate(
             To find out, the model may read some tokens more than once, and PyTorch's peak statistics of the GPU begin anew.
 
     Returns:
-        What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` is the cache, which
-        belongs to its holder until dropped. Calls of several threads for one model follow each other.
+        What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
+        transformers 5.24) is the cache, which belongs to its holder until dropped. Calls of several threads for one model
+        follow each other.
 
     Raises:
         ValueError: an unknown preset or step, no `max_new_tokens`, a cache without room, a text that does not begin with what
@@ -94,6 +97,7 @@ def generate(
     """
     inner = unwrap(model)
     inputs = prompt_of(inputs, options)
+    past_key_values = cache_of(past_key_values, options)
     how = which_step(inner, step, options)
     check_options(inner, options)
     check_chunk_size(setting(inner, options, "prefill_chunk_size"))

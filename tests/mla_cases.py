@@ -51,6 +51,7 @@ MORE = {
         "head_dim": 16,
     },
     "glm5_next": {"qk_rope_head_dim": 0},
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
 }
 _NOT_SCALED = ("norm", "A_log", "dt_bias")
 

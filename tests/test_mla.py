@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 #: architectures whose attention an indexer makes sparse: refused
-SPARSE = {"axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4"}
+SPARSE = {"axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4"}
 
 
 @pytest.fixture(scope="module")
