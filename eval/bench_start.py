@@ -35,6 +35,7 @@ def measure(started: float, how: str, preset: str, tokens: int, batch: int, devi
     from transformers import LogitsProcessor
 
     import hf_lowbit_kv as lb
+    from hf_lowbit_kv.cache_argument import NAME
     from hf_lowbit_kv.eval.bench_generate import shape_8b, weight_bytes
     from hf_lowbit_kv.eval.bench_memory import random_model
     from hf_lowbit_kv.eval.generate_case import StepClock
@@ -75,7 +76,7 @@ def measure(started: float, how: str, preset: str, tokens: int, batch: int, devi
         logits_processor=[known, clock],
     )
     steps = clock.steps_ms(skip=12)
-    nbytes = out.past_key_values.nbytes
+    nbytes = out[NAME].nbytes
     moved = weight_bytes(model) + nbytes.codes + nbytes.metadata + nbytes.window
     return {
         "how": how,

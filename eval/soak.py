@@ -35,6 +35,7 @@ from transformers import AutoConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import recording
+from hf_lowbit_kv.cache_argument import NAME, as_argument
 from hf_lowbit_kv.eval.bench_memory import random_model
 from hf_lowbit_kv.eval.packed_case import random_parameters
 from hf_lowbit_kv.eval.results import RESULTS, append_record, device_name, provenance, run_command, wide_console
@@ -175,7 +176,7 @@ class Soak:
         room = self.tokens + second + third + 64
         self.generate(preset, ids, first, max_cache_len=max(room, self.tokens + first + 64), **settings)
         out = self.generate(preset, ids, second, max_cache_len=room, **settings)
-        held = out.past_key_values
+        held = out[NAME]
         self.generate(preset, torch.cat([out.sequences, self.prompt(16)], 1), third, past_key_values=held)
         try:
             self.generate(preset, ids[:, : self.tokens // 64 * 64], 16, logits_processor=[_interrupt], **settings)
@@ -199,7 +200,7 @@ class Soak:
             **options,
         )
         self.steps += steps
-        recorder = recording._recorders.get(out.past_key_values.packed_layers[0])
+        recorder = recording._recorders.get(out[NAME].packed_layers[0])
         self.recorded += steps if recorder is not None and recorder.count else 0
         return out
 
@@ -210,18 +211,18 @@ class Soak:
         room = {"max_cache_len": self.tokens + 128} if number % 2 else {}
         cache = lb.from_preset(preset, model, **self.options[preset], **room)
         self.caches += 1
-        model(ids[:, : self.tokens], past_key_values=cache)
+        model(ids[:, : self.tokens], **as_argument(cache))
         for i in range(self.tokens, self.tokens + 2):
-            model(ids[:, i : i + 1], past_key_values=cache)
+            model(ids[:, i : i + 1], **as_argument(cache))
         cache.crop(-(self.tokens // 2))
         cache.batch_select_indices(torch.tensor([1, 0], device=self.device))
-        model(ids[:, :17], past_key_values=cache)
+        model(ids[:, :17], **as_argument(cache))
         if not room:
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([0, 3], device=self.device))
-            model(ids[:, 17:18], past_key_values=copy.deepcopy(cache))
+            model(ids[:, 17:18], **as_argument(copy.deepcopy(cache)))
         cache.reset()
-        model(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], **as_argument(cache))
 
     def release(self) -> None:
         for model in self.models.values():
