@@ -52,13 +52,13 @@ gpu-test: $(VENV)/.ready
 	$(PYTEST) -m gpu
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m hf_lowbit_kv.eval.bench_all
+	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all
 
 measure: $(VENV)/.ready
-	$(BIN)/python -m hf_lowbit_kv.eval.measure
+	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.measure
 
 results: $(VENV)/.ready
-	$(BIN)/python -m hf_lowbit_kv.eval.report
+	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.tables
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -70,7 +70,7 @@ calibrations: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
 		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct.safetensors
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3 \
-		$$($(BIN)/python -c "from hf_lowbit_kv.eval.models import *; print(*(f'--text {x}' for x in calibration_texts() + library_texts()))") \
+		$$($(BIN)/python -c "from hf_lowbit_kv.eval.local_models import *; print(*(f'--text {x}' for x in calibration_texts() + library_texts()))") \
 		-o hf_lowbit_kv/calibrations/SmolLM2-135M-Instruct-eigen.safetensors
 
 clean:

@@ -15,9 +15,9 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_device, default_texts, load_model
+from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, default_device, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import run
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: the bundled model's record
 OUT = results_path("perplexity", "smollm2")

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
 
-from .models import essay
+from .local_models import essay
 
 
 class Continuation(NamedTuple):

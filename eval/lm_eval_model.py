@@ -27,8 +27,8 @@ from transformers.cache_utils import Cache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.models import bundled_model, default_device, default_dtype, explained, without_tokenizer
-from hf_lowbit_kv.eval.reading import FULL, Reader, Share, Text, packs
+from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
+from hf_lowbit_kv.eval.local_models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
 #: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s

@@ -19,9 +19,9 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
+from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.lm_eval_model import TASKS, LowBitLM
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
-from hf_lowbit_kv.eval.reading import FULL
 
 #: lm-eval's options that belong to this command, or that have no meaning for several presets: refused, not ignored
 OWN_OPTIONS = (

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.models import essay
-from hf_lowbit_kv.eval.reading import FULL, Reader, Text, packs
+from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
+from hf_lowbit_kv.eval.local_models import essay
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

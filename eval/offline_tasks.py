@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_lowbit_kv.eval.models import essay, package_folder
+from hf_lowbit_kv.eval.local_models import essay, package_folder
 from hf_lowbit_kv.eval.needle import Needle, clean, prompt
 
 TASKS = Path(__file__).resolve().parent / "tasks"

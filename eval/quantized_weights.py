@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, bundled_model, default_texts
+from hf_lowbit_kv.eval.chunked_reader import FULL
+from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, bundled_model, default_texts
 from hf_lowbit_kv.eval.perplexity import run
-from hf_lowbit_kv.eval.reading import FULL
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: numbers that share a scale and a zero point in 4-bit weights; divides the bundled model's sizes
 GROUP_SIZE = 64

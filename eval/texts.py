@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .models import MissingPackageError, essay, package_folder
+from .local_models import MissingPackageError, essay, package_folder
 
 #: file endings that `datasets` reads with the loader of that name
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv import reference
 from hf_lowbit_kv.backends import storage_spec
+from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.pages import LayerSpec, PagedStore
 from hf_lowbit_kv.triton_kernels.cuda.launch import launches
 
@@ -116,7 +117,7 @@ def pipeline(filled: Filled) -> torch.Tensor:
     """With queries and weights in FP8, too."""
     case = filled.case
     v = filled.v.nan_to_num(0.0)
-    return snapmla.attend(filled.q, filled.k, v, filled.mask, filled.store.state, case.spec, case.scaling)
+    return snapmla_pipeline.attend(filled.q, filled.k, v, filled.mask, filled.store.state, case.spec, case.scaling)
 
 
 def check_attend(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:

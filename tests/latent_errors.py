@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv import reference
 from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
 
 #: a small trained model; its tokens are bytes
@@ -75,7 +76,7 @@ def pipeline_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.T
     outs = []
     for i in range(tokens):
         n = len(codes) - tokens + i + 1
-        outs.append(snapmla.attention(query[:, i], codes[:n], scale[:n], rope[:n], scaling)[0])
+        outs.append(snapmla_pipeline.attention(query[:, i], codes[:n], scale[:n], rope[:n], scaling)[0])
     return torch.stack(outs, 1)
 
 
@@ -92,7 +93,7 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 
 def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[str, Any]]:
-    """A record a layer and configuration of `snapmla.CONFIGURATIONS`, and `pipeline`."""
+    """A record a layer and configuration of `snapmla_pipeline.CONFIGURATIONS`, and `pipeline`."""
     records = []
     for index, (module, query, content, rope) in enumerate(Capture(model).run(ids, queries).layers):
         values = module.kv_b_proj.weight.detach().double().cpu().view(len(query), -1, content.shape[-1])
@@ -103,9 +104,9 @@ def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[
 
         expected = output(exact_attention(query, content, rope, module.scaling))
         found = {}
-        for name, (of_content, of_rope) in snapmla.CONFIGURATIONS.items():
-            c = snapmla.quantize(content, of_content)
-            r = rope if of_rope is None else snapmla.quantize(rope, of_rope)
+        for name, (of_content, of_rope) in snapmla_pipeline.CONFIGURATIONS.items():
+            c = snapmla_pipeline.quantize(content, of_content)
+            r = rope if of_rope is None else snapmla_pipeline.quantize(rope, of_rope)
             found[name] = exact_attention(query, c, r, module.scaling)
         found["pipeline"] = pipeline_attention(query, content, rope, module.scaling)
         for name, out in found.items():

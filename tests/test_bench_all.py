@@ -10,11 +10,11 @@ import pytest
 import typer
 from click.testing import CliRunner
 
-from hf_lowbit_kv.eval import bench_all
-from hf_lowbit_kv.eval.bench_all import Outcome, chosen, run_plan, why_skipped
-from hf_lowbit_kv.eval.bench_generate import Wanted
-from hf_lowbit_kv.eval.bench_plan import PACKAGES, PLAN, Entry
-from hf_lowbit_kv.eval.packed_case import Shape
+from hf_lowbit_kv.eval.benchmarks import bench_all
+from hf_lowbit_kv.eval.benchmarks.bench_all import Outcome, chosen, run_plan, why_skipped
+from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted
+from hf_lowbit_kv.eval.benchmarks.bench_plan import PACKAGES, PLAN, Entry
+from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape
 from hf_lowbit_kv.presets import get_preset
 
 
@@ -26,7 +26,7 @@ def command_of(main):
 
 @pytest.mark.parametrize("entry", PLAN, ids=lambda entry: entry.name)
 def test_every_command_of_the_plan_is_understood(entry):
-    script = importlib.import_module(f"hf_lowbit_kv.eval.{entry.script}")
+    script = importlib.import_module(entry.module)
     more = ["--rounds", "1", "--out", "x.jsonl"] if entry.warms else []
     arguments = [*entry.arguments.split(), *more, "--commit", "abc"]  # `run_plan` may add the last two
     given = command_of(script.main).make_context(entry.script, arguments).params
@@ -177,7 +177,7 @@ def test_without_a_gpu(monkeypatch):
     ],
 )
 def test_calibration_is_timed(preset, parts, tmp_path):
-    from hf_lowbit_kv.eval import bench_calibrate
+    from hf_lowbit_kv.eval.benchmarks import bench_calibrate
 
     out = tmp_path / "out.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--samples", "16", "--length", "256", "--preset", preset]

@@ -11,15 +11,9 @@ from transformers import StaticCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import (
-    batch_rows,
-    bench_batch,
-    bench_generate,
-    generate_case,
-    step_profile,
-)
-from hf_lowbit_kv.eval.bench_memory import random_model
-from hf_lowbit_kv.eval.results import read_records, results_path
+from hf_lowbit_kv.eval.benchmarks import batch_rows, bench_batch, bench_generate, contenders, step_profile
+from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+from hf_lowbit_kv.eval.provenance import read_records, results_path
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -91,11 +85,11 @@ def test_bench_generate_times_nothing_that_disagrees(tmp_path, monkeypatch):
 
 
 def test_tokens_that_differ_are_seen(model, monkeypatch):
-    contender = generate_case.make("kivi-2", "tuned", model, 1, 512)
+    contender = contenders.make("kivi-2", "tuned", model, 1, 512)
     contender.compile()
     contender.fill(300)
     assert bench_generate.agreement(contender)["tokens_equal"] == 8
-    original = generate_case.Contender.generate
+    original = contenders.Contender.generate
 
     def wrong_winner(self, *args, **options):
         out = original(self, *args, **options)
@@ -106,7 +100,7 @@ def test_tokens_that_differ_are_seen(model, monkeypatch):
         out.logits = tuple(clear)
         return out
 
-    monkeypatch.setattr(generate_case.Contender, "generate", wrong_winner)
+    monkeypatch.setattr(contenders.Contender, "generate", wrong_winner)
     monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", 10.0)
     with pytest.raises(bench_generate.DisagreementError, match="tokens of step 0 differ"):
         bench_generate.agreement(contender)
@@ -115,7 +109,7 @@ def test_tokens_that_differ_are_seen(model, monkeypatch):
 @pytest.mark.parametrize("name", ["kivi-2", "kv8", "StaticCache", "DynamicCache"])
 def test_a_cache_set_back_is_what_it_was(model, name):
     mode = "eager" if name == "DynamicCache" else "tuned"
-    contender = generate_case.make(name, mode, model, 2, 512)
+    contender = contenders.make(name, mode, model, 2, 512)
     contender.compile()
     contender.fill(384)  # our tail is one token short of packing: steps write over what the next run reads
     options = {"return_dict_in_generate": True, "output_logits": True}
@@ -128,7 +122,7 @@ def test_a_cache_set_back_is_what_it_was(model, name):
 
 def test_filled_caches_agree_with_a_prompt_of_that_length(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=600)
-    generate_case.fill_low_bit(cache, model, 1, 500)
+    contenders.fill_low_bit(cache, model, 1, 500)
     twin = lb.from_preset("kivi-2", model, max_cache_len=600)
     model.set_attn_implementation(lb.ATTENTION_NAME)
     with torch.no_grad():
@@ -148,10 +142,10 @@ def test_contenders_are_named_in_full():
 
 def test_what_grows_cannot_be_compiled(model):
     with pytest.raises(ValueError, match="mode='compiled' is not possible with DynamicCache"):
-        generate_case.make("DynamicCache", "compiled", model, 1, 512)
+        contenders.make("DynamicCache", "compiled", model, 1, 512)
     with pytest.raises(ValueError, match="preset='kivi-3' is not known"):
-        generate_case.make("kivi-3", "eager", model, 1, 512)
-    assert isinstance(generate_case.make("StaticCache", "compiled", model, 1, 512).cache, StaticCache)
+        contenders.make("kivi-3", "eager", model, 1, 512)
+    assert isinstance(contenders.make("StaticCache", "compiled", model, 1, 512).cache, StaticCache)
 
 
 def test_crossovers():
@@ -182,7 +176,7 @@ def test_kinds_of_kernels(kernel, kind):
 
 
 def test_profile_tells_steps_from_the_prompt(model):
-    contender = generate_case.make("kivi-2", "tuned", model, 1, 1000)
+    contender = contenders.make("kivi-2", "tuned", model, 1, 1000)
     contender.fill(300)
     found = step_profile.profile_steps(contender, 5)
     assert found["device_ms"]["total"] == 0  # there is no device
@@ -243,7 +237,7 @@ def test_bench_batch_takes_windows_and_parameters(tmp_path):
 @pytest.mark.parametrize("name", ["eigen-2,sink", "kivi-2,bits=3", "kivi-2,sink=-1"])
 def test_contenders_that_are_not_understood(name, model):
     with pytest.raises(ValueError, match="allowed behind a preset: sink=N, residual=N"):
-        generate_case.low_bit_cache(name, model)
+        contenders.low_bit_cache(name, model)
 
 
 #: `--most` of committed runs whose records do not have it yet

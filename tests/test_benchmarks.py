@@ -10,17 +10,17 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import (
+from hf_lowbit_kv.eval import provenance
+from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
     bench_memory,
     bench_prefill,
     bench_prompt,
-    packed_case,
+    packed_layer,
     peers,
-    results,
     timing,
 )
-from hf_lowbit_kv.eval.packed_case import Shape, append_fault, attend_error, build, step_fault
+from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, append_fault, attend_error, build, step_fault
 from hf_lowbit_kv.pages import LayerSpec
 
 CPU = torch.device("cpu")
@@ -94,8 +94,8 @@ def test_bench_decode_counts_the_transform(preset, transform, tmp_path):
 
 
 def test_bench_decode_refuses_to_time_wrong_output(tmp_path, monkeypatch):
-    attend = packed_case.ops.attend
-    monkeypatch.setattr(packed_case.ops, "attend", lambda *args: attend(*args) * 1.01)
+    attend = packed_layer.ops.attend
+    monkeypatch.setattr(packed_layer.ops, "attend", lambda *args: attend(*args) * 1.01)
     out = tmp_path / "decode.jsonl"
     done = bench(out, "--shape", "1x2x1x390", "--backend", "torch", "--preset", "kivi-2")
     assert done.exit_code == 1
@@ -122,22 +122,22 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
     assert step_fault(case, "torch") is None
     assert attend_error(case, "torch")[0] <= bound  # the append check leaves a valid case
 
-    append = packed_case.ops.append
+    append = packed_layer.ops.append
     with monkeypatch.context() as patch:  # a step is lost
         patch.setattr(
-            packed_case.ops, "append", lambda k, *args: None if (k == case.new_k[5]).all() else append(k, *args)
+            packed_layer.ops, "append", lambda k, *args: None if (k == case.new_k[5]).all() else append(k, *args)
         )
         assert "advanced the counters" in append_fault(case, "torch")
-    step = packed_case.ops.step
+    step = packed_layer.ops.step
     with monkeypatch.context() as patch:
-        patch.setattr(packed_case.ops, "step", lambda *args: step(*args) * 1.01)
+        patch.setattr(packed_layer.ops, "step", lambda *args: step(*args) * 1.01)
         assert "outputs differ from those of attention alone by 0.01" in step_fault(case, "torch")
     with monkeypatch.context() as patch:  # nothing is stored
-        patch.setattr(packed_case.ops, "step", lambda *args: packed_case.ops.attend(*args))
+        patch.setattr(packed_layer.ops, "step", lambda *args: packed_layer.ops.attend(*args))
         assert "advanced the counters by [0]" in step_fault(case, "torch")
     with monkeypatch.context() as patch:  # output that was never written
         empty = lambda q, *args: torch.empty_like(q).transpose(1, 2).contiguous()  # noqa: E731
-        patch.setattr(packed_case.ops, "attend", empty)
+        patch.setattr(packed_layer.ops, "attend", empty)
         relerr, bound = attend_error(case, "torch")
         assert not relerr <= bound
 
@@ -146,13 +146,13 @@ def test_append_check_compares_bytes(monkeypatch):
     case = build(
         Shape("tiny", 1, 2, 1, 400), LayerSpec.parse("int4-channel|int4-token|0|128|128"), 64, 1, torch.float32, CPU
     )
-    append = packed_case.ops.append
+    append = packed_layer.ops.append
 
     def off_by_one(k, *args):
         append(k, *args)
         case.state.pool[0][:, 0, 7] += 1
 
-    monkeypatch.setattr(packed_case.ops, "append", off_by_one)
+    monkeypatch.setattr(packed_layer.ops, "append", off_by_one)
     assert "packed bytes differ" in append_fault(case, "torch")
 
 
@@ -206,11 +206,11 @@ def test_bench_memory_runs(prefill_chunk):
 def test_records(tmp_path):
     path = tmp_path / "deep" / "x.jsonl"
     for number in (1, 2):
-        results.append_record(path, {"number": number} | results.provenance())
+        provenance.append_record(path, {"number": number} | provenance.provenance())
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
-    assert results.results_path("decode", "NVIDIA H200").name == "decode-nvidia-h200.jsonl"
+    assert provenance.results_path("decode", "NVIDIA H200").name == "decode-nvidia-h200.jsonl"
     with pytest.raises(ValueError, match="Out of range float"):
-        results.append_record(path, {"x": float("nan")})
+        provenance.append_record(path, {"x": float("nan")})
 
 
 def test_bench_prefill(tmp_path):
@@ -260,7 +260,7 @@ def test_bench_prompt(tmp_path):
 
 
 def test_contenders_that_could_take_no_part_are_refused():
-    from hf_lowbit_kv.eval import bench_batch, bench_generate
+    from hf_lowbit_kv.eval.benchmarks import bench_batch, bench_generate
 
     with pytest.raises(typer.BadParameter, match="takes part in none of the lengths"):
         bench_generate.main(contender=["kivi-2/eager@200"], tokens=[300], device="cpu")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv import cli, preset_names
-from hf_lowbit_kv.eval import models as bundled
+from hf_lowbit_kv.eval import local_models as bundled
 
 DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
 RECOMMEND_FIELDS = {

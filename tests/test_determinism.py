@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_lowbit_kv import determinism, kmeans
-from hf_lowbit_kv.eval import packed_case
+from hf_lowbit_kv.eval.benchmarks import packed_layer
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_mode_is_what_it_was(before, mode, monkeypatch):
     with pytest.raises(ZeroDivisionError), determinism.deterministic():
         1 / (current() != (True, False))
     assert current() == before
-    assert packed_case._poisoned(lambda: bool(torch.empty(9).isnan().all()))
+    assert packed_layer._poisoned(lambda: bool(torch.empty(9).isnan().all()))
     assert current() == before
     seen = []
     monkeypatch.setattr(kmeans, "_lloyd", lambda *args: seen.append(current()))

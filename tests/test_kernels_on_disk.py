@@ -97,17 +97,17 @@ def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
 
 def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
     from hf_lowbit_kv import calibration_lookup
-    from hf_lowbit_kv.eval import models
+    from hf_lowbit_kv.eval import local_models
 
-    monkeypatch.setattr(models, "package_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(models.importlib.metadata, "version", lambda _: "1")
-    monkeypatch.setattr(models.Path, "is_dir", lambda path: True)
+    monkeypatch.setattr(local_models, "package_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(local_models.importlib.metadata, "version", lambda _: "1")
+    monkeypatch.setattr(local_models.Path, "is_dir", lambda path: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for root in (tmp_path / "chosen", tmp_path / "cache" / "hf-lowbit-kv"):
         monkeypatch.setenv(NAME, str(root) if root.name == "chosen" else "")
         assert disk.cache_directory() == root / "kernels"
         assert calibration_lookup.user_folder() == root / "calibrations"
-        assert models.bundled_model().parent == root
+        assert local_models.bundled_model().parent == root
 
 
 def files(folder):
@@ -175,7 +175,7 @@ def test_kernels_of_the_old_name_that_are_unusable(compiler, monkeypatch, tmp_pa
 
 
 def test_a_fresh_process_of_the_benchmark_finds_no_other_kernels(monkeypatch, tmp_path):
-    from hf_lowbit_kv.eval import bench_start
+    from hf_lowbit_kv.eval.benchmarks import bench_start
 
     seen = []
 

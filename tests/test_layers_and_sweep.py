@@ -10,7 +10,7 @@ from cases import tiny_models
 from test_recommend import TEXT, Numbers
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import layers, sweep
+from hf_lowbit_kv.eval import layer_errors, sweep
 from hf_lowbit_kv.eval.pareto import draw, pareto, plot
 from hf_lowbit_kv.eval.perplexity import run as perplexity
 
@@ -23,7 +23,7 @@ def model():
 
 
 def test_errors_of_layers_fall_with_bits(model):
-    rows = layers.run(["dense", "kv8", "kivi-4", "kivi-2"], TEXT, model, Numbers(), **SHORT)
+    rows = layer_errors.run(["dense", "kv8", "kivi-4", "kivi-2"], TEXT, model, Numbers(), **SHORT)
     assert [row["layer"] for row in rows] == [0, 1]
     for row in rows:
         assert row["errors"]["dense"] < 1e-6
@@ -32,7 +32,7 @@ def test_errors_of_layers_fall_with_bits(model):
 
 def test_error_of_a_layer_is_that_of_its_quantized_keys_and_values(model):
     """With no window, against attention over what the format makes of all tokens but the query's own chunk."""
-    (row, _) = layers.run(["kivi-2"], TEXT, model, Numbers(), context=257, start=255, overrides={"residual": 0})
+    (row, _) = layer_errors.run(["kivi-2"], TEXT, model, Numbers(), context=257, start=255, overrides={"residual": 0})
     captured = {}
 
     def observe(module, query, key, value, scaling, softcap, sinks, exact):
@@ -40,7 +40,7 @@ def test_error_of_a_layer_is_that_of_its_quantized_keys_and_values(model):
             captured.update(q=query, k=key, v=value, exact=exact, scaling=scaling)
 
     ids = Numbers()(TEXT.content).input_ids[:, :257]
-    with torch.no_grad(), layers._observed(observe):
+    with torch.no_grad(), layer_errors._observed(observe):
         model(ids, use_cache=False)
     spec = lb.get_preset("kivi-2").spec()
     k, v = captured["k"], captured["v"]
@@ -65,16 +65,16 @@ def test_error_of_a_layer_is_that_of_its_quantized_keys_and_values(model):
 def test_peaks_of_known_channels():
     x = torch.ones(1, 2, 10, 8)
     x[:, 1, :, 3] = -6
-    assert layers._peak(x) == pytest.approx(6)
+    assert layer_errors._peak(x) == pytest.approx(6)
 
 
 def test_the_attention_function_is_back_afterwards(model):
     with pytest.raises(ValueError, match="context=800 is more than the 700 tokens"):
-        layers.run(["kivi-2"], TEXT, model, Numbers(), context=800)
+        layer_errors.run(["kivi-2"], TEXT, model, Numbers(), context=800)
     before = model(torch.tensor([[5, 6]])).logits
     with (
         pytest.raises(RuntimeError, match="stop"),
-        layers._observed(lambda *args: (_ for _ in ()).throw(RuntimeError("stop"))),
+        layer_errors._observed(lambda *args: (_ for _ in ()).throw(RuntimeError("stop"))),
     ):
         model(torch.tensor([[5, 6]]), use_cache=False)
     assert torch.equal(model(torch.tensor([[5, 6]])).logits, before)

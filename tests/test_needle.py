@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv import cli
+from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.needle import Needle, check_picture, clean, draw, heat_map, prompt, run, steps
-from hf_lowbit_kv.eval.reading import FULL
 
 WORDS = (
     "Some",
@@ -67,7 +67,7 @@ def test_the_fact_stands_at_its_depth():
 
 
 def test_every_place_is_scored(folder, text, tmp_path):
-    from hf_lowbit_kv.eval.models import load_model
+    from hf_lowbit_kv.eval.local_models import load_model
 
     model, tokenizer = load_model(str(folder), device="cpu")
     steps_seen: list[str] = []
@@ -109,7 +109,7 @@ def test_the_command(folder, text, capsys, tmp_path):
 
 
 def test_bad_input(folder, text, tmp_path):
-    from hf_lowbit_kv.eval.models import load_model
+    from hf_lowbit_kv.eval.local_models import load_model
 
     loaded = load_model(str(folder), device="cpu")
     with pytest.raises(ValueError, match=r"depths=\[1.5\] are not allowed"):

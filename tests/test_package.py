@@ -58,7 +58,7 @@ def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "pip", *command], check=True, cwd=tmp_path)
     program = """
 import sys
-import hf_lowbit_kv, hf_lowbit_kv.cli, hf_lowbit_kv.eval.models
+import hf_lowbit_kv, hf_lowbit_kv.cli, hf_lowbit_kv.eval.local_models
 modules = [hf_lowbit_kv, hf_lowbit_kv.cli, hf_lowbit_kv.eval]
 try:
     import triton

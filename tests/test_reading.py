@@ -1,4 +1,4 @@
-"""`hf_lowbit_kv.eval.reading`: log-likelihoods through a cache are those of decoding, whatever is shared and batched."""
+"""`hf_lowbit_kv.eval.chunked_reader`: log-likelihoods through a cache are those of decoding, whatever is shared and batched."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cases import SMALL_PAGES, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import reading
-from hf_lowbit_kv.eval.reading import MOST_PADDED, Reader, Text, next_bound, shared_beginnings
+from hf_lowbit_kv.eval import chunked_reader
+from hf_lowbit_kv.eval.chunked_reader import MOST_PADDED, Reader, Text, next_bound, shared_beginnings
 from hf_lowbit_kv.formats import Affine
 
 PREFIX = [3 + i * i % 97 for i in range(150)]
@@ -112,7 +112,7 @@ def test_results_depend_neither_on_the_batch_nor_on_other_texts(reader, preset):
 @pytest.mark.parametrize("preset", ["full", "kivi-2"])
 def test_rows_of_a_batch_may_lie_far_apart(reader, preset, most, monkeypatch):
     """Continuations of a short and of a long context, several chunks behind each other, in one batch or not."""
-    monkeypatch.setattr(reading, "MOST_PADDED", most)
+    monkeypatch.setattr(chunked_reader, "MOST_PADDED", most)
     texts = []
     for first, length in ((5, 20), (6, 200)):
         context = PREFIX + [first + 3 * i % 87 for i in range(length)]

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import report
-from hf_lowbit_kv.eval.results import RESULTS, read_records
+from hf_lowbit_kv.eval.benchmarks import tables
+from hf_lowbit_kv.eval.provenance import RESULTS, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,5 +110,5 @@ def test_the_figures_are_those_of_the_records(preset):
         if setting.items() <= record.items()
     ]
     assert float(ratio) == pytest.approx(ratios[-1], abs=0.05, rel=0.03)  # rounded, and two runs differ
-    (essays,) = (row.essays for row in report.load() if row.preset == preset)
+    (essays,) = (row.essays for row in tables.load() if row.preset == preset)
     assert float(top1) == pytest.approx(100 * essays["top1"], abs=0.06)

@@ -7,7 +7,7 @@ import json
 import pytest
 import typer
 
-from hf_lowbit_kv.eval import render_benchmarks
+from hf_lowbit_kv.eval.benchmarks import render_benchmarks
 
 
 def test_the_page_is_current():

@@ -7,25 +7,25 @@ import json
 import pytest
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import measure, report
-from hf_lowbit_kv.eval.results import read_records
+from hf_lowbit_kv.eval.benchmarks import measure, tables
+from hf_lowbit_kv.eval.provenance import read_records
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return report.load()
+    return tables.load()
 
 
 def test_the_pages_are_current(rows):
-    for name in report.PAGES:
-        page = (report.ROOT / name).read_text(encoding="utf-8")
-        assert report.filled(page, rows) == page, f"{name} is not current: run `make results`"
-    assert report.digest(rows).encode() in (report.ROOT / report.PICTURE).read_bytes(), "run `make results`"
+    for name in tables.PAGES:
+        page = (tables.ROOT / name).read_text(encoding="utf-8")
+        assert tables.filled(page, rows) == page, f"{name} is not current: run `make results`"
+    assert tables.digest(rows).encode() in (tables.ROOT / tables.PICTURE).read_bytes(), "run `make results`"
 
 
 def test_every_table_is_shown_somewhere():
-    pages = "".join((report.ROOT / name).read_text(encoding="utf-8") for name in report.PAGES)
-    assert all(f"<!-- results: {name} -->" in pages for name in report.TABLES)
+    pages = "".join((tables.ROOT / name).read_text(encoding="utf-8") for name in tables.PAGES)
+    assert all(f"<!-- results: {name} -->" in pages for name in tables.TABLES)
 
 
 def test_the_committed_records_are_of_todays_bytes(rows):
@@ -60,17 +60,17 @@ def test_what_counts(record, tmp_path):
     essays = [record | {"text": text, "kl": kl} for text, kl in (("worked.txt", 0.1), ("popular.txt", 0.3))]
     stale = record | {"definition": "other", "kl": 9.0}
     records = [record | {"kl": 8.0}, record, stale, record | {"context": 1024, "kl": 7.0}]
-    earlier = written(tmp_path / "earlier.jsonl", record | {"texts": list(report.ESSAYS), "kl": 0.5})
-    (row,) = report.load(written(tmp_path / "one.jsonl", *records, essays[0]), earlier)
+    earlier = written(tmp_path / "earlier.jsonl", record | {"texts": list(tables.ESSAYS), "kl": 0.5})
+    (row,) = tables.load(written(tmp_path / "one.jsonl", *records, essays[0]), earlier)
     assert row.transcript == record
     assert row.essays["kl"] == 0.5
     assert row.bits == lb.get_preset("kivi-2").spec().bits_per_value(32768, 64)
-    (row,) = report.load(written(tmp_path / "both.jsonl", *records, *essays), earlier)
+    (row,) = tables.load(written(tmp_path / "both.jsonl", *records, *essays), earlier)
     assert row.essays["kl"] == pytest.approx(0.2)
     page = "a\n<!-- results: presets -->\nold\n<!-- end of results -->\nb\n"
-    assert "| `kivi-2` | 2.43 | 0.2000 | 2.50 | 0.750 | 0.2500 | 2.50 | 0.750 |" in report.filled(page, [row])
+    assert "| `kivi-2` | 2.43 | 0.2000 | 2.50 | 0.750 | 0.2500 | 2.50 | 0.750 |" in tables.filled(page, [row])
     with pytest.raises(ValueError, match="table 'other' is not known; allowed: presets"):
-        report.filled(page.replace("presets", "other"), [row])
+        tables.filled(page.replace("presets", "other"), [row])
 
 
 def test_records_of_another_version_are_named(record, tmp_path):
@@ -78,7 +78,7 @@ def test_records_of_another_version_are_named(record, tmp_path):
     with pytest.raises(
         ValueError, match=r"new\.jsonl, record 1, lacks 'kl_p99': another version of the project wrote it"
     ):
-        report.load(written(tmp_path / "new.jsonl", record), tmp_path / "none.jsonl")
+        tables.load(written(tmp_path / "new.jsonl", record), tmp_path / "none.jsonl")
     (tmp_path / "broken.jsonl").write_text("{}\nno", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 2, is no JSON"):
         read_records(tmp_path / "broken.jsonl")

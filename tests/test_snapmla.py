@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from latent_errors import MODEL, layer_errors, means, perplexity, read_bytes
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import snapmla
+from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.formats import Fp8, parse_format
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
 
@@ -97,14 +97,14 @@ class Latents:
         return torch.softmax(scores, -1) @ self.content.double(), scores.logsumexp(-1)
 
     def pipeline(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return snapmla.attention(self.query, self.codes, self.scale, self.rope, self.scaling)
+        return snapmla_pipeline.attention(self.query, self.codes, self.scale, self.rope, self.scaling)
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 1000])
 def test_pipeline_against_exact_attention(n):
     """With the quantized queries, what is left is the rounding of weights: 1/16 of each at most, relative to its block."""
     case = Latents(n)
-    q, scale = snapmla.quantize_queries(case.query[:, :128])
+    q, scale = snapmla_pipeline.quantize_queries(case.query[:, :128])
     quantized = torch.cat([q * scale, case.query[:, 128:]], -1)
     out, lse = case.pipeline()
     expected, expected_lse = case.exact(quantized)
@@ -126,7 +126,9 @@ def test_jumps_of_scales_and_wide_rope_parts_lose_nothing(options):
 
 def test_latents_of_zeros_are_exact():
     case = Latents(100)
-    out, lse = snapmla.attention(case.query, case.codes * 0, scale_of(torch.zeros(100)), case.rope, case.scaling)
+    out, lse = snapmla_pipeline.attention(
+        case.query, case.codes * 0, scale_of(torch.zeros(100)), case.rope, case.scaling
+    )
     assert torch.equal(out, torch.zeros_like(out))
     expected = (case.query[:, 128:] @ case.rope.T * case.scaling).double().logsumexp(-1)
     torch.testing.assert_close(lse.double(), expected, rtol=1e-4, atol=1e-4)
@@ -135,11 +137,12 @@ def test_latents_of_zeros_are_exact():
 def test_granularities():
     x = random(130, 100) * torch.logspace(-2, 2, 130)[:, None]
     error = {
-        name: float((snapmla.quantize(x, name) - x).abs().sum()) for name in ("token", "block", "tensor", "static")
+        name: float((snapmla_pipeline.quantize(x, name) - x).abs().sum())
+        for name in ("token", "block", "tensor", "static")
     }
     assert error["token"] <= error["block"] <= error["tensor"] * 1.01
     with pytest.raises(ValueError, match="granularity='page' is not known; allowed: token, block"):
-        snapmla.quantize(x, "page")
+        snapmla_pipeline.quantize(x, "page")
 
 
 # ---- a trained model ------------------------------------------------------------------------------------------------

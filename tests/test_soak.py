@@ -9,7 +9,7 @@ import typer
 from fake_graph import in_place_of_graphs
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval import soak
+from hf_lowbit_kv.eval.benchmarks import soak
 
 CALM = {"allocated": 10, "caches": 4}
 

@@ -14,7 +14,7 @@ from ..calibration import calibrate as run
 from ..calibration import packed_sizes
 from ..calibration_lookup import user_file
 from ..calibration_target import add_to_file, try_file, try_user_files
-from ..eval.models import calibration_texts, model_name
+from ..eval.local_models import calibration_texts, model_name
 from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..calibration_file import Calibration
 from ..eval.fitting import fitting_presets
-from ..eval.models import load_model
+from ..eval.local_models import load_model
 from ..presets import get_preset
 
 DTYPES = ("float32", "float16", "bfloat16")

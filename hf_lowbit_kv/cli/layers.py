@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..eval.layers import run
-from ..eval.models import default_texts
+from ..eval.layer_errors import run
+from ..eval.local_models import default_texts
 from .common import (
     CalibrationOption,
     DeviceOption,

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..eval.reading import FULL
+from ..eval.chunked_reader import FULL
 from ..presets import get_preset
 from .common import (
     DTYPES,

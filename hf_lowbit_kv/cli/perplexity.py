@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..eval.models import default_texts
+from ..eval.local_models import default_texts
 from ..eval.perplexity import run
 from ..eval.texts import Text, dataset_text
 from .common import (

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..eval.models import default_texts
+from ..eval.local_models import default_texts
 from ..eval.recommend import Budget, parse_size
 from ..eval.recommend import recommend as measure
 from .common import (

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..eval import sweep as sweeps
-from ..eval.models import default_texts
+from ..eval.local_models import default_texts
 from ..eval.pareto import plot
 from .common import DeviceOption, DtypeOption, JsonOption, ModelOption, load, print_json, print_table
 from .perplexity import TextOption

@@ -1,7 +1,7 @@
 """Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.reference`.
 
 `latent.cu` attends for few query rows. `latent_wide.cu` attends for many on Hopper GPUs, and quantizes queries and weights too
-(`hf_lowbit_kv.snapmla`).
+(`eval/benchmarks/snapmla_pipeline.py` defines that).
 
 Chunks of more than `TOKENS` tokens are left to Triton's kernels (`prompt.py`), and so is `read`; where Triton cannot launch any
 (`toolchain.why_no_launcher`), to the reference. A step of up to that many is two launches, and can be captured in a CUDA graph.

@@ -1,4 +1,4 @@
-"""Seconds that calibration takes on a large model: `python -m hf_lowbit_kv.eval.bench_calibrate`.
+"""Seconds that calibration takes on a large model: `python -m hf_lowbit_kv.eval.benchmarks.bench_calibrate`.
 
 A model of the 8B Llama 3.1 shape with random weights reads random tokens, in as many windows as any model would. What
 `hf-lowbit-kv calibrate` does besides (loading a model, tokenizing, writing a file) is not counted. Records go to
@@ -17,9 +17,9 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.bench_generate import shape_8b
-from hf_lowbit_kv.eval.bench_memory import PeakMemory, random_model
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
+from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: texts, and tokens of each: more than a calibration reads
 TEXTS, TOKENS = 8, 32768

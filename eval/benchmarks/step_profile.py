@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_lowbit_kv.eval.generate_case import Contender
+from hf_lowbit_kv.eval.benchmarks.contenders import Contender
 
 #: kinds of device work, by what kernels are called; the first that fits. Inductor names a reduction that joins several, here
 #: the products with the weights of q, k and v, by a number alone

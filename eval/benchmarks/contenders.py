@@ -18,7 +18,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessor, Quantized
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.compiling import compile_config
-from hf_lowbit_kv.eval.packed_case import fill, random_parameters
+from hf_lowbit_kv.eval.benchmarks.packed_layer import fill, random_parameters
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.progress import Progress
 

@@ -1,4 +1,4 @@
-"""A whole decode step of an MLA model, with its own cache and with FP8 latents: `python -m hf_lowbit_kv.eval.bench_mla_step`.
+"""A decode step of an MLA model, its own cache against FP8 latents: `python -m hf_lowbit_kv.eval.benchmarks.bench_mla_step`.
 
 The model has the shape of DeepSeek-V2-Lite and random weights; both caches are filled with the same random latents, because
 what they hold does not change the time. `stock`: `DynamicCache` under SDPA, whose history is expanded to keys and values at
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import backend as ops
 from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: DeepSeek-V2-Lite (its published configuration)
 V2_LITE = {

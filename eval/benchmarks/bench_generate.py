@@ -1,4 +1,4 @@
-"""Decoding with `generate` against the host's caches: `python -m hf_lowbit_kv.eval.bench_generate`.
+"""Decoding with `generate` against the host's caches: `python -m hf_lowbit_kv.eval.benchmarks.bench_generate`.
 
 A model of the 8B Llama 3.1 shape with random weights goes on from caches that are filled with random keys and values to a
 given length. The contenders are timed in turn, round by round, in one process. Nothing is timed before its compiled
@@ -33,11 +33,11 @@ import typer
 from rich.table import Table
 from transformers import CompileConfig, LogitsProcessor
 
-from hf_lowbit_kv.eval.bench_memory import PeakMemory, llama_8b, random_model
-from hf_lowbit_kv.eval.generate_case import HEADROOM, Contender, make
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.step_profile import profile_steps
-from hf_lowbit_kv.eval.timing import read_bandwidth
+from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b, random_model
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
+from hf_lowbit_kv.eval.benchmarks.step_profile import profile_steps
+from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 #: what a plain run measures: `name[:backend]/mode`
 CONTENDERS = ("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned")

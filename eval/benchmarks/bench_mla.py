@@ -1,4 +1,4 @@
-"""Decode attention to FP8 latents (SnapMLA) against 16-bit MLA attention: `python -m hf_lowbit_kv.eval.bench_mla`.
+"""Decode attention to FP8 latents (SnapMLA) against 16-bit MLA attention: `python -m hf_lowbit_kv.eval.benchmarks.bench_mla`.
 
 It checks before it times: where the output misses float32 attention over the same packed bytes by more than its bound, or where
 stored bytes are not the reference's, nothing is timed. Kernels and peers are timed in the same rounds. A peer attends to the
@@ -8,7 +8,7 @@ latent in bfloat16, absorbed: PyTorch's matmul and softmax, and FlashInfer's MLA
 - `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if ours read its packed bytes at the bandwidth
   measured in the same run, and did nothing else.
 - `relerr`: relative error against float32 attention over the same packed bytes. Where the kernel quantizes queries and weights
-  (`kernel`: `latent_wide_attend`), it may be twice that of the same pipeline in PyTorch (`hf_lowbit_kv.snapmla`).
+  (`kernel`: `latent_wide_attend`), it may be twice that of the same pipeline in PyTorch (`snapmla_pipeline`).
 - `convert`: whether e4m3 is converted by the instruction for it.
 """
 
@@ -23,10 +23,11 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_lowbit_kv import reference, snapmla
+from hf_lowbit_kv import reference
 from hf_lowbit_kv.backends import BACKENDS, Served, storage_spec
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
+from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.pages import LayerSpec, PagedStore
 from hf_lowbit_kv.presets import get_preset
 
@@ -85,7 +86,7 @@ def check(kernels, case: Case) -> float:
     found = case.attend(kernels)[:1].float()
     error, bound = float((found - expected).norm() / expected.norm()), BOUND
     if kernel_of(kernels, case) == "latent_wide_attend":
-        pipeline = snapmla.attend(case.q[:1], case.k[:1], case.v[:1], None, first, spec, SCALING)
+        pipeline = snapmla_pipeline.attend(case.q[:1], case.k[:1], case.v[:1], None, first, spec, SCALING)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
     if not error <= bound:  # NaN is not
         raise WrongResultError(f"relative error {error:.2g} is above its bound {bound:.2g}")

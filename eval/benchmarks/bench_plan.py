@@ -1,4 +1,4 @@
-"""What `bench_all` runs, most wanted first: each measurement is one call of a script of this folder."""
+"""What `bench_all` runs, most wanted first: each measurement is one call of a script."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ class Entry(NamedTuple):
         return self.script.removeprefix("bench_")
 
     @property
+    def module(self) -> str:
+        """The script's import name. Those that users have too stand outside this folder."""
+        return f"hf_lowbit_kv.eval.{'benchmarks.' if self.script.startswith('bench_') else ''}{self.script}"
+
+    @property
     def command(self) -> list[str]:
         """What follows the interpreter."""
-        return ["-m", f"hf_lowbit_kv.eval.{self.script}", *self.arguments.split()]
+        return ["-m", self.module, *self.arguments.split()]
 
 
 def _repeated(option: str, values: str) -> str:

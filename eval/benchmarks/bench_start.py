@@ -1,4 +1,4 @@
-"""How long a user waits for the first tokens in a fresh process: `python -m hf_lowbit_kv.eval.bench_start`.
+"""How long a user waits for the first tokens in a fresh process: `python -m hf_lowbit_kv.eval.benchmarks.bench_start`.
 
 A model of the 8B Llama 3.1 shape with random weights writes from a random prompt. Each way to run the steps is measured in
 processes of its own: first with empty folders for compiled kernels (`cold`), then again with what the first one left.
@@ -36,11 +36,11 @@ def measure(started: float, how: str, preset: str, tokens: int, batch: int, devi
 
     import hf_lowbit_kv as lb
     from hf_lowbit_kv.cache_argument import NAME
-    from hf_lowbit_kv.eval.bench_generate import shape_8b, weight_bytes
-    from hf_lowbit_kv.eval.bench_memory import random_model
-    from hf_lowbit_kv.eval.generate_case import StepClock
-    from hf_lowbit_kv.eval.results import device_name, provenance
-    from hf_lowbit_kv.eval.timing import read_bandwidth
+    from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b, weight_bytes
+    from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+    from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
+    from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
+    from hf_lowbit_kv.eval.provenance import device_name, provenance
 
     import_s = time.time() - started
     where = torch.device(device)
@@ -99,7 +99,14 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
     places = {name: str(folders / name.lower()) for name in FOLDERS}
     for place in places.values():
         Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [sys.executable, "-m", "hf_lowbit_kv.eval.bench_start", "--child", str(time.time()), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_lowbit_kv.eval.benchmarks.bench_start",
+        "--child",
+        str(time.time()),
+        *arguments,
+    ]
     # under its old name the first of them would still be read
     inherited = {name: value for name, value in os.environ.items() if name != "HF_LOWBIT_KV_CACHE_DIR"}
     done = subprocess.run(command, env={**inherited, **places}, capture_output=True, text=True, check=False)
@@ -129,7 +136,7 @@ def main(
         return
     from rich.table import Table
 
-    from hf_lowbit_kv.eval.results import append_record, results_path, wide_console
+    from hf_lowbit_kv.eval.provenance import append_record, results_path, wide_console
 
     columns = ("how", "cold", "import_s", "first_token_s", "tenth_token_s", "step_ms", "limit_ms")
     table, console = Table(*columns), wide_console()
@@ -148,6 +155,6 @@ def main(
 
 
 if __name__ == "__main__":
-    from hf_lowbit_kv.eval.results import run_command
+    from hf_lowbit_kv.eval.provenance import run_command
 
     run_command(main)

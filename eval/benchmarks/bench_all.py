@@ -1,4 +1,4 @@
-"""All measurements of speed and memory, one after the other: `python -m hf_lowbit_kv.eval.bench_all` (`make bench`).
+"""All measurements of speed and memory, one after the other: `python -m hf_lowbit_kv.eval.benchmarks.bench_all` (`make bench`).
 
 `bench_plan.PLAN` says what there is, most wanted first. Each measurement runs as a process of its own, alone on the GPU, and
 appends its records to `eval/results/`. Before the first, kernels of those that can be tried briefly are compiled, side by side.
@@ -24,8 +24,8 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_lowbit_kv.eval.bench_plan import PACKAGES, PLAN, Entry
-from hf_lowbit_kv.eval.results import RESULTS, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.bench_plan import PACKAGES, PLAN, Entry
+from hf_lowbit_kv.eval.provenance import RESULTS, run_command, wide_console
 
 #: of a benchmark's log, lines shown where it failed
 LOG_LINES = 15
@@ -173,10 +173,10 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def show(entries: Sequence[Entry]) -> None:
     """Print the plan."""
-    out = Table("measurement", "kind", "minutes", "GB", "for", "command", title="python -m hf_lowbit_kv.eval. ...")
+    out = Table("measurement", "kind", "minutes", "GB", "for", "command", title="python -m ...")
     for entry in entries:
         size = f"{entry.minutes:g}", str(entry.memory)
-        out.add_row(entry.name, entry.kind, *size, entry.why, f"{entry.script} {entry.arguments}")
+        out.add_row(entry.name, entry.kind, *size, entry.why, f"{entry.module} {entry.arguments}")
     console.print(out)
 
 

@@ -1,4 +1,4 @@
-"""The project's accuracy records: `python -m hf_lowbit_kv.eval.measure` (`make measure`).
+"""The project's accuracy records: `python -m hf_lowbit_kv.eval.benchmarks.measure` (`make measure`).
 
 Measures every preset on four texts, one record a preset and text; presets that need a calibration take the one that comes with
 the package. What is recorded already is skipped: the same preset, text and setting, and the same stored bytes. Records go to
@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.fitting import fitting_presets
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, load_model
+from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, read_records, results_path, run_command
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, read_records, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
 from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer

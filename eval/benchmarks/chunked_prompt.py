@@ -1,4 +1,4 @@
-"""What it costs to read a prompt in chunks: `python -m hf_lowbit_kv.eval.chunked_prompt`.
+"""What it costs to read a prompt in chunks: `python -m hf_lowbit_kv.eval.benchmarks.chunked_prompt`.
 
 A chunk attends to itself exactly, and to earlier chunks as the cache holds them: packed. So the keys and values that a prompt
 leaves in the cache differ from those of a prompt that is read whole. Two measurements, each with records of its `kind`:
@@ -24,11 +24,11 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.bench_generate import shape_8b
-from hf_lowbit_kv.eval.bench_memory import PeakMemory, random_model
-from hf_lowbit_kv.eval.models import BUNDLED_MODEL, default_texts, load_model
+from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
+from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
+from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, window_tokens
-from hf_lowbit_kv.eval.results import RESULTS, append_record, device_name, provenance, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, run_command, wide_console
 from hf_lowbit_kv.eval.texts import Text, read_text
 
 PRESETS = ("kivi-2-sink", "kivi-4-sink", "eigen-2")

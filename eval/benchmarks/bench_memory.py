@@ -1,4 +1,4 @@
-"""Device memory that `generate` takes beyond the model: `python -m hf_lowbit_kv.eval.bench_memory`.
+"""Device memory that `generate` takes beyond the model: `python -m hf_lowbit_kv.eval.benchmarks.bench_memory`.
 
 A model of the 8B Llama 3.1 shape with random weights reads a long prompt and writes a few tokens. The allocator's peak
 above the weights may be at most
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:

@@ -1,4 +1,4 @@
-"""Tables and pictures of the accuracy records: `python -m hf_lowbit_kv.eval.report` (`make results`), in seconds.
+"""Tables and pictures of the accuracy records: `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`), in seconds.
 
 Pages under `docs/` and the README mark where a table goes:
 
@@ -22,10 +22,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import batch_rows, measure
 from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
+from hf_lowbit_kv.eval.benchmarks import batch_rows, measure
 from hf_lowbit_kv.eval.pareto import plot
-from hf_lowbit_kv.eval.results import RESULTS, markdown_table, read_records, run_command
+from hf_lowbit_kv.eval.provenance import RESULTS, markdown_table, read_records, run_command
 
 ROOT = RESULTS.parents[1]
 PAGES = (

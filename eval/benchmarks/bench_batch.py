@@ -1,4 +1,4 @@
-"""Largest batch and throughput under a memory budget: `python -m hf_lowbit_kv.eval.bench_batch`.
+"""Largest batch and throughput under a memory budget: `python -m hf_lowbit_kv.eval.benchmarks.bench_batch`.
 
 Kitty's experiment: a model of the Qwen3 8B shape (random weights), prompts of 100 tokens, 8192 tokens written, 80 GB in
 all. The allocator is held to the budget. A batch counts where its last steps run: caches are filled with random keys and
@@ -24,11 +24,11 @@ import typer
 from rich.table import Table
 from transformers import Qwen3Config
 
-from hf_lowbit_kv.eval.bench_generate import Wanted
-from hf_lowbit_kv.eval.bench_memory import random_model
-from hf_lowbit_kv.eval.generate_case import Contender, make
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.step_profile import profile_steps
+from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted
+from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+from hf_lowbit_kv.eval.benchmarks.contenders import Contender, make
+from hf_lowbit_kv.eval.benchmarks.step_profile import profile_steps
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
 #: first guess of what a run takes beside weights and caches, and the factor to the next smaller batch

@@ -1,4 +1,4 @@
-"""Writes `docs/benchmarks.md` from the records: `python -m hf_lowbit_kv.eval.render_benchmarks [--check]`.
+"""Writes `docs/benchmarks.md` from the records: `python -m hf_lowbit_kv.eval.benchmarks.render_benchmarks [--check]`.
 
 Of several records of one measurement on one GPU the last one counts. Each GPU has tables, or rows, of its own.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_lowbit_kv.eval.results import RESULTS, read_records, run_command
+from hf_lowbit_kv.eval.provenance import RESULTS, read_records, run_command
 from hf_lowbit_kv.presets import PRESETS
 
 BLANK_LINE = "\n\n"
@@ -30,12 +30,14 @@ MODES = {
 }
 INTRO = """# Benchmarks
 
-`python -m hf_lowbit_kv.eval.render_benchmarks` writes this page from the records in `eval/results/`. Do not edit it by hand.
+`python -m hf_lowbit_kv.eval.benchmarks.render_benchmarks` writes this page from the records in `eval/results/`.
+Do not edit it by hand.
 `eval/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
 
-`make bench` repeats all of it on a GPU, the most wanted first. `python -m hf_lowbit_kv.eval.bench_all --minutes 30` keeps to a
-time, `--only decode,start` chooses, `--list` shows the commands. Each measurement is a process with a log (`--logs`) and
-appends its records. What the GPU or the installed packages do not allow is skipped, with the reason.
+`make bench` repeats all of it on a GPU, the most wanted first.
+`python -m hf_lowbit_kv.eval.benchmarks.bench_all --minutes 30` keeps to a time, `--only decode,start` chooses, `--list`
+shows the commands. Each measurement is a process with a log (`--logs`) and appends its records. What the GPU or the
+installed packages do not allow is skipped, with the reason.
 """
 
 Record = dict[str, Any]
@@ -93,7 +95,7 @@ def _decode(records: list[Record]) -> str | None:
 
 How many times faster than the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run: CUDA kernels / Triton
 kernels. The number in brackets is what the bytes allow. One query token, float16, 32 query heads, head_dim 128; 8 KV heads
-where the column does not say otherwise. An empty side has no record. `python -m hf_lowbit_kv.eval.bench_decode`
+where the column does not say otherwise. An empty side has no record. `python -m hf_lowbit_kv.eval.benchmarks.bench_decode`
 
 {BLANK_LINE.join(tables)}
 
@@ -138,7 +140,7 @@ def _generate(records: list[Record]) -> str | None:
     return f"""## Steps of generate
 
 Median milliseconds of a decode step. The number in brackets is the time to read weights and cache once. Random weights,
-bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.bench_generate`
+bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.benchmarks.bench_generate`
 
 {_table(heads, rows)}
 
@@ -167,7 +169,7 @@ def _batch(records: list[Record]) -> str | None:
 
 The most rows that fit into the memory, weights included, and the throughput with them. An eager step is bound by Python:
 compare rows with all caches, and throughput among steps of one kind.
-`python -m hf_lowbit_kv.eval.bench_batch`
+`python -m hf_lowbit_kv.eval.benchmarks.bench_batch`
 
 {_table(heads, rows)}
 
@@ -193,7 +195,8 @@ def _memory(records: list[Record]) -> str | None:
     return f"""## Memory
 
 8B Llama 3.1 shape, bfloat16. In 16 bits, 8 x 32768 tokens take 34.4 GB. The peak is the allocator's during `generate`.
-A prompt that is read whole also needs memory for the model's own activations. `python -m hf_lowbit_kv.eval.bench_memory`
+A prompt that is read whole also needs memory for the model's own activations.
+`python -m hf_lowbit_kv.eval.benchmarks.bench_memory`
 
 {_table(heads, rows)}
 
@@ -214,7 +217,7 @@ def _prompt(records: list[Record]) -> str | None:
     return f"""## Reading a prompt
 
 Seconds, and in brackets the ratio to `DynamicCache` that reads the prompt whole. 8 layers of the 8B Llama 3.1 shape, bfloat16.
-`python -m hf_lowbit_kv.eval.bench_prompt`
+`python -m hf_lowbit_kv.eval.benchmarks.bench_prompt`
 
 {_table(heads, rows)}
 
@@ -231,7 +234,7 @@ def main(
     if not check:
         PAGE.write_text(text, encoding="utf-8")
     elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        typer.echo(f"{PAGE.name} is not current: python -m hf_lowbit_kv.eval.render_benchmarks", err=True)
+        typer.echo(f"{PAGE.name} is not current: python -m hf_lowbit_kv.eval.benchmarks.render_benchmarks", err=True)
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Time a model takes to read a prompt, by cache and by `prefill_chunk_size`: `python -m hf_lowbit_kv.eval.bench_prompt`.
+"""Time to read a prompt, by cache and by `prefill_chunk_size`: `python -m hf_lowbit_kv.eval.benchmarks.bench_prompt`.
 
 A model of the 8B Llama 3.1 shape with random weights reads a random prompt and writes one token: `model.generate`, growing
 caches, contenders in turn. The stock cache (`DynamicCache`) has PyTorch's SDPA. Presets that need a calibration get random
@@ -25,10 +25,10 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.bench_generate import shape_8b
-from hf_lowbit_kv.eval.bench_memory import random_model
-from hf_lowbit_kv.eval.generate_case import low_bit_cache
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
+from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 STOCK = "DynamicCache"
 

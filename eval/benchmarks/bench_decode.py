@@ -1,4 +1,4 @@
-"""Decode attention over packed history against 16-bit attention: `python -m hf_lowbit_kv.eval.bench_decode`.
+"""Decode attention over packed history against 16-bit attention: `python -m hf_lowbit_kv.eval.benchmarks.bench_decode`.
 
 It checks before it times: a preset whose output or packed bytes are wrong is reported and never timed. Peers and packed
 steps are timed in the same rounds, so their ratio is meant; absolute times drift between machines and days.
@@ -34,10 +34,19 @@ from rich.table import Table
 
 from hf_lowbit_kv.backend import choose_backend, storage_spec
 from hf_lowbit_kv.determinism import fixed_order
-from hf_lowbit_kv.eval.packed_case import SHAPES, Case, Shape, append_fault, attend_error, build, rewind, step_fault
-from hf_lowbit_kv.eval.peers import LOW_BIT_PEERS, Inputs, usable_peers
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.timing import Candidate, read_bandwidth, sets_needed, time_behind, time_interleaved
+from hf_lowbit_kv.eval.benchmarks.packed_layer import (
+    SHAPES,
+    Case,
+    Shape,
+    append_fault,
+    attend_error,
+    build,
+    rewind,
+    step_fault,
+)
+from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, Inputs, usable_peers
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_behind, time_interleaved
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.presets import get_preset
 
 PRESETS = (

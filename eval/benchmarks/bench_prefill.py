@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over packed history against 16-bit attention: `python -m hf_lowbit_kv.eval.bench_prefill`.
+"""Attention of prompt chunks over packed history, and in 16 bits: `python -m hf_lowbit_kv.eval.benchmarks.bench_prefill`.
 
 It checks before it times, and times ours and the peers in the same rounds, as `bench_decode` does. Two kinds of records:
 
@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.eval.bench_decode import WrongResultError
-from hf_lowbit_kv.eval.packed_case import Shape, attend_error, build
-from hf_lowbit_kv.eval.peers import Inputs
-from hf_lowbit_kv.eval.results import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.eval.timing import Candidate, time_interleaved
+from hf_lowbit_kv.eval.benchmarks.bench_decode import WrongResultError
+from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, attend_error, build
+from hf_lowbit_kv.eval.benchmarks.peers import Inputs
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, time_interleaved
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.pages import PagedStore
 from hf_lowbit_kv.presets import get_preset
 

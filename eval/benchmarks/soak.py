@@ -1,4 +1,4 @@
-"""Whether anything grows over many steps and many caches: `python -m hf_lowbit_kv.eval.soak`.
+"""Whether anything grows over many steps and many caches: `python -m hf_lowbit_kv.eval.benchmarks.soak`.
 
 Two random models of 4 layers, one with KV heads and one with latents. A round is always the same work on other tokens. For
 every preset:
@@ -36,9 +36,9 @@ from transformers import AutoConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import recording
 from hf_lowbit_kv.cache_argument import NAME, as_argument
-from hf_lowbit_kv.eval.bench_memory import random_model
-from hf_lowbit_kv.eval.packed_case import random_parameters
-from hf_lowbit_kv.eval.results import RESULTS, append_record, device_name, provenance, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+from hf_lowbit_kv.eval.benchmarks.packed_layer import random_parameters
+from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, run_command, wide_console
 from hf_lowbit_kv.layer import LowBitLayer
 
 LAYERS = 4

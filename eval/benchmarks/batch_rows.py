@@ -1,4 +1,4 @@
-"""Rows that fit into a memory budget, computed: `python -m hf_lowbit_kv.eval.batch_rows`, in seconds, without a GPU.
+"""Rows that fit into a memory budget, computed: `python -m hf_lowbit_kv.eval.benchmarks.batch_rows`, in seconds, without a GPU.
 
 The arithmetic of `bench_batch`, which measures them: the bytes of one row of the model of the Qwen3 8B shape, and how many such
 rows are left beside weights, parameters and a reserve. Bytes are those that a preallocated cache of one layer allocates. What a
@@ -15,10 +15,10 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from hf_lowbit_kv.eval.bench_batch import qwen3_8b, rows_within
-from hf_lowbit_kv.eval.bench_generate import is_host
-from hf_lowbit_kv.eval.generate_case import low_bit_cache
-from hf_lowbit_kv.eval.results import markdown_table, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.bench_batch import qwen3_8b, rows_within
+from hf_lowbit_kv.eval.benchmarks.bench_generate import is_host
+from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
+from hf_lowbit_kv.eval.provenance import markdown_table, run_command, wide_console
 
 PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
 DTYPE = torch.bfloat16

@@ -1,0 +1,1 @@
+"""Benchmarks and records of this repository; not in the wheel."""
