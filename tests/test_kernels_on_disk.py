@@ -203,7 +203,7 @@ def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkey
     folder = tmp_path / "kernels"
     folder.chmod(mode)
     (file,) = folder.iterdir()
-    file.write_bytes(disk._digest(b"hostile") + b"hostile")
+    file.write_bytes(disk._digest(file.name, b"hostile") + b"hostile")
     if other:
         user = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: user)
@@ -218,7 +218,7 @@ def test_a_folder_that_users_share(compiler, monkeypatch, tmp_path):
     """Kernels of another user are neither read nor in the way."""
     kernel()
     (file,) = (tmp_path / "kernels").iterdir()
-    file.write_bytes(disk._digest(b"hostile") + b"hostile")
+    file.write_bytes(disk._digest(file.name, b"hostile") + b"hostile")
     monkeypatch.setattr(disk, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
     assert [kernel(), kernel()] == [KERNEL, KERNEL]
     assert compiler.compiled == 2

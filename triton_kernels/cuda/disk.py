@@ -1,7 +1,8 @@
 """Compiled kernels kept on disk, in a directory that is the user's alone: what is loaded from there runs on the GPU.
 
-A file is the SHA-256 digest of a kernel, in 64 hexadecimal digits, and the kernel. One that was cut short or altered counts as
-not there. A digest does not tell who wrote a file, so the directory must be the user's and closed to all others.
+A file is a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest is of the file's name and the kernel, so a file
+that was cut short, altered or renamed counts as not there: the log names it, and the kernel is compiled again. A digest does not
+tell who wrote a file, so the directory must be the user's and closed to all others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ logger = logging.getLogger("hf_lowbit_kv")
 #: environment variable that once named the place of kernels alone
 OLD_VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
 DIGITS = 64
+#: a file with more bytes is damaged, and is not read: kernels have some 100 kB
+MOST_BYTES = 2**26
 
 
 def cache_directory() -> Path:
@@ -108,17 +111,28 @@ def load(name: str) -> bytes | None:
 
 
 def _load(directory: Path, name: str) -> bytes | None:
-    if not directory.exists() or not _usable(directory):
-        return None
+    path = directory / name
     try:
-        data = (directory / name).read_bytes()
-    except OSError:
+        if not directory.exists() or not _usable(directory):
+            return None
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            return _refuse(path, "is no file")
+        if found.st_size > MOST_BYTES:
+            return _refuse(path, f"has {found.st_size} bytes, and a kernel has {MOST_BYTES} at most")
+        data = path.read_bytes()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        return _refuse(path, f"cannot be read: {error.strerror or error}")
     kernel = data[DIGITS:]
-    if data[:DIGITS] == _digest(kernel):
-        return kernel
-    logger.warning("%s is not the kernel that was kept there: it is compiled again", directory / name)
-    return None
+    if data[:DIGITS] != _digest(name, kernel):
+        return _refuse(path, "is not the kernel that was kept there")
+    return kernel
+
+
+def _refuse(path: Path, reason: str) -> None:
+    logger.warning("%s %s: it is compiled again", path, reason)
 
 
 def keep(name: str, kernel: bytes) -> None:
@@ -130,7 +144,7 @@ def keep(name: str, kernel: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # for its owner alone
             made = Path(file.name)
             try:
-                file.write(_digest(kernel) + kernel)
+                file.write(_digest(name, kernel) + kernel)
                 file.close()
                 made.replace(directory / name)
             except OSError:
@@ -140,5 +154,5 @@ def keep(name: str, kernel: bytes) -> None:
         _warn(directory, f"it cannot be written: {error.strerror or error}")
 
 
-def _digest(kernel: bytes) -> bytes:
-    return hashlib.sha256(kernel).hexdigest().encode()
+def _digest(name: str, kernel: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + kernel).hexdigest().encode()

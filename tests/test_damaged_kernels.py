@@ -1,0 +1,181 @@
+"""Damaged files among the CUDA kernels kept on disk: none is loaded, the log names it, and the kernel is compiled again. NVRTC is
+stood in for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from hf_lowbit_kv.triton_kernels.cuda import compile, disk
+
+FUZZ = settings(derandomize=True, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+NAME, OTHER = "attend-sm_90-0a.cubin", "append-sm_90-0b.cubin"
+KERNEL = bytes(range(256)) * 3
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
+    monkeypatch.delenv(disk.OLD_VARIABLE, raising=False)
+    disk._warn.cache_clear()
+    return tmp_path / "kernels"
+
+
+def whole(folder: Path) -> bytes:
+    """What a file has that keeps `KERNEL`."""
+    disk.keep(NAME, KERNEL)
+    return (folder / NAME).read_bytes()
+
+
+def refused(folder: Path, log: Callable[[], str]) -> bool:
+    """Whether what stands in the kernel's place is not loaded, the log names it, and the kernel can be kept again."""
+    loaded = disk.load(NAME)
+    named = str(folder / NAME) in log()
+    disk.keep(NAME, KERNEL)
+    return loaded is None and named and disk.load(NAME) == KERNEL
+
+
+@st.composite
+def changes(draw):
+    """A function that damages bytes."""
+    where, some = draw(st.integers(0, 10**4)), draw(st.binary(min_size=1, max_size=200))
+    kind = draw(st.sampled_from(["cut", "flip", "insert", "remove", "replace", "all"]))
+
+    def change(data: bytes) -> bytes:
+        at = where % len(data)
+        match kind:
+            case "cut":
+                return data[:at]
+            case "flip":
+                return data[:at] + bytes([data[at] ^ (some[0] or 1)]) + data[at + 1 :]
+            case "insert":
+                return data[:at] + some + data[at:]
+            case "remove":
+                return data[:at] + data[at + len(some) :]
+            case "replace":
+                return data[:at] + some + data[at + len(some) :]
+        return some
+
+    return change
+
+
+def test_bytes_that_were_changed(folder, caplog):
+    data = whole(folder)
+
+    @FUZZ
+    @given(changes())
+    def check(change):
+        caplog.clear()
+        damaged = change(data)
+        if damaged == data:
+            return
+        (folder / NAME).write_bytes(damaged)
+        assert refused(folder, lambda: caplog.text)
+
+    check()
+
+
+def test_a_kernel_under_the_name_of_another(folder, caplog):
+    """Of another kernel or architecture: it would run, and be wrong."""
+    disk.keep(OTHER, b"append")
+    (folder / OTHER).rename(folder / NAME)
+    assert refused(folder, lambda: caplog.text)
+
+
+def test_a_file_of_terabytes(folder, caplog):
+    """Nothing of it is read: a sparse file has no bytes, and memory for it would not be there."""
+    whole(folder)
+    with (folder / NAME).open("r+b") as file:
+        file.truncate(2**42)
+    assert refused(folder, lambda: caplog.text)
+    assert "4398046511104 bytes" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
+def test_a_pipe_is_not_waited_for(folder, caplog):
+    whole(folder)
+    (folder / NAME).unlink()
+    os.mkfifo(folder / NAME)
+    assert refused(folder, lambda: caplog.text)
+
+
+def test_a_folder_in_the_place_of_a_kernel(folder, caplog):
+    whole(folder)
+    (folder / NAME).unlink()
+    (folder / NAME).mkdir()
+    assert disk.load(NAME) is None
+    assert str(folder / NAME) in caplog.text
+    disk.keep(NAME, KERNEL)  # cannot replace it, and says so
+    assert disk.load(NAME) is None
+    assert "keeps no CUDA kernels" in caplog.text
+    assert [path.name for path in folder.iterdir()] == [NAME]  # nothing half written is left
+
+
+def test_a_file_that_cannot_be_read(folder, caplog, monkeypatch):
+    whole(folder)
+
+    def fail(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", fail)
+        broken.setattr(Path, "open", fail)
+        broken.setattr(os, "open", fail)
+        assert disk.load(NAME) is None
+    assert f"{folder / NAME} cannot be read: Input/output error" in caplog.text
+    assert disk.load(NAME) == KERNEL
+
+
+def test_a_link_to_itself(folder, caplog):
+    whole(folder)
+    (folder / NAME).unlink()
+    (folder / NAME).symlink_to(folder / NAME)
+    assert refused(folder, lambda: caplog.text)
+
+
+def test_no_file_is_no_damage(folder, caplog):
+    assert disk.load(NAME) is None
+    whole(folder)
+    assert disk.load(OTHER) is None
+    assert caplog.text == ""
+
+
+def test_a_place_whose_name_is_too_long(monkeypatch, caplog):
+    monkeypatch.setenv(disk.VARIABLE, "/" + "x" * 5000)
+    assert disk.load(NAME) is None
+    disk.keep(NAME, KERNEL)
+    assert "File name too long" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", [b"", b"\0", b"x" * 2**20])
+def test_what_is_kept_is_loaded(kernel):
+    disk.keep(NAME, kernel)
+    assert disk.load(NAME) == kernel
+
+
+def test_a_damaged_kernel_is_compiled_again(folder, monkeypatch, caplog):
+    compiled = []
+    monkeypatch.setattr(compile, "_bindings", lambda: (None, Version))
+    monkeypatch.setattr(compile, "_compile", lambda *args: (compiled.append(args) or KERNEL, ""))
+    monkeypatch.setattr(compile, "source", lambda name: "source of " + name)
+    ask = lambda: compile.binary("attend.cu", (("NT", "1"),), "sm_90")  # noqa: E731
+    assert ask() == KERNEL
+    (file,) = folder.iterdir()
+    with file.open("r+b") as opened:
+        opened.truncate(2**42)
+    assert [ask(), ask()] == [KERNEL, KERNEL]
+    assert len(compiled) == 2
+    assert str(file) in caplog.text
+
+
+class Version:
+    @staticmethod
+    def nvrtcVersion():
+        return 0, 13, 0
