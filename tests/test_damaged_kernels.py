@@ -1,5 +1,7 @@
-"""Damaged files among the CUDA kernels kept on disk: none is loaded, the log names it, and the kernel is compiled again. NVRTC is
-stood in for."""
+"""Damaged files among the CUDA kernels kept on disk: none is loaded, the log names it, and the kernel is compiled again.
+
+NVRTC is stood in for.
+"""
 
 from __future__ import annotations
 

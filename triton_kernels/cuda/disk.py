@@ -1,8 +1,8 @@
 """Compiled kernels kept on disk, in a directory that is the user's alone: what is loaded from there runs on the GPU.
 
-A file is a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest is of the file's name and the kernel, so a file
-that was cut short, altered or renamed counts as not there: the log names it, and the kernel is compiled again. A digest does not
-tell who wrote a file, so the directory must be the user's and closed to all others.
+A file is a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest is of the file's name and the kernel. So a file
+that was cut short, altered or renamed counts as not there: the log names it, and the kernel is compiled again. A digest does
+not tell who wrote a file, so the directory must be the user's and closed to all others.
 """
 
 from __future__ import annotations
