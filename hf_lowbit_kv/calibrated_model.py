@@ -11,6 +11,8 @@ import torch
 
 #: numbers of a model's embedding that tell it from others, and by how much (relative to their root mean square) they may differ
 MARKS, TOLERANCE = 64, 0.02
+#: no weight is as large, and a file that says so is damaged
+LARGEST_MARK = 1e39
 
 
 def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, ...]]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def check_description(model: Any) -> None:
     layers, marks = model.get("layers"), model.get("marks", [])
     if not isinstance(layers, dict) or not all(_is_list_of((int, type(None)), sizes, 1) for sizes in layers.values()):
         raise ValueError(f"layers {reprlib.repr(layers)} are not KV heads and sizes by layer")
-    if not _is_list_of((int, float), marks):
+    if not _is_list_of((int, float), marks) or not all(abs(mark) < LARGEST_MARK for mark in marks):
         raise ValueError(f"marks {reprlib.repr(marks)} are not a list of numbers")
 
 

@@ -1,5 +1,7 @@
 """Calibrations on disk: tensors by layer, side, transform and format, with what they were made from. Never pickled.
 
+A file carries a digest of its content, so one that was altered is refused. Files of earlier releases have none.
+
 One file serves several presets: those that share a transform and a format share the tensors. Names of tensors are
 
     layers.<index>.<keys|values>.<transform>.<parameter>              of a transform, e.g. layers.3.keys.smooth+hadamard.scale
@@ -8,9 +10,11 @@ One file serves several presets: those that share a transform and a format share
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import reprlib
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +27,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .calibrated_model import check_description, difference
+from .staleness import digest
 
 #: of the file's layout; another one is refused
 VERSION = 1
 FILE_NAME = "calibration.safetensors"
+#: a larger file is damaged, and is not read: that of a model of 400B has some 100 MB
+MOST_BYTES = 2**33
 
 
 @dataclass(eq=False)
@@ -71,6 +78,7 @@ class Calibration:
             "source": json.dumps(self.source),
         }
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(self.tensors.items())}
+        metadata["digest"] = _digest(tensors, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         os.close(handle)
@@ -88,7 +96,8 @@ class Calibration:
         """Read a file, or the file `calibration.safetensors` of a folder or of a hub repository.
 
         Raises:
-            ValueError: no calibration, truncated, of another version, or with numbers that are not finite. TypeError: no path.
+            ValueError: no calibration, truncated, altered, of another version, or with numbers that are not finite. TypeError: no
+                path.
             OSError: there is nothing of that name, or it cannot be opened.
         """
         path, shown = find_file(source), f"calibration={str(source)!r}"
@@ -101,6 +110,9 @@ class Calibration:
                 )
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{shown} holds numbers that are not finite, in {name}: make it again")
+        stated = file.metadata.get("digest")
+        if stated is not None and stated != _digest(tensors, file.metadata):
+            raise ValueError(f"{shown} was altered: its content is not what was saved. Make it again")
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
@@ -118,10 +130,18 @@ class Calibration:
         return f"={self.path!r}" if self.path else ""
 
 
+def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """64 hexadecimal digits that tell the content of a file from others."""
+    said = [metadata[key] for key in ("format", "version", "model", "source")]
+    content = [(name, digest(tensor).hex()) for name, tensor in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps([said, content]).encode()).hexdigest()
+
+
 class OpenFile(NamedTuple):
     """A calibration file that is open, its header read: what it says of the model and of its source."""
 
     handle: Any
+    metadata: dict[str, str]
     model: dict[str, Any]
     source: dict[str, Any]
 
@@ -141,6 +161,13 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
         ValueError: no calibration, truncated, of another version, or nothing said of the model. OSError: it cannot be opened.
     """
     try:
+        at = path.stat()
+        if not (stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)):  # a pipe would be waited for
+            raise OSError("it is no file")
+        if at.st_size > MOST_BYTES:
+            raise ValueError(
+                f"{shown} has {at.st_size} bytes, and a calibration has {MOST_BYTES} at most: make it again"
+            )
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != "hf-lowbit-kv calibration":
@@ -157,7 +184,7 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
                     raise ValueError(f"source {reprlib.repr(source)} is no object")
             except (KeyError, ValueError, RecursionError) as error:
                 raise ValueError(f"{shown} does not say what it was made for: {error!r}") from error
-            yield OpenFile(file, model, source)
+            yield OpenFile(file, metadata, model, source)
     except SafetensorError as error:
         raise ValueError(f"{shown} cannot be read, it may be truncated: {error}") from error
     except OSError as error:

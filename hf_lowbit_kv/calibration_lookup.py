@@ -91,6 +91,12 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
         reason = "it is a link to nothing"
     except (ValueError, OSError) as error:
         reason = str(error)
+    _skip(path, reason)
+    return None
+
+
+def _skip(path: Path, reason: str) -> None:
+    """Warn, once for each file, that it is not used."""
     with _skipping:
         known = path in _skipped
         _skipped.add(path)
@@ -99,7 +105,10 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
             f"calibration {str(path)!r} is skipped: {reason}. Delete it, or make it again with `hf-lowbit-kv calibrate`",
             stacklevel=2,
         )
-    return None
+
+
+class _WrongTensorError(ValueError):
+    """A calibration's tensor is not of the shape that the layer asks for."""
 
 
 def parameters_for(
@@ -117,13 +126,14 @@ def parameters_for(
         preset: name to show in messages.
 
     Raises:
-        ValueError: there is none, it was made for another model, or it does not hold what a layer asks for.
+        ValueError: there is none, it was made for another model, or it does not hold what a layer asks for, in its shape.
     """
     load: Callable[[Any], Calibration] = Calibration.load
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
     if isinstance(calibration, Borrowed):
         calibration, load, convert = calibration.source, _load_once, converted
     asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
+    shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in asked}
     if calibration is None and not asked:
         return {}
     model = describe_model(model_or_config, sizes)
@@ -132,13 +142,16 @@ def parameters_for(
         given = calibration if isinstance(calibration, Calibration) else load(calibration)
         given.check(model)
         try:
-            return _taken(given, asked, convert)
+            return _taken(given, asked, shapes, convert)
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
     reasons = []
     for found in find(model, load):
         try:
-            return _taken(found, asked, convert)
+            return _taken(found, asked, shapes, convert)
+        except _WrongTensorError as error:
+            _skip(Path(found.path or ""), str(error))
+            reasons.append(str(error))
         except ValueError as error:
             reasons.append(str(error))
     layer, spec = next((layer, specs[layer]) for layer in asked)
@@ -179,12 +192,31 @@ def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
             yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
 
 
+def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a spec asks for, by full name; none where the configuration does not tell the layer's sizes."""
+    heads, *dims = size
+    if heads is None or None in dims:
+        return {}
+    return {parameter.name: parameter.shape for parameter in spec.parameters(*dims, heads)}
+
+
 def _taken(
     calibration: Calibration,
     asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
+    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-):
-    return {
-        layer: {name: convert(calibration.get(layer, side, names), dtype) for name, side, names, dtype in wanted}
-        for layer, wanted in asked.items()
-    }
+) -> dict[int, dict[str, torch.Tensor]]:
+    taken: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, wanted in asked.items():
+        taken[layer] = {}
+        for name, side, names, dtype in wanted:
+            tensor = calibration.get(layer, side, names)
+            shape = shapes[layer].get(name)
+            if shape is not None and tuple(tensor.shape) not in (shape, (1, *shape[1:])):
+                where = f"calibration={calibration.path!r}" if calibration.path else "calibration"
+                raise _WrongTensorError(
+                    f"{where} holds {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, and the "
+                    f"layer needs {shape}" + (f", or {(1, *shape[1:])} for all KV heads" if shape[0] > 1 else "")
+                )
+            taken[layer][name] = convert(tensor, dtype)
+    return taken

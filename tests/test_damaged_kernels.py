@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from damage import FUZZ, changes
+from hypothesis import given, settings
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from hf_lowbit_kv.triton_kernels.cuda import compile, disk
 
-FUZZ = settings(derandomize=True, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 NAME, OTHER = "attend-sm_90-0a.cubin", "append-sm_90-0b.cubin"
 KERNEL = bytes(range(256)) * 3
 
@@ -44,34 +43,10 @@ def refused(folder: Path, log: Callable[[], str]) -> bool:
     return loaded is None and named and disk.load(NAME) == KERNEL
 
 
-@st.composite
-def changes(draw):
-    """A function that damages bytes."""
-    where, some = draw(st.integers(0, 10**4)), draw(st.binary(min_size=1, max_size=200))
-    kind = draw(st.sampled_from(["cut", "flip", "insert", "remove", "replace", "all"]))
-
-    def change(data: bytes) -> bytes:
-        at = where % len(data)
-        match kind:
-            case "cut":
-                return data[:at]
-            case "flip":
-                return data[:at] + bytes([data[at] ^ (some[0] or 1)]) + data[at + 1 :]
-            case "insert":
-                return data[:at] + some + data[at:]
-            case "remove":
-                return data[:at] + data[at + len(some) :]
-            case "replace":
-                return data[:at] + some + data[at + len(some) :]
-        return some
-
-    return change
-
-
 def test_bytes_that_were_changed(folder, caplog):
     data = whole(folder)
 
-    @FUZZ
+    @settings(max_examples=150, **FUZZ)
     @given(changes())
     def check(change):
         caplog.clear()
