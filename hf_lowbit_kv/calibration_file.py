@@ -96,9 +96,8 @@ class Calibration:
         """Read a file, or the file `calibration.safetensors` of a folder or of a hub repository.
 
         Raises:
-            ValueError: no calibration, truncated, altered, of another version, or with numbers that are not finite. TypeError: no
-                path.
-            OSError: there is nothing of that name, or it cannot be opened.
+            ValueError: no calibration, truncated, altered, of another version, or with numbers that are not finite.
+            TypeError: no path. OSError: there is nothing of that name, or it cannot be opened.
         """
         path, shown = find_file(source), f"calibration={str(source)!r}"
         with opened(path, shown) as file:
