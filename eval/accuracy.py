@@ -2,8 +2,8 @@
 
 The bands come from an independent simulation (fake quantization, no cache) of the same model and texts; a figure
 outside its band, better or worse, is a question to answer before it is published. They hold for the defaults: the
-bundled model in float32, the default texts, 4096 tokens scored from 512. Rows go to `perplexity-smollm2.jsonl` in
-`eval/results/`.
+bundled model in float32, the default texts, 4096 tokens scored from 512. In a checkout rows
+go to `perplexity-smollm2.jsonl` in `eval/results/`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from rich.table import Table
 
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, default_device, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import run
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
-
-#: the bundled model's record
-OUT = results_path("perplexity", "smollm2")
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    default_records,
+    device_name,
+    provenance,
+    run_command,
+    wide_console,
+)
 
 
 class Band(NamedTuple):
@@ -59,7 +63,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. Bands hold for float32.")] = "float32",
     backend: Annotated[str | None, typer.Option(help="torch, triton, cuda [default: by device].")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines to append to [default: eval/results/ of a checkout, else none].")
+    ] = None,
 ) -> None:
     """Measure presets on the bundled model and texts, compare with the bands, and record the rows."""
     where = torch.device(device) if device else default_device()
@@ -76,8 +82,9 @@ def main(
         "dtype": dtype,
         "device": device_name(where),
     }
-    for row in rows:
-        append_record(out, row | setting | provenance(commit))
+    if out := out or default_records("perplexity", "smollm2"):
+        for row in rows:
+            append_record(out, row | setting | provenance(commit))
     bands = BANDS if dtype == "float32" else {}
     wide_console().print(table(rows, bands))
     if any(not bands[row["preset"]].holds(row) for row in rows if row["preset"] in bands):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.methods import from_preset
 
 from .local_models import essay
 
@@ -59,7 +59,7 @@ def compare(
     rows = []
     for preset in presets:
         report(preset)
-        cache = lb.from_preset(preset, model, **overrides or {})
+        cache = from_preset(preset, model, **overrides or {})
         found = _continue(model, tokenizer, inputs, cache, max_new_tokens)
         rows.append(
             {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import hf_lowbit_kv as lb
+from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.presets import preset_names
 
 
 def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = None) -> tuple[list[str], dict[str, str]]:
@@ -13,9 +14,9 @@ def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = Non
     Presets for latent attention serve other models than the rest, and a calibrated preset needs its calibration.
     """
     fitting, reasons = list[str](), dict[str, str]()
-    for name in lb.preset_names():
+    for name in preset_names():
         try:
-            lb.from_preset(name, model_or_config, **overrides or {})
+            from_preset(name, model_or_config, **overrides or {})
         except (ValueError, TypeError) as error:
             reasons[name] = str(error)
         else:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.attention import lowbit_attention, register
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
+from hf_lowbit_kv.methods import from_preset
 
 from .perplexity import check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text
@@ -52,7 +52,7 @@ def run(
         ValueError: an unknown preset, a text that is too short, or a model with latent attention.
     """
     check_window(model, context, start)
-    caches = {name: lb.from_preset(name, model, **overrides or {}) for name in presets}
+    caches = {name: from_preset(name, model, **overrides or {}) for name in presets}
     for cache in caches.values():
         if cache.spec.reading.name != "separate":
             raise ValueError(f"model_type={model.config.model_type!r} stores a latent: there are no keys to look at")

@@ -25,11 +25,12 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.eval.local_models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
+from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.presets import get_preset
 
 #: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s
 LOADER_ARGUMENTS = (
@@ -125,7 +126,7 @@ class LowBitLM(HFLM):
         """A fresh, growing cache."""
         if self.preset == FULL:
             return DynamicCache(config=self.model.config)
-        return lb.from_preset(self.preset, self.model, **self.overrides)
+        return from_preset(self.preset, self.model, **self.overrides)
 
     @property
     def packed_share(self) -> dict[str, float | None]:
@@ -257,7 +258,7 @@ def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
         if overrides:
             raise ValueError(f"{next(iter(overrides))}= has no meaning for preset={FULL!r}, transformers' own cache")
         return
-    lb.get_preset(preset)
+    get_preset(preset)
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
+from hf_lowbit_kv.methods import from_preset
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -99,7 +99,7 @@ def run(
     caches: dict[str, Callable[[], Any]] = {FULL: lambda: DynamicCache(config=model.config)}
     for preset in presets:
         if preset != FULL:
-            caches[preset] = partial(lb.from_preset, preset, model, **(overrides or {}))
+            caches[preset] = partial(from_preset, preset, model, **(overrides or {}))
             caches[preset]()  # raises for what it cannot do; nothing is allocated
     path = Path(text) if text is not None else essay("worked")
     texts = {length: _texts(path, tokenizer, model, length, depths, trials) for length in lengths}

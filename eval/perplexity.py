@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import DynamicCache
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.methods import from_preset
 from hf_lowbit_kv.pages import LayerSpec
 
 from . import parallel as one_pass
@@ -136,7 +136,7 @@ def run(
     """
     overrides = overrides or {}
     names = list(dict.fromkeys(presets))
-    factories = {name: functools.partial(lb.from_preset, name, model, **overrides) for name in names}
+    factories = {name: functools.partial(from_preset, name, model, **overrides) for name in names}
     found = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress)
     edges = position_edges(start, context)
     return [{"preset": name} | mean_row(of, edges) for name, of in found.items()]

@@ -1,4 +1,4 @@
-"""Records of measurements: JSON lines under `eval/results/`, each with what is needed to repeat it."""
+"""What scripts that measure have in common: records with what is needed to repeat them, and a console for tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-#: where records are kept, in a checkout
+#: where records are kept in a checkout; the wheel has no such folder
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -30,8 +30,15 @@ def results_path(kind: str, name: str) -> Path:
     return RESULTS / f"{kind}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.jsonl"
 
 
+def default_records(kind: str, name: str) -> Path | None:
+    """Where a script that users have appends its records unless they say: `results_path` in a checkout, elsewhere nowhere."""
+    return results_path(kind, name) if RESULTS.is_dir() else None
+
+
 def commit() -> str:
     """The checkout's commit, with `-dirty` where it has uncommitted changes; `"unknown"` outside a checkout."""
+    if not RESULTS.is_dir():
+        return "unknown"  # an installed package may lie in somebody else's checkout
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
@@ -74,36 +81,8 @@ def wide_console() -> Console:
     return console
 
 
-def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
-    head = list(head)
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Add one JSON line. NaN and infinity are no JSON: they raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, oldest first; none where there is no such file.
-
-    Raises:
-        ValueError: a line is no JSON object; the message names it.
-    """
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name}, line {number}, is no JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path.name}, line {number}, is no record: {line[:80]!r}")
-        records.append(record)
-    return records

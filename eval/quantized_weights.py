@@ -3,7 +3,7 @@
 Weights of 4 bits come from torchao through transformers' own integration (`TorchAoConfig`, weight-only, groups of 64);
 the model is otherwise used as it is. Measured for 16-bit and for 4-bit weights, with the full-precision cache and each
 preset: perplexity on the default texts, bytes of weights and of the cache, and the time of a decode step. Needs a GPU and
-`pip install torchao`. Rows go to `weights-<gpu>.jsonl` in `eval/results/`.
+`pip install torchao`. In a checkout rows go to `weights-<gpu>.jsonl` in `eval/results/`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ import typer
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
 from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, bundled_model, default_texts
 from hf_lowbit_kv.eval.perplexity import run
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    default_records,
+    device_name,
+    provenance,
+    run_command,
+    wide_console,
+)
+from hf_lowbit_kv.methods import from_preset
 
 #: numbers that share a scale and a zero point in 4-bit weights; divides the bundled model's sizes
 GROUP_SIZE = 64
@@ -37,7 +44,9 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of each text, and of the cache that is timed.")] = 4096,
     start: Annotated[int, typer.Option("--from", help="First position scored.")] = 512,
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines to append to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines to append to [default: eval/results/ of a checkout, else none].")
+    ] = None,
 ) -> None:
     """Measure presets under 16-bit and under 4-bit weights, and record the rows."""
     if not torch.cuda.is_available():
@@ -60,8 +69,9 @@ def main(
         "group_size": GROUP_SIZE,
         "device": device_name("cuda"),
     }
-    for row in rows:
-        append_record(out or results_path("weights", device_name("cuda")), row | setting | provenance(commit))
+    if out := out or default_records("weights", device_name("cuda")):
+        for row in rows:
+            append_record(out, row | setting | provenance(commit))
     wide_console().print(table(rows))
 
 
@@ -93,7 +103,7 @@ def measure(
     weights = sum(part.nbytes for tensor in model.parameters() for part in plain_tensors(tensor))
     rows = []
     for preset in (FULL, *presets):
-        cache = DynamicCache(config=model.config) if preset == FULL else lb.from_preset(preset, model)
+        cache = DynamicCache(config=model.config) if preset == FULL else from_preset(preset, model)
         step_ms, kv_bytes = time_steps(model, ids, cache)
         row = {"weight_bits": bits, "preset": preset, **accuracy[preset]}
         rows.append(row | {"weight_bytes": weights, "kv_bytes": kv_bytes, "step_ms": step_ms})

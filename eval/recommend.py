@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.methods import from_preset
 from hf_lowbit_kv.presets import DEFAULT_PRESET
 
 from .fitting import fitting_presets
@@ -155,7 +155,7 @@ class _Maker:
         self.name, self.model, self.overrides = name, model, overrides
 
     def __call__(self) -> Any:
-        return lb.from_preset(self.name, self.model, **self.overrides)
+        return from_preset(self.name, self.model, **self.overrides)
 
     @property
     def code(self) -> str:

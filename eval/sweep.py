@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import LowBitCache
 
 from .pareto import pareto
 from .perplexity import mean_row, position_edges, score
@@ -68,7 +68,7 @@ def run(
         ]
         name = " ".join(part for part in parts if part)
         rows[name] = {"name": name, "keys": keys, "values": values} | options
-        factories[name] = functools.partial(lb.LowBitCache, model, keys, values, **options)
+        factories[name] = functools.partial(LowBitCache, model, keys, values, **options)
     if not rows:
         raise ValueError("nothing to sweep: give one pair of formats, one transform, one sink and one residual or more")
     found = sizes(factories, model, bits_at, 1)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import batch_rows, bench_batch, bench_generate, contenders, step_profile
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
-from hf_lowbit_kv.eval.provenance import read_records, results_path
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.provenance import results_path
 
 CPU = torch.device("cpu")
 KEYS = {

@@ -213,6 +213,13 @@ def test_records(tmp_path):
         provenance.append_record(path, {"x": float("nan")})
 
 
+def test_an_installed_package_records_nothing_unless_asked(tmp_path, monkeypatch):
+    assert provenance.default_records("weights", "a gpu") == provenance.results_path("weights", "a gpu")
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")
+    assert provenance.default_records("weights", "a gpu") is None
+    assert provenance.commit() == "unknown"
+
+
 def test_bench_prefill(tmp_path):
     out = tmp_path / "prefill.jsonl"
     app = typer.Typer()

@@ -9,7 +9,8 @@ import pytest
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import tables
-from hf_lowbit_kv.eval.provenance import RESULTS, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import DEFAULT_PRESET
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import tables
-from hf_lowbit_kv.eval.provenance import RESULTS, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.provenance import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import measure, tables
-from hf_lowbit_kv.eval.provenance import read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from hf_lowbit_kv.eval.benchmarks.bench_batch import qwen3_8b, rows_within
 from hf_lowbit_kv.eval.benchmarks.bench_generate import is_host
 from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
-from hf_lowbit_kv.eval.provenance import markdown_table, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
+from hf_lowbit_kv.eval.provenance import run_command, wide_console
 
 PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
 DTYPE = torch.bfloat16

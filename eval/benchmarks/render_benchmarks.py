@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_lowbit_kv.eval.provenance import RESULTS, read_records, run_command
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.presets import PRESETS
 
 BLANK_LINE = "\n\n"
@@ -32,7 +33,7 @@ INTRO = """# Benchmarks
 
 `python -m hf_lowbit_kv.eval.benchmarks.render_benchmarks` writes this page from the records in `eval/results/`.
 Do not edit it by hand.
-`eval/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
+`eval/benchmarks/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
 
 `make bench` repeats all of it on a GPU, the most wanted first.
 `python -m hf_lowbit_kv.eval.benchmarks.bench_all --minutes 30` keeps to a time, `--only decode,start` chooses, `--list`

@@ -22,10 +22,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.accuracy import OUT as EARLIER
 from hf_lowbit_kv.eval.benchmarks import batch_rows, measure
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
 from hf_lowbit_kv.eval.pareto import plot
-from hf_lowbit_kv.eval.provenance import RESULTS, markdown_table, read_records, run_command
+from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 
 ROOT = RESULTS.parents[1]
 PAGES = (
@@ -35,6 +35,8 @@ PAGES = (
     "README.md",
 )
 PICTURE = "docs/pareto.png"
+#: what `eval.accuracy` writes
+EARLIER = results_path("perplexity", "smollm2")
 ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT, JARGON = "transcript", "jargon"
 #: length at which bits are stated, with a 16-bit window and the bundled model's heads

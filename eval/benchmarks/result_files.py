@@ -1,0 +1,36 @@
+"""Files of records in `eval/results/`: read, and shown as tables in Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    head = list(head)
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, oldest first; none where there is no such file.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names it.
+    """
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name}, line {number}, is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path.name}, line {number}, is no record: {line[:80]!r}")
+        records.append(record)
+    return records
