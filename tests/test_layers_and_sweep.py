@@ -10,9 +10,9 @@ from cases import tiny_models
 from test_recommend import TEXT, Numbers
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval import layer_errors, sweep
-from hf_lowbit_kv.eval.pareto import draw, pareto, plot
+from hf_lowbit_kv.eval import layer_errors, preset_search
 from hf_lowbit_kv.eval.perplexity import run as perplexity
+from hf_lowbit_kv.eval.preset_search import draw, pareto, plot
 
 SHORT = {"context": 600, "start": 300}
 
@@ -81,7 +81,7 @@ def test_the_attention_function_is_back_afterwards(model):
 
 
 def test_a_sweep_is_perplexity_of_combinations(model, tmp_path):
-    rows = sweep.run(
+    rows = preset_search.sweep(
         [("int2-channel", "int2-token"), ("int4-channel", "int4-token")], [TEXT], model, Numbers(), ("none",), (0, 32), (128,),
         progress=False, **SHORT,
     )  # fmt: skip
@@ -128,8 +128,8 @@ def test_names_in_the_picture_stand_clear_of_points_and_of_each_other():
 def test_bad_input(model):
     for text in ("int4-channel", "/int2-token", "a/b/c"):
         with pytest.raises(ValueError, match="are not understood; give KEYS/VALUES"):
-            sweep.parse_pair(text)
+            preset_search.parse_pair(text)
     with pytest.raises(ValueError, match="nothing to sweep"):
-        sweep.run([], [TEXT], model, Numbers())
+        preset_search.sweep([], [TEXT], model, Numbers())
     with pytest.raises(ValueError, match="bits=3 is not offered"):
-        sweep.run([("int3-token", "dense")], [TEXT], model, Numbers(), **SHORT)
+        preset_search.sweep([("int3-token", "dense")], [TEXT], model, Numbers(), **SHORT)

@@ -26,8 +26,11 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_lowbit_kv.eval import offline_tasks  # noqa: E402
-from hf_lowbit_kv.eval.lm_eval_model import LowBitLM  # noqa: E402
-from hf_lowbit_kv.eval.lm_eval_run import comparison, parse_options  # noqa: E402
+from hf_lowbit_kv.eval.lm_eval_model import (  # noqa: E402
+    LowBitLM,
+    comparison,
+    parse_options,
+)
 
 ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk", "batch_size", "seconds"}
 SMALL_OVERRIDES = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]

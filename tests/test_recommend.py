@@ -10,8 +10,7 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
-from hf_lowbit_kv.eval.fitting import fitting_presets
-from hf_lowbit_kv.eval.recommend import Budget, Size, parse_size, recommend, sizes, within
+from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, parse_size, recommend, sizes, within
 from hf_lowbit_kv.eval.texts import Text
 
 
@@ -87,7 +86,7 @@ def test_what_is_wanted_is_chosen_whenever_it_meets_the_budget():
 def test_the_default_is_measured_whenever_it_meets_the_budget(model, monkeypatch, overrides, same):
     """Itself, or a preset that stores the same."""
     assert inspect.signature(lb.generate).parameters["preset"].default in (None, presets.DEFAULT_PRESET)
-    monkeypatch.setattr("hf_lowbit_kv.eval.recommend.MOST", 1)  # `dense` has the most bits
+    monkeypatch.setattr("hf_lowbit_kv.eval.preset_search.MOST", 1)  # `dense` has the most bits
     rows = recommend(model, Numbers(), TEXT, Budget(17, None, 32768), None, overrides, 640, 600, progress=False)
     (row,) = rows
     assert presets.DEFAULT_PRESET in (row["preset"], *row["same_as"])

@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
-from hf_lowbit_kv.eval.fitting import fitting_presets
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, load_model
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
+from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
 from hf_lowbit_kv.formats import Parameter

@@ -24,7 +24,7 @@ import typer
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import batch_rows, measure
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
-from hf_lowbit_kv.eval.pareto import plot
+from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 
 ROOT = RESULTS.parents[1]

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..calibration_file import Calibration
-from ..eval.fitting import fitting_presets
 from ..eval.local_models import load_model
+from ..eval.preset_search import fitting_presets
 from ..presets import get_preset
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -64,8 +64,7 @@ def lm_eval(
     if not presets:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
-    from ..eval.lm_eval_model import LowBitLM
-    from ..eval.lm_eval_run import comparison, evaluate, parse_options, quiet
+    from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet
 
     given = parse_overrides(overrides)
     quiet()

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from ..eval.local_models import default_texts
-from ..eval.recommend import Budget, parse_size
-from ..eval.recommend import recommend as measure
+from ..eval.preset_search import Budget, parse_size
+from ..eval.preset_search import recommend as measure
 from .common import (
     CalibrationOption,
     DeviceOption,

@@ -8,19 +8,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..eval import sweep as sweeps
+from ..eval import preset_search
 from ..eval.local_models import default_texts
-from ..eval.pareto import plot
+from ..eval.preset_search import plot
 from .common import DeviceOption, DtypeOption, JsonOption, ModelOption, load, print_json, print_table
 from .perplexity import TextOption
 
 
 def sweep(
-    formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = ",".join(sweeps.PAIRS),
-    transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = ",".join(sweeps.TRANSFORMS),
-    sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = ",".join(map(str, sweeps.SINKS)),
+    formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = ",".join(
+        preset_search.PAIRS
+    ),
+    transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = ",".join(
+        preset_search.TRANSFORMS
+    ),
+    sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = ",".join(
+        map(str, preset_search.SINKS)
+    ),
     residual: Annotated[str, typer.Option(help="Newest tokens in 16 bits, separated by commas.")] = ",".join(
-        map(str, sweeps.RESIDUALS)
+        map(str, preset_search.RESIDUALS)
     ),
     text: TextOption = None,
     model: ModelOption = None,
@@ -33,13 +39,13 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Bits against KL over formats, transforms and windows, named presets or not."""
-    pairs = [sweeps.parse_pair(each) for each in _split(formats)]
+    pairs = [preset_search.parse_pair(each) for each in _split(formats)]
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
     if out is not None and (out.suffix not in (".png", ".svg") or not out.parent.is_dir()):
         raise ValueError(f"--out {str(out)!r} is not allowed; it must be a .png or .svg in a folder that exists")
     texts = text or default_texts()[:1]
     loaded, tokenizer = load(model, device, dtype)
-    rows = sweeps.run(pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at)
+    rows = preset_search.sweep(pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at)
     if out is not None:
         plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
         Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)

@@ -1,0 +1,380 @@
+"""Which preset for a model: those that fit it, the best at a budget, and a sweep over formats that have no name.
+
+`recommend` is what `hf-lowbit-kv recommend` prints, `sweep` what `hf-lowbit-kv eval sweep` does. `pareto` says which points of
+bits against KL no other point beats, and `plot` draws them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_lowbit_kv.cache import LowBitCache
+from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
+
+from .perplexity import Factory, mean_row, position_edges, score, window_tokens
+from .texts import Text, read_text
+
+#: bytes of the units that `parse_size` knows
+UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))}}
+UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
+#: how many presets are measured at most: those with the most bits within the budget, and the default
+MOST = 8
+
+
+class Size(NamedTuple):
+    """What a preset stores of `context` tokens: bits per number, and bytes of all rows, the packed layers alone."""
+
+    bits: float
+    nbytes: int
+    nbytes_full: int
+    """in 16 bits"""
+
+
+class Budget(NamedTuple):
+    """What may be stored of rows of `context` tokens: at most `bits` per number, or `memory` bytes of all rows together."""
+
+    bits: float | None
+    memory: int | None
+    context: int
+    batch: int = 1
+
+    def holds(self, size: Size) -> bool:
+        return size.bits <= self.bits if self.bits is not None else size.nbytes <= (self.memory or 0)
+
+    def __str__(self) -> str:
+        amount = f"{self.bits:g} bits per number" if self.bits is not None else f"{self.memory} bytes"
+        rows = f" in {self.batch} rows" if self.batch > 1 else ""
+        return f"{amount} at {self.context} tokens{rows}"
+
+
+def parse_size(text: str) -> int:
+    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes."""
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"size {text!r} is not understood; give e.g. 24GB or 512MiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int) -> dict[str, Size]:
+    """What each cache stores of `batch` rows of `context` tokens, as arithmetic: metadata, window and parameters are counted,
+    the window in 16 bits. Layers that are not packed (sliding, recurrent) are not counted: no preset changes them."""
+    dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    found = {}
+    for name, factory in factories.items():
+        cache = factory()
+        with torch.no_grad():
+            model(token, **as_argument(cache), use_cache=True)  # layers know their sizes then
+        stored = full = 0
+        for layer in cache.packed_layers:
+            store, spec = layer.store, layer.spec
+            paged = spec.paged_after(context - spec.sink)
+            width = store.head_dim_k + store.head_dim_v
+            pages = -(-paged // spec.page_size) * sum(spec.part_bytes(store.head_dim_k, store.head_dim_v, dtype))
+            stored += store.num_heads * (pages + (context - paged) * width * dtype.itemsize)
+            full += store.num_heads * context * width * dtype.itemsize
+        stored = batch * stored + cache.nbytes.parameters  # codebooks and the like, whatever the number of rows
+        found[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
+    return found
+
+
+def within(budget: Budget, found: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
+    """The caches that meet the budget, those with the most bits first, at most `most`; `wanted` is among them if it meets
+    the budget.
+
+    Raises:
+        ValueError: none does; the message names the nearest.
+    """
+    order = sorted(found, key=lambda name: found[name].bits, reverse=True)
+    if names := [name for name in order if budget.holds(found[name])]:
+        return names[:most] if wanted is None or wanted not in names[most:] else [*names[: most - 1], wanted]
+    nearest = found[order[-1]]
+    raise ValueError(
+        f"no preset meets {budget}; the nearest is {order[-1]!r} with {nearest.bits:.2f} bits per number, "
+        f"{nearest.nbytes} bytes"
+    )
+
+
+def recommend(
+    model: Any,
+    tokenizer: Any,
+    text: str | Path | Text,
+    budget: Budget,
+    presets: Sequence[str] | None = None,
+    overrides: dict[str, Any] | None = None,
+    tokens: int = 2048,
+    start: int = 512,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Measure the presets that meet a budget, the best first.
+
+    Args:
+        text: what to measure on; its first `tokens` tokens are read, and scored from `start`.
+        presets: candidates; `None`: all that serve the model. Of presets that store the same one is measured.
+        overrides: further arguments of `from_preset`, for every preset.
+
+    Returns:
+        One dict a preset, in the order of `kl`: `preset`, `same_as` (presets that store the same), `bits_per_value`, `bytes`
+        and `bytes_full` (all rows at the budget's context; see `sizes`), `kl`, `kl_p99`, `top1`, `ppl`, `ppl_full`, and `code`,
+        the line that makes the cache.
+
+    Raises:
+        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too short.
+    """
+    overrides = overrides or {}
+    source = read_text(text)
+    window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
+    names = list(presets) if presets else fitting_presets(model, overrides)[0]
+    factories = {name: _Maker(name, model, overrides) for name in names}
+    same = _same(factories)
+    found = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
+    default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
+    chosen = within(budget, found, MOST, default)
+    scores = score({name: factories[name] for name in chosen}, [source], model, tokenizer, tokens, start,
+                   progress=progress)  # fmt: skip
+    rows = []
+    for name, of in scores.items():
+        measured, size = mean_row(of, position_edges(start, tokens)), found[name]
+        rows.append(
+            {"preset": name, "same_as": same[name], "bits_per_value": size.bits}
+            | {"bytes": size.nbytes, "bytes_full": size.nbytes_full}
+            | {key: measured[key] for key in ("kl", "kl_p99", "top1", "ppl", "ppl_full")}
+            | {"code": factories[name].code}
+        )
+    return sorted(rows, key=lambda row: row["kl"])
+
+
+class _Maker:
+    """Makes a preset's cache, and the line of code that does."""
+
+    def __init__(self, name: str, model: Any, overrides: dict[str, Any]):
+        self.name, self.model, self.overrides = name, model, overrides
+
+    def __call__(self) -> Any:
+        return from_preset(self.name, self.model, **self.overrides)
+
+    @property
+    def code(self) -> str:
+        changes = "".join(f", {key}={value!r}" for key, value in self.overrides.items())
+        return f'cache = hf_lowbit_kv.from_preset("{self.name}", model{changes})'
+
+
+def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:
+    """The first of the presets that store the same, and the others."""
+    first: dict[tuple, str] = {}
+    same: dict[str, list[str]] = {}
+    for name, factory in factories.items():
+        key = tuple(layer.spec.key for layer in factory().packed_layers)
+        if key in first:
+            same[first[key]].append(name)
+        else:
+            first[key], same[name] = name, []
+    return same
+
+
+def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = None) -> tuple[list[str], dict[str, str]]:
+    """The listed presets that serve this model with these arguments of `from_preset`, and why the others do not.
+
+    Presets for latent attention serve other models than the rest, and a calibrated preset needs its calibration.
+    """
+    fitting, reasons = list[str](), dict[str, str]()
+    for name in preset_names():
+        try:
+            from_preset(name, model_or_config, **overrides or {})
+        except (ValueError, TypeError) as error:
+            reasons[name] = str(error)
+        else:
+            fitting.append(name)
+    return fitting, reasons
+
+
+#: key and value formats that are combined with each transform and sink by default
+PAIRS = ("int2-channel/int2-token", "int4-channel/int2-token", "int4-channel/int4-token", "int8-token/int8-token",
+         "boosted2-r0.125/int2-token", "boosted2-r0.25/int2-token")  # fmt: skip
+TRANSFORMS = ("none", "hadamard")
+SINKS = (0, 32)
+RESIDUALS = (128,)
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` where there are not two."""
+    keys, slash, values = text.partition("/")
+    if not (keys and slash and values) or "/" in values:
+        raise ValueError(f"formats {text!r} are not understood; give KEYS/VALUES, e.g. int4-channel/int2-token")
+    return keys, values
+
+
+def sweep(
+    pairs: Sequence[tuple[str, str]],
+    texts: Sequence[str | Path | Text],
+    model: Any,
+    tokenizer: Any,
+    transforms: Sequence[str] = TRANSFORMS,
+    sinks: Sequence[int] = SINKS,
+    residuals: Sequence[int] = RESIDUALS,
+    context: int = 2048,
+    start: int = 512,
+    bits_at: int = 32768,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Every combination, in the order of bits.
+
+    Args:
+        pairs: key format and value format. The other arguments are those of `LowBitCache` and of `perplexity.run`.
+        bits_at: length at which `bits_per_value` is stated, with a window in 16 bits.
+
+    Returns:
+        One dict a combination: `name`, `keys`, `values`, `transform`, `sink`, `residual`, `bits_per_value`, `kl`, `kl_p99`,
+        `top1`, `ppl`, `ppl_full`, and `pareto`: whether no other one has at most its bits and at most its KL.
+
+    Raises:
+        ValueError: a combination that does not exist, or a text that is too short. Nothing has run then.
+    """
+    rows, factories = dict[str, dict[str, Any]](), {}
+    for (keys, values), transform, sink, residual in itertools.product(pairs, transforms, sinks, residuals):
+        options: dict[str, Any] = {"transform": transform, "sink": sink, "residual": residual}
+        parts = [
+            f"{keys}/{values}",
+            "" if transform == "none" else transform,
+            f"s{sink}" if sink else "",
+            f"r{residual}",
+        ]
+        name = " ".join(part for part in parts if part)
+        rows[name] = {"name": name, "keys": keys, "values": values} | options
+        factories[name] = functools.partial(LowBitCache, model, keys, values, **options)
+    if not rows:
+        raise ValueError("nothing to sweep: give one pair of formats, one transform, one sink and one residual or more")
+    found = sizes(factories, model, bits_at, 1)
+    scores = score(factories, texts, model, tokenizer, context, start, progress=progress)
+    for name, of in scores.items():
+        measured = mean_row(of, position_edges(start, context))
+        rows[name]["bits_per_value"] = found[name].bits
+        rows[name] |= {key: measured[key] for key in ("kl", "kl_p99", "top1", "ppl", "ppl_full")}
+    ordered = sorted(rows.values(), key=lambda row: row["bits_per_value"])
+    return [row | {"pareto": best} for row, best in zip(ordered, pareto(ordered))]
+
+
+#: inches of the picture
+SIZE = (7.5, 4.5)
+
+
+def pareto(rows: Sequence[dict[str, Any]], x: str = "bits_per_value", y: str = "kl") -> list[bool]:
+    """Whether no other row has at most the same `x` and `y` and less of one of them."""
+
+    def beaten(row: dict[str, Any]) -> bool:
+        return any(
+            other[x] <= row[x] and other[y] <= row[y] and (other[x] < row[x] or other[y] < row[y]) for other in rows
+        )
+
+    return [not beaten(row) for row in rows]
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, label: str = "preset", **options: Any) -> None:
+    """Write the picture that `draw` makes to `path` (`.png`, `.svg`). options: those of matplotlib's `savefig`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    draw(figure.subplots(), rows, title, label)
+    figure.savefig(path, dpi=120, **options)
+
+
+def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "preset") -> None:
+    """Draw rows with `bits_per_value` and `kl` on matplotlib axes: the Pareto front as a line; points named by `label` where
+    there is room."""
+    front = [row for row, best in zip(rows, pareto(rows)) if best]
+    rest = [row for row in rows if row not in front]
+    front.sort(key=lambda row: row["bits_per_value"])
+    for of, colour, size in ((rest, "0.65", 22), (front, "C0", 36)):
+        axes.scatter([row["bits_per_value"] for row in of], [row["kl"] for row in of], s=size, color=colour, zorder=3)
+    axes.step(
+        [row["bits_per_value"] for row in front], [row["kl"] for row in front], where="post", color="C0", linewidth=1
+    )
+    axes.set(
+        xscale="log", yscale="log", xlabel="bits per number, everything counted", ylabel="KL from full precision, nats"
+    )
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.15, y=0.1)
+    ticks = [
+        tick for tick in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]
+    ]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.figure.canvas.draw()  # places are known then
+    taken = [*_markers(axes, rows), *_steps(axes, front)]
+    _name(axes, front, label, "black", 9, taken)
+    _name(axes, rest, label, "0.45", 7, taken)
+
+
+def _places(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    """Where the rows' points are, in pixels `[rows, 2]`."""
+    return axes.transData.transform([(row["bits_per_value"], row["kl"]) for row in rows]) if rows else []
+
+
+def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The boxes of the points."""
+    from matplotlib.transforms import Bbox
+
+    half = 3 * axes.figure.dpi / 72
+    return [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in _places(axes, rows)]
+
+
+def _steps(axes: Any, front: Sequence[dict[str, Any]]) -> list[Any]:
+    """The boxes of the line that joins the front: to the right, then down."""
+    from matplotlib.transforms import Bbox
+
+    boxes = []
+    for (x, y), (next_x, next_y) in itertools.pairwise(_places(axes, front)):
+        boxes += [Bbox.from_extents(x, y - 1, next_x, y + 1), Bbox.from_extents(next_x - 1, next_y, next_x + 1, y)]
+    return boxes
+
+
+#: where a label may begin, or end, beside its point, in points: the first place where nothing else stands is taken
+_SIDES = (
+    *((6, -3), (6, 5), (6, -11), (12, 14), (12, -20), (18, 24), (18, -30)),
+    *((30, 34), (30, -40), (45, 20), (45, -26), (45, -50), (60, -60)),
+)
+_OFFSETS = [(sign * x, y) for x, y in _SIDES for sign in (1, -1)]
+#: a label this far away is joined to its point
+_FAR = 12
+
+
+def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[Any]:
+    """Boxes along the line from a point, but for its first quarter, to the label in `box`."""
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform(point)
+    across, up = (box.x0 if right else box.x1) - x, (box.y0 + box.y1) / 2 - y
+    ways = [part / 16 for part in range(4, 16)]
+    return [Bbox.from_bounds(x + way * across, y + way * up, 1, 1) for way in ways]
+
+
+def _name(axes: Any, rows: Sequence[dict[str, Any]], label: str, colour: str, size: int, taken: list[Any]) -> None:
+    """Write the rows' names beside their points, where there is room; `taken` collects what stands where."""
+    for row in rows:
+        point = row["bits_per_value"], row["kl"]
+        for x, y in _OFFSETS:
+            aligned: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if x > 0 else "right"}
+            text = axes.annotate(row[label], point, xytext=(x, y), fontsize=size, color=colour, **aligned)
+            box = text.get_window_extent()
+            line = _line(axes, point, box, x > 0) if abs(x) >= _FAR else []
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.figure.bbox.x1
+            inside &= axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            if inside and not any(part.overlaps(other) for part in (box, *line) for other in taken):
+                taken += [box, *line]
+                if line:
+                    style = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+                    axes.annotate("", point, xytext=(x, y + size / 3), arrowprops=style, **aligned)
+                break
+            text.remove()
