@@ -11,7 +11,7 @@ from transformers import StaticCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import batch_rows, bench_batch, bench_generate, contenders, step_profile
+from hf_lowbit_kv.eval.benchmarks import bench_batch, bench_generate, contenders, timing
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.provenance import results_path
@@ -173,13 +173,13 @@ def test_crossovers():
     ],
 )
 def test_kinds_of_kernels(kernel, kind):
-    assert step_profile.kind_of(kernel) == kind
+    assert timing.kind_of(kernel) == kind
 
 
 def test_profile_tells_steps_from_the_prompt(model):
     contender = contenders.make("kivi-2", "tuned", model, 1, 1000)
     contender.fill(300)
-    found = step_profile.profile_steps(contender, 5)
+    found = timing.profile_steps(contender, 5)
     assert found["device_ms"]["total"] == 0  # there is no device
     assert found["kernels"] == []
     assert found["graph_launches"] == found["synchronisations"] == 0
@@ -248,8 +248,8 @@ BOUNDED = {"eigen-2": 297}
 def test_computed_rows_are_those_of_the_measurement():
     """Of the committed run: the same bytes of weights and of a row, and the same first batch, unless that was bounded."""
     for record in read_records(results_path("batch", "NVIDIA H200"))[-3:]:
-        found = batch_rows.room(record["cache"])
-        assert batch_rows.all_weight_bytes() == record["weight_bytes"]
+        found = bench_batch.room(record["cache"])
+        assert bench_batch.all_weight_bytes() == record["weight_bytes"]
         assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
         most = record.get("most", BOUNDED.get(record["cache"]))
         assert min(found.rows, most or found.rows) == record["rows_tried"][0]

@@ -10,24 +10,31 @@ not counted).
 - `row_bytes`: bytes of cache a row at the end. `shared_bytes`: parameters of the cache's layers, once for all rows.
 - `throughput`: tokens a second over the whole run.
 - `attribution_ms`: a step at the end: device time by kind, and `host`, what is left of the step's time.
+
+`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache of one layer allocates
+them, and how many such rows fit beside weights, parameters and a reserve. What a step needs in between is counted only in the
+reserve.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.table import Table
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted
+from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted, is_host
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
-from hf_lowbit_kv.eval.benchmarks.contenders import Contender, make
-from hf_lowbit_kv.eval.benchmarks.step_profile import profile_steps
+from hf_lowbit_kv.eval.benchmarks.contenders import Contender, low_bit_cache, make
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
+from hf_lowbit_kv.eval.benchmarks.timing import profile_steps
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 
 CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
@@ -144,6 +151,70 @@ def largest(
     raise RuntimeError(f"{wanted.name}: not even one row fits")
 
 
+PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
+DTYPE = torch.bfloat16
+#: what a plain run counts
+CACHES = (
+    "DynamicCache",
+    "kivi-2-sink",
+    "kitty-pro",
+    "eigen-3",
+    "eigen-2",
+    "eigen-2,sink=4",
+    "eigen-2,sink=4,residual=32",
+)
+
+
+class Room(NamedTuple):
+    """Bytes of a row of all layers, bytes that all rows share, and the rows that fit."""
+
+    cache: str
+    row: int
+    shared: int
+    rows: int
+
+
+def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) -> Room:
+    """What a cache, by its name in `bench_batch`, takes. Raises `ValueError` for a name that is not known."""
+    config: Any = qwen3_8b(1)
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    if is_host(cache):
+        row, shared = 2 * heads * head_dim * DTYPE.itemsize * tokens, 0
+    else:
+        (layer,) = low_bit_cache(cache, config, max_cache_len=tokens).packed_layers
+        layer.lazy_initialization(*(torch.zeros(1, heads, 1, head_dim, dtype=DTYPE) for _ in "kv"))
+        parts = layer.store.nbytes()
+        shared = parts["parameters"]
+        row = sum(parts.values()) - shared
+    row, shared = LAYERS * row, LAYERS * shared
+    return Room(cache, row, shared, rows_within(budget, all_weight_bytes(), row, shared))
+
+
+@functools.cache
+def all_weight_bytes() -> int:
+    """Of all weights of the model. (`bench_generate.weight_bytes`: of those that a step reads.)"""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(qwen3_8b(LAYERS), dtype=DTYPE)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def rows_table(caches: Sequence[str] = CACHES) -> str:
+    """A Markdown table; ratios are to the first."""
+    found = [room(cache) for cache in caches]
+    lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / found[0].rows:.1f}x"] for x in found)
+    return markdown_table(("cache", "MB a row", "rows", "ratio"), lines)
+
+
+def show_room() -> None:
+    """Print the rows that fit, and the bytes of a row."""
+    table = Table("cache", "MB a row", "shared MB", "rows", "ratio")
+    first = room(CACHES[0])
+    for each in map(room, CACHES):
+        sizes = f"{each.row / 1e6:.1f}", f"{each.shared / 1e6:.1f}", str(each.rows), f"{each.rows / first.rows:.2f}"
+        table.add_row(each.cache, *sizes)
+    wide_console().print(table)
+
+
 def main(
     contender: Annotated[
         list[str] | None, typer.Option(help="NAME[,sink=N][,residual=N][:BACKEND]/MODE; repeatable.")
@@ -154,12 +225,16 @@ def main(
     backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 36,
     most: Annotated[int | None, typer.Option(help="Rows to try at most.")] = None,
+    computed: Annotated[bool, typer.Option(help="Only compute the rows that fit, of usual caches.")] = False,
     tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/batch-<device>.jsonl].")] = None,
 ) -> None:
     """Measure, and append a JSON line for each contender."""
+    if computed:
+        show_room()
+        return
     contenders = [Wanted.parse(text) for text in contender or CONTENDERS]
     if limited := [each for each in contenders if each.longest is not None]:
         raise typer.BadParameter(f"contender={limited[0].name!r} with @{limited[0].longest}: there is one length here")

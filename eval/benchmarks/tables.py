@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import batch_rows, measure
+from hf_lowbit_kv.eval.benchmarks import bench_batch, measure
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
@@ -234,7 +234,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "boost": boost_table,
     "positions": positions_table,
     "own": own_table,
-    "own-rows": lambda rows: batch_rows.render(),
+    "own-rows": lambda rows: bench_batch.rows_table(),
 }
 
 
