@@ -4,7 +4,7 @@
 #                all with fresh random data (TEST_SEED=random), which the last line of a run tells how to repeat
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
-# make results  renders docs/results.md and its excerpts from the records, in seconds
+# make results  renders docs/results.md, its excerpts and docs/benchmarks.md from the records, in seconds
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
 # make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)

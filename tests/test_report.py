@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import measure, tables
@@ -20,7 +21,28 @@ def test_the_pages_are_current(rows):
     for name in tables.PAGES:
         page = (tables.ROOT / name).read_text(encoding="utf-8")
         assert tables.filled(page, rows) == page, f"{name} is not current: run `make results`"
+    page = (tables.ROOT / tables.BENCHMARKS).read_text(encoding="utf-8")
+    assert page == tables.benchmarks_page(), f"{tables.BENCHMARKS} is not current: run `make results`"
     assert tables.digest(rows).encode() in (tables.ROOT / tables.PICTURE).read_bytes(), "run `make results`"
+
+
+def test_a_page_that_is_not_current_is_noticed_and_written(rows, tmp_path, monkeypatch, capsys):
+    for name in (*tables.PAGES, tables.BENCHMARKS, tables.PICTURE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((tables.ROOT / name).read_bytes())
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "load", lambda: rows)
+    tables.main(check=True)
+    benchmarks, results = (tmp_path / name for name in (tables.BENCHMARKS, "docs/results.md"))
+    expected = benchmarks.read_text(), results.read_text()
+    benchmarks.write_text(expected[0] + "3.3 times faster\n")
+    results.write_text(expected[1].replace("| `kivi-2` |", "| `kivi-3` |"))
+    with pytest.raises(typer.Exit):
+        tables.main(check=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "not current: docs/results.md, docs/benchmarks.md"
+    tables.main(check=False)
+    assert (benchmarks.read_text(), results.read_text()) == expected
+    tables.main(check=True)
 
 
 def test_every_table_is_shown_somewhere():

@@ -151,9 +151,11 @@ def largest(
     raise RuntimeError(f"{wanted.name}: not even one row fits")
 
 
+# ---- computed rows --------------------------------------------------------------------------------------------------
+
 PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
 DTYPE = torch.bfloat16
-#: what a plain run counts
+#: what `--computed` shows
 CACHES = (
     "DynamicCache",
     "kivi-2-sink",

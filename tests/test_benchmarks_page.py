@@ -1,17 +1,10 @@
-"""`docs/benchmarks.md` is what its command writes from the records."""
+"""`docs/benchmarks.md`: what is written from the records. That it is current: `test_report`."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-import typer
-
-from hf_lowbit_kv.eval.benchmarks import render_benchmarks
-
-
-def test_the_page_is_current():
-    render_benchmarks.main(check=True)
+from hf_lowbit_kv.eval.benchmarks.tables import benchmarks_page
 
 
 def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(tmp_path):
@@ -29,7 +22,7 @@ def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(t
         file.write(
             json.dumps(common | {"gpu": "NVIDIA H100", "backend": "triton", "ratio": 1.5, "commit": "more"}) + "\n"
         )
-    text = render_benchmarks.render(tmp_path)
+    text = benchmarks_page(tmp_path)
     first, second = text[text.index("### H200") :].split("### H100")  # the one with more presets first
     assert "| preset | batch 8, 32k tokens |" in first
     assert "| preset | batch 8, 32k tokens |" in second
@@ -43,7 +36,7 @@ def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(t
 
 def test_no_column_of_the_page_is_mostly_empty():
     """Of the tables of decode attention, whose columns are shapes: a second GPU has a few records."""
-    section = render_benchmarks.render().split("## Decode attention")[1].split("\n## ")[0]
+    section = benchmarks_page().split("## Decode attention")[1].split("\n## ")[0]
     tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("| preset")]
     assert len(tables) >= 2
     for table in tables:
@@ -55,16 +48,6 @@ def test_no_column_of_the_page_is_mostly_empty():
 
 def test_what_runs_in_the_largest_batch_is_named():
     """Throughput of a compiled step is not that of an eager one."""
-    section = render_benchmarks.render().split("## Largest batch")[1].split("\n## ")[0]
+    section = benchmarks_page().split("## Largest batch")[1].split("\n## ")[0]
     assert "| `DynamicCache` | eager |" in section
     assert "| `kivi-2-sink` | compiled |" in section
-
-
-def test_a_page_that_is_not_current_is_noticed(tmp_path, monkeypatch):
-    page = tmp_path / "benchmarks.md"
-    monkeypatch.setattr(render_benchmarks, "PAGE", page)
-    render_benchmarks.main(check=False)
-    render_benchmarks.main(check=True)
-    page.write_text(page.read_text() + "3.3 times faster\n")
-    with pytest.raises(typer.Exit):
-        render_benchmarks.main(check=True)
