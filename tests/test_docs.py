@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -96,3 +97,32 @@ def test_a_compiled_step_stands_beside_one_of_the_same_run(document):
                 and (record["cache"], record["mode"], record["batch"], record["tokens"]) == (cache, "tuned", 1, 131072)
             ]
             assert float(stated) == pytest.approx(measured[-1], abs=0.051)
+
+
+PAGES = [
+    path
+    for pattern in ("*.md", "Makefile", "docs/**/*.md", "eval/**/*.md", "notebooks/*.ipynb", "tests/data/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+
+def has(module: str, name: str) -> bool:
+    """Whether `from module import name` works."""
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(importlib.import_module(f"{module}.{name}"))
+    except ModuleNotFoundError:
+        return False
+
+
+def test_modules_that_pages_and_notebooks_run_and_import_exist():
+    """`python -m ...` and `from ... import ...`; names that are imported too."""
+    commands, imports = set[str](), set[tuple[str, str]]()
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8").replace("\\n", "\n").replace('\\"', '"')
+        commands |= set(re.findall(r"-m[\s\",]+(hf_lowbit_kv[\w.]*\w)", text))
+        for module, names in re.findall(r"from (hf_lowbit_kv[\w.]*) import ([\w, ]+)", text):
+            imports |= {(module, name.split(" as ")[0].strip()) for name in names.split(",")}
+    assert {"hf_lowbit_kv.cli", "hf_lowbit_kv.eval.accuracy", "hf_lowbit_kv.eval.benchmarks.bench_decode"} <= commands
+    assert ("hf_lowbit_kv.eval.local_models", "load_model") in imports
+    assert [name for name in sorted(commands) if importlib.util.find_spec(name) is None] == []
+    assert [f"from {module} import {name}" for module, name in sorted(imports) if not has(module, name)] == []
