@@ -70,6 +70,8 @@ class LowBitCache(Accounted, Watched):
     decoding_step: Callable[..., Any] | None = None
     #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
     text: torch.Tensor | None = None
+    #: whether it has said, since the last reset, that another attention implementation makes it slow
+    _warned = False
 
     def __init__(
         self,
@@ -176,8 +178,11 @@ class LowBitCache(Accounted, Watched):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_attending:
             self._check_whole()
-        if new := layer is self._first and not layer.is_initialized:
-            warn_if_dense(layer.config)
+        new = layer is self._first and not layer.is_initialized
+        if layer is self._first and not self._warned and not layer.attends_packed:
+            layer.check(tokens, {})  # what is refused gets no warning
+            self._warned = True
+            warn_if_dense(layer.config, layer.holds_packed)
         if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
             self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
@@ -273,7 +278,7 @@ class LowBitCache(Accounted, Watched):
                 self.layers[index] = new[index]
         super().reset()
         self._overrun.forget()
-        self._ledger, self.text = Ledger(), None
+        self._ledger, self.text, self._warned = Ledger(), None, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """Independent, for the same model: its configuration tells which attention is selected, and is not copied."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .arguments import check_count
-from .implementation import ATTENTION_NAME
 from .toolchain import why_not_launched
 
 #: how a decoding step may run
@@ -55,11 +54,6 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
 
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for what cannot run on a preallocated cache, before anything is allocated."""
-    if (name := model.config.get_text_config(decoder=True)._attn_implementation) != ATTENTION_NAME:
-        raise ValueError(
-            f"attn_implementation={name!r} cannot read packed pages: load the model with attn_implementation="
-            f"{ATTENTION_NAME!r}, or call model.set_attn_implementation({ATTENTION_NAME!r})"
-        )
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
         if setting(model, options, argument) is not None:
             raise ValueError(

@@ -13,7 +13,8 @@ from . import recording
 from .cache import LowBitCache
 from .cache_argument import NAME, cache_in
 from .generation import lend_cache
-from .implementation import ATTENTION_NAME
+from .implementation import select, selected_everywhere
+from .kept import kept_caches
 from .methods import from_preset
 from .models import unwrap
 from .presets import DEFAULT_PRESET
@@ -50,7 +51,8 @@ class Enabled:
         if index + 1 < len(stack):  # not the one in force: what it would restore, the next one restores
             stack[index + 1].implementations = self.implementations
         else:
-            self.model.set_attn_implementation(self.implementations)
+            with kept_caches(self.model).lock:
+                self.model.set_attn_implementation(self.implementations)
         stack.remove(self)
         if not stack:
             _unhook(self.model)
@@ -64,7 +66,8 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
 
     Calls that bring `past_key_values` or `cache_implementation` keep theirs. On a GPU the decoding steps of greedy search and
     sampling are recorded, as in `lb.generate`; beam search and assisted decoding get a growing cache. The attention
-    implementation becomes `lowbit_kv`, and is restored at the end. Of two calls the later one is in force; leaving its
+    implementation becomes `lowbit_kv`, and is restored at the end; both wait until calls of `lb.generate` in other threads have
+    ended. Of two calls the later one is in force; leaving its
     block restores the earlier one.
 
     Options are taken as they are now: dicts and lists that change later do not matter. `calibration` and `parameters` are
@@ -84,10 +87,9 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
     from_preset(preset, inner, **cache_options)  # raises for what cannot be served
     options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
-    enabled = Enabled(inner, preset, options, _implementations(inner))
-    text = inner.config.get_text_config(decoder=True)
-    subs = {name for name in inner.config.sub_configs if getattr(inner.config, name, None) is text}
-    inner.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
+    with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
+        enabled = Enabled(inner, preset, options, selected_everywhere(inner))
+        select(inner)
     vars(inner).setdefault(_ENABLED, []).append(enabled)
     vars(inner)[_HOOK] = types.MethodType(_prepare_cache, inner)  # a copied model's is bound to the copy
     return enabled
@@ -103,7 +105,8 @@ def disable(model: Any) -> None:
     stack = vars(inner).get(_ENABLED, [])
     if not stack:
         raise ValueError(f"this {type(inner).__name__} is not enabled: there is nothing to disable")
-    inner.set_attn_implementation(stack[0].implementations)
+    with kept_caches(inner).lock:
+        inner.set_attn_implementation(stack[0].implementations)
     stack.clear()
     _unhook(inner)
 
@@ -120,14 +123,6 @@ def _copied(option: Any) -> Any:
     if isinstance(option, (list, tuple)):
         return [_copied(x) for x in option]
     return set(option) if isinstance(option, (set, frozenset)) else option
-
-
-def _implementations(model: Any) -> dict[str, str]:
-    """Attention implementations in force, as `set_attn_implementation` takes them."""
-    config = model.config
-    subs = {name: getattr(config, name, None) for name in config.sub_configs}
-    found = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
-    return {"": config._attn_implementation, **found}
 
 
 def _prepare_cache(

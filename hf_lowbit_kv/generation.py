@@ -30,6 +30,7 @@ from .call_options import (
     setting,
     which_step,
 )
+from .implementation import selected
 from .kept import cache_length, capacity, kept_caches
 from .methods import from_preset
 from .models import generates, unwrap
@@ -63,7 +64,8 @@ def generate(
         second = lb.generate(model, ids, max_new_tokens=256, past_key_values=first.past_key_values)
 
     Args:
-        model: a causal language model with `attn_implementation="lowbit_kv"`; PEFT or `torch.compile` may wrap it.
+        model: a causal language model; PEFT or `torch.compile` may wrap it. If it has another attention implementation than
+            `lowbit_kv`, that one is selected for the length of the call, which other threads see, and put back afterwards.
         inputs: token ids `[B, S]`, or what a tokenizer returns (`input_ids`, `attention_mask`); ragged rows padded on the
             left. May be given as keyword arguments instead.
         preset: see `preset_names`. With `past_key_values`, the cache's own.
@@ -91,8 +93,7 @@ def generate(
     Raises:
         ValueError: an unknown preset or step, no `max_new_tokens`, a cache without room, a text that does not begin with what
             the cache holds, `calibration` beside `cache_options["calibration"]`, beams or assisted decoding (`enable` and
-            `model.generate` serve those), another attention implementation, a model that transformers does not compile under
-            `"compiled"`.
+            `model.generate` serve those), a model that transformers does not compile under `"compiled"`.
         RuntimeError: `"compiled"` on a machine without a C compiler.
     """
     inner = unwrap(model)
@@ -136,7 +137,13 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
     inner = unwrap(model)
     options = options | as_argument(cache)
     # inside inference mode, transformers would make layers that cannot be emptied outside it
-    with torch.inference_mode(False), torch.no_grad(), deferred_stop_check(), compiling.compile_limit(step):
+    with (
+        selected(inner),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        deferred_stop_check(),
+        compiling.compile_limit(step),
+    ):
         if step == "compiled":
             if setting(inner, options, "compile_config") is None:
                 options["compile_config"] = compiling.compile_config()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,13 @@ SLOW = (
     f"dequantizes all stored tokens, and is slow. Call model.set_attn_implementation({ATTENTION_NAME!r}) first"
 )
 
+CHANGED = (
+    f"the low-bit cache holds tokens that were stored under attn_implementation={ATTENTION_NAME!r}, and the model has {{!r}} "
+    "now, which does not read packed pages: every step dequantizes all stored tokens, and is slow. lb.generate selects "
+    f"{ATTENTION_NAME!r} for the length of its calls alone: go on with lb.generate, or call "
+    f"model.set_attn_implementation({ATTENTION_NAME!r}) first"
+)
+
 OTHER_MODEL = (
     "the low-bit cache was made from another copy of this model: that copy has "
     f"attn_implementation={ATTENTION_NAME!r}, and the model that runs has {{!r}}. Make the cache from the model that runs, or "
@@ -40,13 +49,44 @@ COMPUTED = (
 )
 
 
-def warn_if_dense(config: Any) -> None:
-    """Warn where the model with this configuration makes its low-bit cache return dense tensors."""
-    selected = config._attn_implementation
-    if selected is None:
+def selected_everywhere(model: Any) -> dict[str, str]:
+    """Attention implementations in force, by sub-configuration, as `set_attn_implementation` takes them."""
+    config = model.config
+    subs = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
+    return {"": config._attn_implementation, **found}
+
+
+def select(model: Any) -> None:
+    """Let the text model attend with `lowbit_kv`. What else a composite model has, such as a vision tower, keeps its own."""
+    text = model.config.get_text_config(decoder=True)
+    subs = {name for name in model.config.sub_configs if getattr(model.config, name, None) is text}
+    model.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
+
+
+@contextlib.contextmanager
+def selected(model: Any) -> Iterator[None]:
+    """Inside, the text model attends with `lowbit_kv`; on leaving, what was in force before is selected again. The model is
+    one object, so every thread sees it."""
+    if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
+        yield
+        return
+    before = selected_everywhere(model)
+    try:
+        select(model)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def warn_if_dense(config: Any, holds_tokens: bool) -> None:
+    """Warn where the model with this configuration makes its low-bit cache return dense tensors. holds_tokens: whether the
+    cache got tokens under `lowbit_kv`."""
+    now = config._attn_implementation
+    if now is None:
         warnings.warn(UNATTACHED, stacklevel=3)
-    elif selected != ATTENTION_NAME:
-        warnings.warn(SLOW.format(selected), stacklevel=3)
+    elif now != ATTENTION_NAME:
+        warnings.warn((CHANGED if holds_tokens else SLOW).format(now), stacklevel=3)
 
 
 def describe(config: Any) -> str:

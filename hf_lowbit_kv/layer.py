@@ -126,8 +126,18 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
     # a growing cache changes with its length: whoever compiles a model around it gets these parts eagerly
     _update_growing = torch.compiler.disable(_update)
 
+    @property
+    def attends_packed(self) -> bool:
+        """Whether the model's attention implementation is ours, now."""
+        return self.config._attn_implementation == ATTENTION_NAME
+
+    @property
+    def holds_packed(self) -> bool:
+        """Whether tokens came in under our attention implementation since the last reset."""
+        return self._mode == "packed"
+
     def _current_mode(self) -> str:
-        return "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
+        return "packed" if self.attends_packed else "dense"
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Padded tokens seen so far; true row lengths are in `store.state.length`."""
@@ -153,13 +163,13 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
             )
         if not torch.compiler.is_compiling():
             self._check_capacity(query_length)
-        if self.config._attn_implementation == ATTENTION_NAME:
+        if self.attends_packed:
             return query_length, seen
         return int(seen) + query_length, 0
 
     def refresh(self) -> None:
         """Look whether weights have changed, before a step that may be compiled or replayed and cannot look."""
-        if self.is_initialized and self.length.fixed and self._current_mode() == "packed":
+        if self.is_initialized and self.length.fixed and self.attends_packed:
             self.side.refresh(self.dtype)
 
     def reset(self) -> None:

@@ -60,11 +60,17 @@ class Checked:
                 raise ValueError(
                     f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
                 )
-        if self._mode not in (None, mode):
+        if self._mode not in (None, mode) and (mode == "packed" or self._holds_padded_rows()):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
-                f"tokens stored under {'lowbit_kv' if self._mode == 'packed' else 'another one'}: reset() it first"
+                f"{'padded rows stored under lowbit_kv' if mode == 'dense' else 'tokens stored under another one'}: "
+                "reset() it first"
             )
+
+    def _holds_padded_rows(self) -> bool:
+        """Whether a row got fewer tokens than positions: our attention implementation stores no padding, and the masks of
+        others count it. Waits for the device."""
+        return bool((self.store.state.length != int(self.get_seq_length())).any())
 
     def _misfits(self, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Which of a chunk's properties are not those of the store, and what these are."""

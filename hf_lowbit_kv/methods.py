@@ -8,7 +8,7 @@ from typing import Any
 from .cache import LowBitCache
 from .formats import Affine, Boosted, Format, parse_format
 from .formats.boosted import Score
-from .presets import VECINFER_TRANSFORM, get_preset
+from .presets import SINK_TOKENS, VECINFER_TRANSFORM, get_preset
 
 #: arguments of `from_preset` that change a format's parameters, and these
 KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
@@ -52,18 +52,21 @@ def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str
 
 
 class KIVICache(LowBitCache):
-    """KIVI (arXiv 2402.02750): keys per channel, values per token, newest tokens in full precision.
+    """KIVI (arXiv 2402.02750): keys per channel, values per token, first and newest tokens in full precision.
 
     Args:
         bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
         group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
+        sink: first tokens of a row in full precision. The paper has none: `sink=0`.
         **options: as for `LowBitCache`.
     """
 
-    def __init__(self, model_or_config, bits=2, *, bits_k=None, bits_v=None, group_size=None, **options):
+    def __init__(
+        self, model_or_config, bits=4, *, bits_k=None, bits_v=None, group_size=None, sink=SINK_TOKENS, **options
+    ):
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
-        super().__init__(model_or_config, keys, values, **options)
+        super().__init__(model_or_config, keys, values, sink=sink, **options)
 
 
 class KittyCache(LowBitCache):

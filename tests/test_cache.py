@@ -349,6 +349,9 @@ def test_named_caches_and_overrides(model):
     kivi = lb.KIVICache(model, bits=4, group_size=32, sink=16)
     assert (kivi.spec.key_format.name, kivi.spec.value_format.name) == ("int4-channel-g32", "int4-token-g32")
     assert kivi.spec.sink == 16
+    assert lb.KIVICache(model).spec == lb.LowBitCache(model).spec == lb.get_preset("kivi-4-sink").spec()
+    assert lb.KIVICache(model, 2).spec == lb.get_preset("kivi-2-sink").spec()
+    assert lb.KIVICache(model, 2, sink=0).spec == lb.get_preset("kivi-2").spec(), "the paper's"
     turbomind = lb.IntCache(model, bits_k=8, bits_v=4, residual=0)
     assert (turbomind.spec.key_format.name, turbomind.spec.value_format.name) == ("int8-token", "int4-token")
     assert turbomind.spec.direct

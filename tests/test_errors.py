@@ -201,11 +201,14 @@ def test_a_prompt_without_a_token_behind_what_is_stored(model, max_cache_len):
 
 
 def test_attention_implementation_changed_mid_way():
+    """Padding is not stored, and a mask of another implementation counts it. (`test_one_way_in.py` has rows without.)"""
     model, _ = tiny_models("llama")
-    cache = filled(model)
+    cache = lb.from_preset("kivi-2", model)
+    with torch.no_grad():
+        model(**dict(zip(("input_ids", "attention_mask"), left_padded(2, 80))), past_key_values=cache)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa'.*reset"):
-        next_logits(model, cache)
+    with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa' .* padded rows .* reset"):
+        model(torch.full((2, 1), 5), past_key_values=cache)
     cache.reset()
     with pytest.warns(UserWarning, match="attn_implementation='sdpa', which does not read packed pages"):
         next_logits(model, cache)

@@ -213,13 +213,6 @@ def test_cache_options_are_a_mapping(model):
         lb.generate(model, left_padded(1, 50)[0], "kivi-2", 12, cache_options="x")
 
 
-def test_another_attention_implementation_is_refused():
-    _, theirs = tiny_models("llama")
-    theirs.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="attn_implementation='sdpa' cannot read packed pages"):
-        lb.generate(theirs, left_padded(1, 50)[0], "kivi-2", 12)
-
-
 def test_calls_and_turns_use_the_compiled_step_again(model):
     """With the host's own way to compile on any device: one compilation for calls of any length, and for further turns."""
     torch._dynamo.reset()
