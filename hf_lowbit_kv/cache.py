@@ -235,8 +235,11 @@ class LowBitCache(Accounted, Watched):
                 f"tokens_to_remove={-count} is not possible: layer {index}, a "
                 f"{type(self.layers[index]).__name__}, does not keep what it would need"
             )
+        interrupted = self._first.storing
+        self._first.storing |= count > 0  # memory may run out between layers: `_check_whole` finds it so
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
+        self._first.storing = interrupted
         if self._ledger is not None:
             self._ledger.crop(count)
         if count and self.text is not None:
@@ -252,11 +255,17 @@ class LowBitCache(Accounted, Watched):
             if first.is_initialized and len(indices) != first.batch_size:
                 raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
             indices = indices.nonzero()[:, 0]
-        if self.text is not None:
-            self.text = self.text[indices.to(self.text.device)]
+        interrupted = first.storing
+        text = None if self.text is None else self.text[indices.to(self.text.device)]
         # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
             layer.reorder_cache(indices)
+            first.storing = True  # until all layers have these rows
+        first.storing, self.text = interrupted, text
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times; packed pages are shared."""

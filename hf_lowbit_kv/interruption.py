@@ -43,7 +43,7 @@ class Watched(Cache, ABC):
         """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
         packed = self.packed_layers
         if any(layer.storing for layer in packed):
-            raise RuntimeError(INTERRUPTED.format("a layer was about to store tokens"))
+            raise RuntimeError(INTERRUPTED.format("a layer had begun to store or drop tokens, or to choose rows"))
         sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
         if len(sliding | {layer.length.at_least for layer in packed}) == 1:
             return

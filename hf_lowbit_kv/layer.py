@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -209,9 +210,14 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` `[n]`, in that order."""
         if self.is_initialized:
-            self.store.select_rows(indices.to(self.device))
-            self.batch_size = self.store.batch_size
-            self._padding.select(indices)
+            padding = copy.copy(self._padding)
+            padding.select(indices)
+            try:
+                self.store.select_rows(indices.to(self.device))
+            except torch.OutOfMemoryError:
+                self.storing |= self.length.fixed  # its tensors are written in place; a growing store is as it was
+                raise
+            self.batch_size, self._padding = self.store.batch_size, padding
 
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")

@@ -117,7 +117,7 @@ class PagedStore:
             length=counters(),
             paged=counters(),
             lost=counters(),
-            scratch=self._new_scratch(),
+            scratch=self._new_scratch(batch_size),
             parameters=list(parameters),
         )
         self._add_pages(max(spec.pages_for(capacity or 0), 1))
@@ -143,8 +143,8 @@ class PagedStore:
     def num_pages(self) -> int:
         return sum(block.shape[0] for block in self.state.pool)
 
-    def _new_scratch(self) -> torch.Tensor:
-        return torch.zeros(self.batch_size * self.num_heads * SCRATCH + 1, dtype=torch.int32, device=self.device)
+    def _new_scratch(self, rows: int) -> torch.Tensor:
+        return torch.zeros(rows * self.num_heads * SCRATCH + 1, dtype=torch.int32, device=self.device)
 
     def _new_block(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
@@ -157,17 +157,18 @@ class PagedStore:
         count = self.batch_size * pages_per_row
         ids = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
         table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
-        self.state = state._replace(pool=[*state.pool, self._new_block(count)], page_table=table)
-        self._refresh_addresses()
+        # all is allocated before anything changes: memory may run out here, and what is stored must stay readable
+        pool = [*state.pool, self._new_block(count)]
+        address = self._page_starts(pool)[table.long()]
+        self.state = state._replace(pool=pool, page_table=table, page_address=address)
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. Growing mode adds blocks; preallocated mode has the room."""
         if self.capacity is None and (missing := self.spec.pages_for(length) - self.pages_per_row) > 0:
             self._add_pages(-(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK)
 
-    def _page_starts(self) -> torch.Tensor:
-        """int64 `[num_pages]`: byte offset of each page id from the start of `pool[0]`."""
-        pool = self.state.pool
+    def _page_starts(self, pool: list[torch.Tensor]) -> torch.Tensor:
+        """int64 `[num_pages]`: byte offset of each page id of these blocks from the start of `pool[0]`."""
         starts = [
             torch.arange(block.shape[0], device=self.device, dtype=torch.int64) * (self.num_heads * self.page_bytes)
             + (block.data_ptr() - pool[0].data_ptr())
@@ -178,7 +179,7 @@ class PagedStore:
     def _refresh_addresses(self) -> None:
         """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""
         state = self.state
-        address = self._page_starts()[state.page_table.long()]
+        address = self._page_starts(state.pool)[state.page_table.long()]
         if state.page_address.shape == address.shape:
             state.page_address.copy_(address)
         else:
@@ -222,13 +223,21 @@ class PagedStore:
             )
         names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")
         chosen = {name: getattr(state, name)[rows] for name in names}
-        if len(rows) == self.batch_size:
+        if self.capacity is not None:
             for name, tensor in chosen.items():
                 getattr(state, name).copy_(tensor)
-        else:
-            self.batch_size = len(rows)
-            self.state = state._replace(**chosen, scratch=self._new_scratch())
-        self.own_pages()
+            self.own_pages()
+            return
+        chosen["page_address"] = state.page_address[rows]
+        before = self.state, self.batch_size
+        try:
+            if len(rows) != self.batch_size:
+                chosen["scratch"] = self._new_scratch(len(rows))
+            self.batch_size, self.state = len(rows), state._replace(**chosen)
+            self.own_pages()
+        except BaseException:  # memory may run out: the rows are what they were
+            self.state, self.batch_size = before
+            raise
 
     @torch.inference_mode(False)
     def own_pages(self) -> None:
@@ -239,9 +248,9 @@ class PagedStore:
         open_pages = self._read_open_pages() if self.spec.direct else None
         state = self.state
         state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
-        if open_pages is not None:
-            self._write_open_pages(open_pages)
         self._refresh_addresses()
+        if open_pages is not None:  # last: a page that is free now may have been another row's before
+            self._write_open_pages(open_pages)
 
     def _full_entries(self, paged: torch.Tensor) -> torch.Tensor:
         """bool `[B, P]`: whether that entry of a row's table names a full page, one that may be shared."""
@@ -274,14 +283,13 @@ class PagedStore:
 
     def _write_open_pages(self, contents: torch.Tensor) -> None:
         ids = self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0].long()
-        first = 0
-        for block in self.state.pool:
-            if len(self.state.pool) == 1:
-                block[ids] = contents
-            else:
-                here = (ids >= first) & (ids < first + block.shape[0])
-                block[ids[here] - first] = contents[here]
+        pool, first, parts = self.state.pool, 0, []
+        for block in pool:
+            here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
+            parts.append((block, ids[here] - first, contents[here]))
             first += block.shape[0]
+        for block, own, part in parts:  # nothing is allocated between writes
+            block[own] = part
 
     # ---- counting -------------------------------------------------------------------------------------------------
 

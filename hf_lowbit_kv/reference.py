@@ -340,11 +340,12 @@ def unpack_into_tail(state: LayerState, spec: LayerSpec) -> None:
     for row in torch.nonzero(cut)[:, 0].tolist():
         end = int(tokens[row, 0])
         start = end // size * size
-        state.paged[row] = start
         if end == start:
+            state.paged[row] = start
             continue
         pages = read_pages(state.pool, state.page_table[row : row + 1, start // size : start // size + 1])
         k, v = _unpack(pages, state, spec)
         slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
         state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
         state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)
+        state.paged[row] = start  # last: until then, tokens are read from the page

@@ -185,7 +185,7 @@ class Machine:
             if text.dense:
                 self._update_dense(text, index, step)
             else:
-                self._attend_and_store(text, index, step, mask if padding else None)
+                self.attend_and_store(text, index, step, mask if padding else None)
         text.mask = mask
 
     def _rows(self, text: Text, index: int) -> list[Row]:
@@ -204,7 +204,7 @@ class Machine:
         for row, keys, values, real in zip(rows, *chunk, step.real, strict=True):
             row.append(keys[:, real], values[:, real])
 
-    def _attend_and_store(self, text: Text, index: int, step: Step, mask: torch.Tensor | None) -> None:
+    def attend_and_store(self, text: Text, index: int, step: Step, mask: torch.Tensor | None) -> None:
         cache, (query, keys, values) = text.cache, (x.to(self.device) for x in step[:3])
         tokens = keys.shape[2]
         length, offset = cache.get_mask_sizes(tokens, index)
@@ -335,9 +335,10 @@ class Machine:
         cache = text.cache
         assert int(cache.get_seq_length()) == text.seen
         for layer, rows in zip(cache.layers, text.layers, strict=False):
-            self._check_layer(layer, rows)
+            self.check_layer(layer, rows)
 
-    def _check_layer(self, layer: LowBitLayer, rows: list[Row]) -> None:
+    def check_layer(self, layer: LowBitLayer, rows: list[Row]) -> None:
+        """`check_stored` of one layer."""
         assert layer.store is not None
         state, spec = layer.store.state, layer.spec
         lengths = [row.length for row in rows]
