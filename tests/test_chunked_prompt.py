@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import chunked_prompt
+from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.perplexity import chunk_bounds
-from hf_lowbit_kv.eval.provenance import RESULTS, read_records
+from hf_lowbit_kv.eval.provenance import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, BEHIND = 700, 300
