@@ -17,6 +17,7 @@ import torch
 
 from hf_lowbit_kv.cache import LowBitCache
 from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.calibration_file import Calibration
 from hf_lowbit_kv.methods import from_preset
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
@@ -226,11 +227,13 @@ def sweep(
     start: int = 512,
     bits_at: int = 32768,
     progress: bool = True,
+    calibration: Calibration | str | Path | None = None,
 ) -> list[dict[str, Any]]:
     """Every combination, in the order of bits.
 
     Args:
         pairs: key format and value format. The other arguments are those of `LowBitCache` and of `perplexity.run`.
+        calibration: for formats and transforms that need one; `None`: looked up for the model.
         bits_at: length at which `bits_per_value` is stated, with a window in 16 bits.
 
     Returns:
@@ -251,7 +254,7 @@ def sweep(
         ]
         name = " ".join(part for part in parts if part)
         rows[name] = {"name": name, "keys": keys, "values": values} | options
-        factories[name] = functools.partial(LowBitCache, model, keys, values, **options)
+        factories[name] = functools.partial(LowBitCache, model, keys, values, calibration=calibration, **options)
     if not rows:
         raise ValueError("nothing to sweep: give one pair of formats, one transform, one sink and one residual or more")
     found = sizes(factories, model, bits_at, 1)

@@ -14,17 +14,15 @@ from . import gradients as differentiation
 from .cache_argument import as_argument
 from .calibrated_model import describe_model
 from .calibration_file import Calibration
+from .calibration_windows import Tokens, announcement, longest_window
 from .calibrator import PAGE, Calibrator
 from .calibrators import calibrator_for
 from .formats import Format
 from .pages import LayerSpec
 from .presets import get_preset
+from .steps_shown import Report, say, steps_shown
 from .transforms import Transform
 
-#: tokens that are read where nothing is said, by device
-TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
-#: texts of fewer are refused
-FEWEST_TOKENS = 8 * 512
 SIDES = ("keys", "values")
 
 
@@ -39,7 +37,7 @@ def calibrate(
     seed: int = 0,
     per_head: bool | None = None,
     gradients: bool = True,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: bool | Report | None = True,
 ) -> Calibration:
     """Make what `preset` needs for `model`, of its keys and values on `texts`.
 
@@ -48,7 +46,8 @@ def calibrate(
         cache = lb.from_preset("vecinfer-2", model, calibration="vecinfer-2.safetensors")
 
     Args:
-        texts: strings of `length` tokens or more each. Use other texts than those you evaluate on.
+        texts: strings. Those of `length` tokens or more are cut into windows. Where these are too few, what remains of them and
+            shorter texts are joined, with the tokenizer's end token in between. Use other texts than those you evaluate on.
         preset: one or several names, or `LayerSpec`s of your own; they share what is the same.
         samples: windows to read, drawn at random; `None`: those of 32768 tokens on a CPU and of 131072 on a GPU, or as many as
             there are.
@@ -57,7 +56,9 @@ def calibrate(
         per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
         gradients: whether presets that weigh errors by gradients (eigen-*) may compute them, on further windows of at most 1024
             tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
-        progress: called with what is done, how far it is and how far it goes.
+        progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
+            terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
+            and how far it goes.
 
     Raises:
         ValueError: a preset without parameters, texts too short (says how many tokens are needed), keys or values that are not
@@ -72,27 +73,29 @@ def calibrate(
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
     plan = _Plan(jobs, packed_sizes(model), per_head)
     length = min(plan.length, longest_window(model)) if length is None else length
-    windows = draw_windows(texts, tokenizer, samples, length, seed, model.device.type)
-    shown = progress or (lambda what, done, total: None)
+    tokens, device = Tokens(texts, tokenizer), model.device.type
+    windows = tokens.draw(samples, length, seed, device, least=2 * PAGE)
     sides = plan.gradient_sides if gradients else []
-    extra = gradient_windows(model, tokenizer, texts, seed) if sides else []
-    plan.choose(len(windows), length, seed)
-    plan.check(model.device.type)
-    read_windows(model, windows, plan.see, lambda done: shown("reading", done, len(windows)))
-    if sides:
-        told = lambda done: shown("gradients", done, len(extra))  # noqa: E731
-        differentiation.read_gradients(model, extra, plan.sizes, sides, plan.see_gradients, seed, told)
+    extra = tokens.draw_for_gradients(*differentiation.wanted(model), seed) if sides else None
+    plan.choose(len(windows.windows), length, seed)
+    plan.check(device)
+    say(announcement(tokens, windows, extra), progress)
     tensors: dict[str, torch.Tensor] = {}
-    for number, layer in enumerate(plan.sizes):
-        tensors |= plan.fit(layer, seed)
-        shown("fitting", number + 1, len(plan.sizes))
+    with steps_shown(progress) as shown:
+        read_windows(model, windows.windows, plan.see, lambda done: shown("reading", done, len(windows.windows)))
+        if extra is not None:
+            told = lambda done: shown("gradients", done, len(extra.windows))  # noqa: E731
+            differentiation.read_gradients(model, extra.windows, plan.sizes, sides, plan.see_gradients, seed, told)
+        for number, layer in enumerate(plan.sizes):
+            tensors |= plan.fit(layer, seed)
+            shown("fitting", number + 1, len(plan.sizes))
     source = {
         "presets": list(specs),
-        "samples": len(windows),
+        "samples": len(windows.windows),
         "length": length,
         "gradients": bool(sides),
         "seed": seed,
-        "device": model.device.type,
+        "device": device,
         "versions": {name: importlib.metadata.version(name) for name in ("hf-lowbit-kv", "torch", "transformers")},
     }
     return Calibration(tensors, describe_model(model, plan.sizes), source)
@@ -236,56 +239,6 @@ def packed_sizes(model: Any) -> dict[int, Any]:
     from .cache import LowBitCache
 
     return LowBitCache(model, "dense", "dense").packed_sizes
-
-
-def draw_windows(
-    texts: Sequence[str], tokenizer: Any, samples: int | None, length: int, seed: int, device: str
-) -> list[torch.Tensor]:
-    """Windows of `length` tokens, int64 `[length]` each, drawn from texts without overlap; see `calibrate`."""
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
-        raise TypeError(f"texts must be a list of strings, not {'' if wrong is texts else 'of '}{type(wrong).__name__}")
-    if length < 2 * PAGE:
-        raise ValueError(f"length={length} is not allowed; it must be {2 * PAGE} or more (tokens of a window)")
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples={samples} is not allowed; it must be 1 or more (windows)")
-    windows, tokens = _cut(texts, tokenizer, length)
-    needed = -(-FEWEST_TOKENS // length) if samples is None else samples
-    if len(windows) < needed:
-        raise ValueError(
-            f"the texts are too short: {tokens} tokens in {len(texts)} texts give {len(windows)} windows of "
-            f"{length}, and {needed} are needed, which is {needed * length} tokens"
-        )
-    wanted = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1)
-    return _drawn(windows, wanted if samples is None else samples, seed)
-
-
-def gradient_windows(model: Any, tokenizer: Any, texts: Sequence[str], seed: int) -> list[torch.Tensor]:
-    """Windows for gradients: of 1024 tokens, or of 512 where texts or the model's context are shorter."""
-    wanted = differentiation.SAMPLES.get(model.device.type, differentiation.SAMPLES["cuda"])
-    for length in (differentiation.LENGTH, differentiation.LENGTH // 2):
-        if windows := _cut(texts, tokenizer, min(length, longest_window(model)))[0]:
-            return _drawn(windows, wanted, seed)
-    raise ValueError(
-        f"the texts are too short for gradients: one of {differentiation.LENGTH // 2} tokens is needed, or gradients=False "
-        "(--no-gradients)"
-    )
-
-
-def _cut(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[list[torch.Tensor], int]:
-    """All windows of the texts, without overlap, and how many tokens the texts have."""
-    ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
-    return [window for x in ids for window in x[: len(x) // length * length].view(-1, length)], sum(map(len, ids))
-
-
-def _drawn(windows: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:count].sort().values
-    return [windows[int(number)] for number in chosen]
-
-
-def longest_window(model: Any) -> int:
-    """Tokens that the model was made for."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
 
 
 class Recorder(DynamicCache):

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from .cache_argument import as_argument
+from .calibration_windows import longest_window
 from .calibrator import PAGE
 
 #: windows, by device, and tokens of a window
@@ -21,6 +22,12 @@ SAMPLES = {"cpu": 8, "cuda": 32}
 LENGTH = 1024
 #: keys count from the chunk so many chunks behind their own; 0: for all queries
 DISTANCE = 2
+
+
+def wanted(model: Any) -> tuple[int, list[int]]:
+    """How many windows, and of how many tokens each: the second length where texts have no window of the first."""
+    lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
+    return SAMPLES.get(model.device.type, SAMPLES["cuda"]), lengths
 
 
 class _Watched(DynamicCache):

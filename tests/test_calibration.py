@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import calibration as calibrating
 from hf_lowbit_kv import calibration_lookup
+from hf_lowbit_kv.calibration_windows import Tokens
 from hf_lowbit_kv.calibrators import CodebookCalibrator, SmoothCalibrator
 from hf_lowbit_kv.formats import Codebook
 from hf_lowbit_kv.kmeans import _lloyd, kmeans
@@ -71,7 +72,7 @@ def test_what_is_made(model, calibration):
         "values of none.vq-d8b3",
     ]
     # the factors, from a plain pass over the same windows
-    windows = calibrating.draw_windows(TEXTS, Tokenizer(), 8, 256, 0, "cpu")
+    windows = Tokens(TEXTS, Tokenizer()).draw(8, 256, 0, "cpu", least=256).windows
     largest = torch.zeros(2, 2, 64)
     for window in windows:
         cache = DynamicCache(config=model.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from cases import tiny_models
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,7 +22,9 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibrated_model import describe_model
 from hf_lowbit_kv.calibration import packed_sizes
-from hf_lowbit_kv.cli import main
+from hf_lowbit_kv.cli import app, main
+from hf_lowbit_kv.cli.common import parse_overrides
+from hf_lowbit_kv.eval.local_models import load_model
 
 command = importlib.import_module("hf_lowbit_kv.cli.calibrate")  # the package shows the function under that name
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
@@ -191,8 +195,8 @@ def test_too_little_text_for_codebooks_or_gradients_is_noticed_before_the_model_
     # of 4 pages, 2 may hold sinks: 128 tokens of 8 sub-vectors in each of the others
     with pytest.raises(ValueError, match=r"layer 0, keys, vq-d8b12: 2048 sub-vectors are too few for 4096 centroids"):
         lb.calibrate(idle, tokenizer, [NUMBERS], "vecinfer-1.25", samples=2, length=256, per_head=True)
-    with pytest.raises(ValueError, match="too short for gradients: one of 512 tokens is needed"):
-        lb.calibrate(idle, tokenizer, [NUMBERS[:1200]] * 20, "eigen-2", length=256)
+    with pytest.raises(ValueError, match="too short for gradients: 300 tokens, and 512 are needed"):
+        lb.calibrate(idle, tokenizer, [" ".join(NUMBERS.split()[:300])], "eigen-2", length=256, samples=1)
 
 
 # ---- when saving fails ------------------------------------------------------------------------------------------------
@@ -291,3 +295,55 @@ def test_the_whole_command_twice(model_folder, text, user_folder, capsys):
     truncated(path)
     assert run(*arguments) == 1
     assert "nothing can be added to it" in capsys.readouterr().err
+
+
+# ---- the option of the other commands --------------------------------------------------------------------------------
+
+
+def commands(group, name=""):
+    for key, each in group.commands.items():
+        yield from commands(each, f"{name} {key}") if hasattr(each, "commands") else [(f"{name} {key}".strip(), each)]
+
+
+def test_every_command_that_measures_presets_or_formats_takes_a_calibration():
+    options = {
+        name: {parameter.name for parameter in each.params} for name, each in commands(typer.main.get_command(app))
+    }
+    measuring = {name for name, those in options.items() if {"preset", "formats"} & those} - {"calibrate"}
+    assert measuring >= {
+        "demo",
+        "recommend",
+        *(f"eval {x}" for x in ("perplexity", "layers", "sweep", "needle", "lm-eval")),
+    }
+    assert not [name for name in measuring if "calibration" not in options[name]]
+
+
+SMALL = ("--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32, "--length", 300, "--depth", 0.5)
+
+
+@pytest.mark.parametrize("name", ["needle", "sweep"])
+def test_needle_and_sweep_take_a_calibration(name, model_folder, tmp_path, capsys):
+    loaded, tokenizer = load_model(str(model_folder), device="cpu")
+    path, text = tmp_path / "x.safetensors", tmp_path / "sentences.txt"
+    text.write_text(". ".join(NUMBERS[i : i + 20] for i in range(0, 6000, 20)))
+    if name == "needle":
+        texts = {"samples": 4, "length": 256, "gradients": False, "progress": False}
+        lb.calibrate(loaded, tokenizer, [NUMBERS], "eigen-2", **texts).save(path)
+        options = ("-p", "eigen-2", *SMALL)
+    else:
+        calibration_of(loaded).save(path)
+        options = ("--formats", "int4-channel/int4-token", "--transform", "smooth", "--context", 600, "--from", 300)
+    arguments = ("eval", name, "--model", model_folder, "--text", text, "--json", *options)
+    assert run(*arguments, "--calibration", path) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[-1]["packed_share"] > 0.5 if name == "needle" else 0 < rows[0]["kl"] < 0.1
+    assert run(*arguments) == 1
+    assert "needs a calibration" in capsys.readouterr().err
+    truncated(path)
+    assert run(*arguments, "--calibration", path) == 1
+    assert "x.safetensors' cannot be read" in capsys.readouterr().err
+
+
+def test_two_calibrations_are_refused():
+    with pytest.raises(ValueError, match=r"--calibration 'a' and --set 'calibration=b' are both given"):
+        parse_overrides(["residual=64", "calibration=b"], "a")

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv import cli
 from hf_lowbit_kv.formats import Affine
 
@@ -31,6 +32,7 @@ from hf_lowbit_kv.eval.lm_eval_model import (  # noqa: E402
     comparison,
     parse_options,
 )
+from hf_lowbit_kv.eval.local_models import load_model  # noqa: E402
 
 ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk", "batch_size", "seconds"}
 SMALL_OVERRIDES = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
@@ -115,6 +117,24 @@ def test_one_table_over_presets(run, model_folder, task):
     assert code == 0
     assert "packed_share" in out
     assert "full" not in out.split("packed_share")[0].split("numbers")[0].replace("full precision", "")
+
+
+def test_a_calibration_is_an_option(run, model_folder, task, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    model, tokenizer = load_model(str(model_folder), device="cpu")
+    texts = [" ".join(str(3 + i * i % 97) for i in range(1100))]
+    found = lb.calibrate(model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, progress=False)
+    found.save(tmp_path / "eigen.safetensors")
+    options = ["--tasks", "numbers", "-p", "eigen-2", "--model", model_folder, "--include_path", task, "--limit", 2]
+    code, out, err = run(*options, *SMALL_OVERRIDES, "--json", "--calibration", tmp_path / "eigen.safetensors")
+    assert code == 0, err
+    assert [(row["preset"], bool(row["packed_share"])) for row in json.loads(out)] == [
+        ("full", False),
+        ("eigen-2", True),
+    ]
+    code, _, err = run(*options, *SMALL_OVERRIDES)
+    assert code == 1
+    assert "needs a calibration" in err
 
 
 @pytest.mark.parametrize(

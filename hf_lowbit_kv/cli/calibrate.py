@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..calibrated_model import describe_model
 from ..calibration import calibrate as run
@@ -15,6 +14,7 @@ from ..calibration import packed_sizes
 from ..calibration_lookup import user_file
 from ..calibration_target import add_to_file, try_file, try_user_files
 from ..eval.local_models import calibration_texts, model_name
+from ..steps_shown import log_line
 from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 
 
@@ -78,20 +78,10 @@ def calibrate(
     path = user_file(described) if out is None else out
     if (before := try_file(path, repr(str(path)))) is not None:
         before.check(described)
-    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, object] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)  # type: ignore[arg-type]
-            if not console.is_terminal and (done == total or done % 16 == 0):  # a log has no moving bar
-                console.print(f"{what} {done}/{total}")
-
-        options = {"samples": samples, "length": length, "seed": seed, "per_head": per_head, "gradients": gradients}
-        found = run(loaded, tokenizer, texts, names, progress=progress, **options)  # type: ignore[arg-type]
+    options = {"samples": samples, "length": length, "seed": seed, "per_head": per_head, "gradients": gradients}
+    shown = True if console.is_terminal else log_line
+    found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
 

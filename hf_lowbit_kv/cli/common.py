@@ -77,16 +77,18 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
     """`--set` and `--calibration` as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text.
     The calibration is read once."""
-    overrides: dict[str, Any] = {} if calibration is None else {"calibration": Calibration.load(calibration)}
+    overrides: dict[str, Any] = {}
     for option in options or []:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
+        if name == "calibration" and calibration is not None:
+            raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
         try:
             overrides[name] = json.loads(value)
         except json.JSONDecodeError:
             overrides[name] = value
-    return overrides
+    return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:

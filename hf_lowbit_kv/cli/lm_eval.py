@@ -12,6 +12,7 @@ from ..eval.chunked_reader import FULL
 from ..presets import get_preset
 from .common import (
     DTYPES,
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -31,6 +32,7 @@ def lm_eval(
     model: ModelOption = None,
     tokenizer: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="the model's")] = None,
     overrides: SetOption = None,
+    calibration: CalibrationOption = None,
     kv_chunk: Annotated[
         int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
     ] = 128,
@@ -66,7 +68,7 @@ def lm_eval(
 
     from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet
 
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, calibration)
     quiet()
     parse_options(chosen, context.args)  # before the model is loaded
     lm = LowBitLM(

@@ -9,6 +9,7 @@ import typer
 
 from ..eval import needle as task
 from .common import (
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -45,6 +46,7 @@ def needle(
     ] = 128,
     picture: Annotated[Path | None, typer.Option(help="PNG file for the heat maps.")] = None,
     overrides: SetOption = None,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -54,7 +56,7 @@ def needle(
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
         task.check_picture(picture)
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     names = names or all_presets(loaded, given)
     with progress(task.steps(names, lengths)) as report:

@@ -11,7 +11,17 @@ from rich.console import Console
 from ..eval import preset_search
 from ..eval.local_models import default_texts
 from ..eval.preset_search import plot
-from .common import DeviceOption, DtypeOption, JsonOption, ModelOption, load, print_json, print_table
+from .common import (
+    CalibrationOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    load,
+    parse_overrides,
+    print_json,
+    print_table,
+)
 from .perplexity import TextOption
 
 
@@ -34,6 +44,7 @@ def sweep(
     start: Annotated[int, typer.Option("--from", min=1, help="First token that counts.")] = 512,
     bits_at: Annotated[int, typer.Option(min=1, help="Length at which bits are stated.")] = 32768,
     out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -43,9 +54,10 @@ def sweep(
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
     if out is not None and (out.suffix not in (".png", ".svg") or not out.parent.is_dir()):
         raise ValueError(f"--out {str(out)!r} is not allowed; it must be a .png or .svg in a folder that exists")
+    given = parse_overrides(None, calibration)
     texts = text or default_texts()[:1]
     loaded, tokenizer = load(model, device, dtype)
-    rows = preset_search.sweep(pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at)
+    rows = preset_search.sweep(pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **given)
     if out is not None:
         plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
         Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)

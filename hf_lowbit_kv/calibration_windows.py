@@ -1,0 +1,122 @@
+"""Texts become windows of tokens, which a model reads one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: tokens that are read where nothing is said, by device
+TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
+#: texts of fewer are refused
+FEWEST_TOKENS = 8 * 512
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Windows to read, int64 `[length]` each. wanted: how many tokens of them were wanted."""
+
+    windows: list[torch.Tensor]
+    length: int
+    wanted: int
+
+    def __str__(self) -> str:
+        return f"{len(self.windows)} window{'s' if len(self.windows) != 1 else ''} of {self.length}"
+
+
+class Tokens:
+    """The tokens of texts.
+
+    Args:
+        texts: strings of any length. tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
+
+    Raises:
+        TypeError: texts are no list of strings.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any):
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
+            kind = f"{'' if wrong is texts else 'of '}{type(wrong).__name__}"
+            raise TypeError(f"texts must be a list of strings, not {kind}")
+        self.texts = len(texts)
+        self.ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
+        self.count = sum(map(len, self.ids))
+        self.end: int | None = getattr(tokenizer, "eos_token_id", None)
+
+    def windows(self, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All windows of `length` tokens, without overlap: those that lie in one text, and those of joined pieces. Pieces are
+        texts shorter than a window, and what remains of longer ones; an end token stands between two."""
+        whole = [window for x in self.ids for window in x[: len(x) // length * length].view(-1, length)]
+        pieces = [piece for x in self.ids if len(piece := x[len(x) // length * length :])]
+        row: list[torch.Tensor] = []
+        for number, piece in enumerate(pieces):
+            row.append(piece)
+            if self.end is not None and number + 1 < len(pieces) and int(piece[-1]) != self.end:
+                row.append(torch.tensor([self.end]))
+        joined = torch.cat(row) if row else torch.zeros(0, dtype=torch.int64)
+        return whole, list(joined[: len(joined) // length * length].view(-1, length))
+
+    def draw(self, samples: int | None, length: int, seed: int, device: str, least: int) -> Windows:
+        """Windows for calibration; see `calibrate`. Those of joined pieces are taken where the others are too few.
+
+        Args:
+            device: type of the model's. least: tokens that a window must have.
+
+        Raises:
+            ValueError: a number is not allowed, or the texts are too short.
+        """
+        if length < least:
+            raise ValueError(f"length={length} is not allowed; it must be {least} or more (tokens of a window)")
+        if samples is not None and samples < 1:
+            raise ValueError(f"samples={samples} is not allowed; it must be 1 or more (windows)")
+        whole, joined = self.windows(length)
+        needed = -(-FEWEST_TOKENS // length) if samples is None else samples
+        if (there := len(whole) + len(joined)) < needed:
+            raise ValueError(
+                f"the texts are too short: {self.count} tokens in {self.texts} texts give {there} windows of {length}, and "
+                f"{needed} are needed, which is {needed * length} tokens"
+            )
+        wanted = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1) if samples is None else samples
+        return Windows(_drawn(whole, joined, wanted, seed), length, wanted * length)
+
+    def draw_for_gradients(self, count: int, lengths: Sequence[int], seed: int) -> Windows:
+        """At most `count` windows of the first of these lengths that the texts have a window of.
+
+        Raises:
+            ValueError: they have none.
+        """
+        for length in lengths:
+            whole, joined = self.windows(length)
+            if whole or joined:
+                return Windows(_drawn(whole, joined, count, seed), length, count * length)
+        raise ValueError(
+            f"the texts are too short for gradients: {self.count} tokens, and {lengths[-1]} are needed, or gradients=False "
+            "(--no-gradients)"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.texts} text{'s' if self.texts != 1 else ''} of {self.count} tokens"
+
+
+def _drawn(whole: list[torch.Tensor], joined: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
+    """At random, `count` of the whole windows; if they are fewer, all of them and some of the joined ones."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(whole), generator=generator)[:count].sort().values.tolist()
+    more = torch.randperm(len(joined), generator=generator)[: count - len(chosen)].sort().values.tolist()
+    return [*(whole[number] for number in chosen), *(joined[number] for number in more)]
+
+
+def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) -> str:
+    """What is said before a model reads: how many tokens there are, how many are wanted, and how many are read."""
+    read = len(windows.windows) * windows.length
+    fewer = ", as many as there are," if read < windows.wanted else ""
+    text = f"calibrating on {tokens}; {windows.wanted} are wanted, and {read}{fewer} will be read: {windows}"
+    return text if gradients is None else f"{text}, and {gradients} for gradients"
+
+
+def longest_window(model: Any) -> int:
+    """Tokens that the model was made for."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30

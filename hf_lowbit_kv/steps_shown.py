@@ -1,0 +1,54 @@
+"""What long work tells of itself on standard error: a line before it begins, and a bar for each of its parts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: called with the name of a part of the work, how many steps of it are done, and how many it has
+Report = Callable[[str, int, int], None]
+
+
+def say(text: str, progress: bool | Report | None) -> None:
+    """Print a line on standard error, unless `progress` is `False` or `None`."""
+    if progress not in (False, None):
+        print(text, file=sys.stderr, flush=True)
+
+
+def log_line(what: str, done: int, total: int) -> None:
+    """For standard error that is no terminal, where a bar cannot move: a line for every 16 steps, and for the last one."""
+    if done == total or done % 16 == 0:
+        print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
+    """Yields what to call after each step.
+
+    Args:
+        progress: `True`: bars, where standard error is a terminal. `False`, `None`: nothing. A function: that function.
+    """
+    if callable(progress):
+        yield progress
+        return
+    if not isinstance(progress, (bool, type(None))):
+        raise TypeError(f"progress={progress!r} is not allowed; it must be True, False or a function")
+    if not progress:
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield report

@@ -1,0 +1,183 @@
+"""Texts of any length become windows; what is said before a model reads them, and what is shown meanwhile."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+from cases import tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import gradients
+from hf_lowbit_kv.calibration_windows import Tokens
+from hf_lowbit_kv.steps_shown import log_line
+
+END = 1
+
+
+class Numbers:
+    """A token for each number in a text."""
+
+    def __init__(self, end=END):
+        self.eos_token_id = end
+
+    def __call__(self, text, **options):
+        return type("Ids", (), {"input_ids": torch.tensor([[int(word) for word in text.split()]])})
+
+
+def text(first, count):
+    return " ".join(str(number) for number in range(first, first + count))
+
+
+def windows_of(texts, length, end=END):
+    return [[window.tolist() for window in windows] for windows in Tokens(texts, Numbers(end)).windows(length)]
+
+
+# ---- cutting and joining ----------------------------------------------------------------------------------------------
+
+
+def test_long_texts_are_cut_and_the_rest_is_joined():
+    whole, joined = windows_of([text(100, 9), text(200, 3), text(300, 4), text(400, 6)], 4)
+    assert whole == [[*range(100, 104)], [*range(104, 108)], [*range(300, 304)], [*range(400, 404)]]
+    # 108, and the texts and remainders behind it; an end token between two, the last piece is not filled up
+    assert joined == [[108, END, 200, 201], [202, END, 404, 405]]
+
+
+def test_a_text_as_long_as_a_window_leaves_nothing():
+    assert windows_of([text(100, 4), text(200, 8)], 4) == [
+        [[100, 101, 102, 103], [*range(200, 204)], [*range(204, 208)]],
+        [],
+    ]
+
+
+def test_end_tokens_are_not_doubled_and_may_be_missing():
+    assert windows_of([f"10 11 {END}", "12", "13 14"], 6)[1] == [[10, 11, END, 12, END, 13]]
+    assert windows_of(["10 11", "12", "13 14"], 5, end=None)[1] == [[10, 11, 12, 13, 14]]
+
+
+def test_empty_texts_bring_neither_tokens_nor_ends():
+    tokens = Tokens(["", "10 11", " \n", "12 13"], Numbers())
+    assert tokens.count == 4
+    assert tokens.windows(5)[1][0].tolist() == [10, 11, END, 12, 13]
+    assert Tokens([], Numbers()).windows(5) == ([], [])
+
+
+def test_joined_windows_are_taken_only_where_whole_ones_are_too_few():
+    """So a book gives the windows that it gave before pieces were joined."""
+    texts = [text(1000, 20 * 256 + 200), *(text(9000 + 300 * i, 100) for i in range(8))]
+    tokens = Tokens(texts, Numbers())
+    (whole, joined), alone = tokens.windows(256), Tokens(texts[:1], Numbers())
+    assert (len(whole), len(joined)) == (20, 3)  # 200 + 8 x 100 tokens, and 8 end tokens
+    for samples in (5, 20):
+        drawn, before = (each.draw(samples, 256, 7, "cpu", least=256).windows for each in (tokens, alone))
+        assert len(drawn) == samples
+        assert all(map(torch.equal, drawn, before))
+    every = tokens.draw(23, 256, 7, "cpu", least=256).windows
+    assert sorted(map(torch.Tensor.tolist, every)) == sorted(map(torch.Tensor.tolist, whole + joined))
+    some = [x.tolist() for x in tokens.draw(21, 256, 7, "cpu", least=256).windows]
+    assert sum(x in [y.tolist() for y in joined] for x in some) == 1
+
+
+def test_what_is_wanted_depends_on_the_device():
+    tokens = Tokens([text(0, 300 * 512)], Numbers())
+    for device, count in (("cpu", 64), ("cuda", 256), ("mps", 256)):
+        drawn = tokens.draw(None, 512, 0, device, least=256)
+        assert (len(drawn.windows), drawn.wanted) == (count, count * 512)
+
+
+def test_windows_for_gradients_are_of_the_first_length_that_there_is():
+    assert gradients.wanted(tiny_models("llama")[0]) == (8, [1024, 512])
+    for count, length in ((1024, 1024), (1023, 512), (512, 512)):
+        drawn = Tokens([text(0, count // 2), text(5000, count - count // 2 - 1)], Numbers())
+        (window,) = drawn.draw_for_gradients(8, [1024, 512], 0).windows[:1]
+        assert len(window) == length
+    with pytest.raises(ValueError, match="too short for gradients: 511 tokens, and 512 are needed"):
+        Tokens([text(0, 511)], Numbers()).draw_for_gradients(8, [1024, 512], 0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def calibrate(model, texts, preset="eigen-2", **options):
+    """Without k-means, so that it is quick."""
+    return lb.calibrate(model, Numbers(), texts, preset, **{"length": 256, "gradients": False, **options})
+
+
+def test_many_short_texts_calibrate(model):
+    """Answers of a chat, say: none has a window, together they have 16."""
+    found = calibrate(model, [" ".join(["5", "17", str(3 + i % 100)] * 33) for i in range(45)])
+    assert found.source["samples"] == 17
+    lb.from_preset("eigen-2", model, calibration=found)
+
+
+# ---- what is said and shown -------------------------------------------------------------------------------------------
+
+LONG = [" ".join(str(3 + i * i % 97) for i in range(5000)), "5 6 7"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"samples": 2}, "512 are wanted, and 512 will be read: 2 windows of 256"),
+        ({}, "32768 are wanted, and 4864, as many as there are, will be read: 19 windows of 256"),
+        (
+            {"samples": 1, "gradients": True},
+            "256 are wanted, and 256 will be read: 1 window of 256, and 4 windows of 1024 for gradients",
+        ),
+    ],
+)
+def test_tokens_are_announced_before_the_model_reads(options, line, model, capsys):
+    said = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: said.append(capsys.readouterr()))
+    calibrate(model, LONG, **options)
+    handle.remove()
+    assert said[0].err == f"calibrating on 2 texts of 5003 tokens; {line}\n"
+    assert not any(each.out or each.err for each in said[1:])  # no bar where standard error is no terminal
+    assert capsys.readouterr() == ("", "")
+
+
+def test_it_can_be_silent(model, capsys):
+    for progress in (False, None):
+        calibrate(model, LONG, samples=2, progress=progress)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(TypeError, match="progress='no' is not allowed; it must be True, False or a function"):
+        calibrate(model, LONG, samples=2, progress="no")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_bar_by_default(model, monkeypatch):
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "JUPYTER_COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    calibrate(model, LONG, samples=3)
+    shown = sys.stderr.getvalue()
+    assert shown.startswith("calibrating on 2 texts")
+    for part in ("reading", "3/3", "fitting", "2/2", "0:00:0"):
+        assert part in shown, part
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    calibrate(model, LONG, samples=3, progress=False)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_function_is_called_in_place_of_the_bar(model, capsys):
+    calls = []
+    calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: calls.append(step))
+    reading, further = [("reading", i + 1, 2) for i in range(2)], [("gradients", i + 1, 4) for i in range(4)]
+    assert calls == [*reading, *further, ("fitting", 1, 2), ("fitting", 2, 2)]
+    assert capsys.readouterr().err.startswith("calibrating on")
+
+
+def test_a_log_gets_lines(capsys):
+    for done in range(1, 36):
+        log_line("reading", done, 35)
+    assert capsys.readouterr().err.splitlines() == ["reading 16/35", "reading 32/35", "reading 35/35"]
