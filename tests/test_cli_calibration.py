@@ -318,25 +318,14 @@ def test_every_command_that_measures_presets_or_formats_takes_a_calibration():
     assert not [name for name in measuring if "calibration" not in options[name]]
 
 
-SMALL = ("--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32, "--length", 300, "--depth", 0.5)
-
-
-@pytest.mark.parametrize("name", ["needle", "sweep"])
-def test_needle_and_sweep_take_a_calibration(name, model_folder, tmp_path, capsys):
-    loaded, tokenizer = load_model(str(model_folder), device="cpu")
-    path, text = tmp_path / "x.safetensors", tmp_path / "sentences.txt"
-    text.write_text(". ".join(NUMBERS[i : i + 20] for i in range(0, 6000, 20)))
-    if name == "needle":
-        texts = {"samples": 4, "length": 256, "gradients": False, "progress": False}
-        lb.calibrate(loaded, tokenizer, [NUMBERS], "eigen-2", **texts).save(path)
-        options = ("-p", "eigen-2", *SMALL)
-    else:
-        calibration_of(loaded).save(path)
-        options = ("--formats", "int4-channel/int4-token", "--transform", "smooth", "--context", 600, "--from", 300)
-    arguments = ("eval", name, "--model", model_folder, "--text", text, "--json", *options)
-    assert run(*arguments, "--calibration", path) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert rows[-1]["packed_share"] > 0.5 if name == "needle" else 0 < rows[0]["kl"] < 0.1
+def test_a_sweep_takes_a_calibration(model_folder, text, tmp_path, capsys):
+    loaded, path = load_model(str(model_folder), device="cpu")[0], tmp_path / "x.safetensors"
+    calibration_of(loaded).save(path)
+    options = ("--formats", "int4-channel/int4-token", "--transform", "smooth", "--context", 600, "--from", 300)
+    arguments = ("eval", "sweep", "--model", model_folder, "--text", text, "--json", *options)
+    code, (out, err) = run(*arguments, "--calibration", path), capsys.readouterr()
+    assert code == 0, err
+    assert [0 < row["kl"] < 0.1 for row in json.loads(out)] == [True, True]
     assert run(*arguments) == 1
     assert "needs a calibration" in capsys.readouterr().err
     truncated(path)

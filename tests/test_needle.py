@@ -10,8 +10,10 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv import cli
 from hf_lowbit_kv.eval.chunked_reader import FULL
+from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.needle import Needle, check_picture, clean, draw, heat_map, prompt, run, steps
 
 WORDS = (
@@ -66,8 +68,24 @@ def test_the_fact_stands_at_its_depth():
     assert all(len(code) == 4 for code in codes)
 
 
+def test_a_calibration_is_an_option(folder, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    model, tokenizer = load_model(str(folder), device="cpu")
+    texts, path = [text.read_text(encoding="utf-8") * 3], tmp_path / "eigen.safetensors"
+    lb.calibrate(model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, progress=False).save(path)
+    options = ["--length", "300", "--depth", "0.5", "--kv-chunk", "32", "--set", "page_size=32", "--set", "residual=32"]
+    command = ["eval", "needle", "--model", str(folder), "-p", "eigen-2", "--text", str(text), "--json", *options]
+    for further, code in ((["--calibration", str(path)], 0), ([], 1)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, *further])
+        out, err = capsys.readouterr()
+        assert (stop.value.code or 0) == code, err
+        if not code:
+            assert json.loads(out)[-1]["packed_share"] > 0.5
+    assert "needs a calibration" in err
+
+
 def test_every_place_is_scored(folder, text, tmp_path):
-    from hf_lowbit_kv.eval.local_models import load_model
 
     model, tokenizer = load_model(str(folder), device="cpu")
     steps_seen: list[str] = []
@@ -109,7 +127,6 @@ def test_the_command(folder, text, capsys, tmp_path):
 
 
 def test_bad_input(folder, text, tmp_path):
-    from hf_lowbit_kv.eval.local_models import load_model
 
     loaded = load_model(str(folder), device="cpu")
     with pytest.raises(ValueError, match=r"depths=\[1.5\] are not allowed"):
