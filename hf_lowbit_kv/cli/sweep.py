@@ -57,7 +57,9 @@ def sweep(
     given = parse_overrides(None, calibration)
     texts = text or default_texts()[:1]
     loaded, tokenizer = load(model, device, dtype)
-    rows = preset_search.sweep(pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **given)
+    rows = preset_search.sweep(
+        pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **given
+    )
     if out is not None:
         plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
         Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)
