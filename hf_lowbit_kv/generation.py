@@ -42,7 +42,7 @@ from .stepping import deferred_stop_check
 def generate(
     model: Any,
     inputs: torch.Tensor | Mapping[str, Any] | None = None,
-    preset: str = DEFAULT_PRESET,
+    preset: str | None = None,
     max_new_tokens: int | None = None,
     *,
     step: Literal["recorded", "compiled", "eager"] | None = None,
@@ -68,7 +68,8 @@ def generate(
             `lowbit_kv`, that one is selected for the length of the call, which other threads see, and put back afterwards.
         inputs: token ids `[B, S]`, or what a tokenizer returns (`input_ids`, `attention_mask`); ragged rows padded on the
             left. May be given as keyword arguments instead.
-        preset: see `preset_names`. With `past_key_values`, the cache's own.
+        preset: see `preset_names`; `None`: `kivi-4-sink`, or with `past_key_values` the cache's own. Another one than that is
+            refused.
         max_new_tokens: tokens to write, at most; or `max_length`, the prompt counted. Taken from the generation
             configuration where it has one of them.
         step: how a decoding step runs on a GPU. `"recorded"` (default): as the model runs it, recorded in a CUDA graph;
@@ -115,14 +116,15 @@ def generate(
     kept = kept_caches(inner)
     with kept.lock:
         if past_key_values is not None:
-            given = preset if preset != DEFAULT_PRESET else getattr(past_key_values, "preset", None)
-            if (given, cache_options, max_cache_len) != (getattr(past_key_values, "preset", None), None, None):
+            if (cache_options, max_cache_len) != (None, None):
                 raise ValueError(
-                    "preset, cache_options and max_cache_len describe a new cache: they are not allowed with past_key_values"
+                    "cache_options, calibration and max_cache_len describe a new cache: they are not allowed with "
+                    "past_key_values"
                 )
-            return _run(model, _check_cache(past_key_values, options, tokens, wanted), rows, options, how, progress)
+            cache = _check_cache(past_key_values, preset, options, tokens, wanted)
+            return _run(model, cache, rows, options, how, progress)
         cache = lend_cache(
-            *(inner, preset, dict(cache_options or {})),
+            *(inner, DEFAULT_PRESET if preset is None else preset, dict(cache_options or {})),
             *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
         )
         try:
@@ -217,11 +219,17 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
 
 
-def _check_cache(cache: Any, inputs: Mapping[str, Any], tokens: int, wanted: int) -> LowBitCache:
-    """A cache that the caller brought, after checking that it can take this turn: a text of `tokens`, and what is `wanted`."""
+def _check_cache(cache: Any, preset: str | None, inputs: Mapping[str, Any], tokens: int, wanted: int) -> LowBitCache:
+    """A cache that the caller brought, after checking that it has this preset, if one is named, and that it can take this turn:
+    a text of `tokens`, and what is `wanted`."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
+        )
+    if preset not in (None, cache.preset):
+        raise ValueError(
+            f"preset={preset!r} is not that of past_key_values, which has preset={cache.preset!r}: leave preset= away, or "
+            "leave past_key_values= away for a new cache"
         )
     if capacity(cache) < wanted:
         raise ValueError(

@@ -155,7 +155,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"cache_options": {"sink": -1}}, "sink=-1 is not allowed"),
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
-        ({"past_key_values": "a cache"}, "preset, cache_options and max_cache_len describe a new cache"),
+        ({"past_key_values": "a cache", "calibration": "x"}, "calibration and max_cache_len describe a new cache"),
         (
             {"past_key_values": "a cache", "preset": "kivi-4-sink", "max_cache_len": 99},
             "max_cache_len describe a new cache",
@@ -168,6 +168,32 @@ def test_bad_arguments(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         lb.generate(model, **arguments)
     assert not kept_caches(model).entries
+
+
+@pytest.mark.parametrize("own", ["dense", "kivi-4-sink", None])
+def test_a_cache_goes_on_with_its_own_preset(model, own):
+    """A preset that is named beside it must be that one, the default too."""
+    ids, mask = left_padded(1, 50)
+    options = GREEDY | {"max_new_tokens": 4}
+    cache = lb.KIVICache(model, max_cache_len=60) if own is None else lb.from_preset(own, model, max_cache_len=60)
+    for other in {"dense", "kivi-4-sink", "kivi-2"} - {own}:
+        with pytest.raises(
+            ValueError, match=f"preset='{other}' is not that of past_key_values, which has preset={own!r}"
+        ):
+            lb.generate(model, ids, other, past_key_values=cache, **options)
+    want = growing(model, ids, mask, own or "kivi-4-sink", 4)
+    for named in (None, own):
+        assert torch.equal(lb.generate(model, ids, named, past_key_values=cache, **options), want)
+        cache.reset()
+    assert torch.equal(lb.generate(model, ids, past_key_values=cache, **options), want)
+
+
+def test_without_a_preset_it_is_the_default(model):
+    ids = left_padded(1, 50)[0]
+    for preset in ((), (None,)):
+        out = lb.generate(model, ids, *preset, max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
+        assert out.past_key_values.preset == "kivi-4-sink"
+        assert out.past_key_values.spec == lb.get_preset("kivi-4-sink").spec()
 
 
 def test_a_turn_must_fit_the_cache(model):

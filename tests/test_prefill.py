@@ -169,9 +169,8 @@ def test_a_further_turn_reads_every_token_once(model, memory):
     first = ours(model, ids, mask, max_cache_len=2000, return_dict_in_generate=True)
     more = torch.cat([first.sequences, left_padded(1, TOKENS, seed=2)[0]], 1)
     passes = len(fake.chunks)
-    second = lb.generate(
-        model, more, "dense", 6, past_key_values=first.past_key_values, prefill_chunk_size="auto", **GREEDY
-    )
+    options = {"past_key_values": first.past_key_values, "prefill_chunk_size": "auto"}
+    second = lb.generate(model, more, max_new_tokens=6, **options, **GREEDY)
     new = [tokens for _, tokens in fake.chunks[passes:] if tokens > 1]
     assert sum(new) == more.shape[1] - 205  # of the first answer, the last token is not stored
     assert new == [96, 192, 384, 128, 101]  # three are measured
