@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,6 @@ class LowBitCache(Accounted, Watched):
         ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
     """
 
-    #: what decodes with this cache in place of the model, one token a step (`stepping.py`)
-    decoding_step: Callable[..., Any] | None = None
     #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
     text: torch.Tensor | None = None
     #: whether it has said, since the last reset, that another attention implementation makes it slow

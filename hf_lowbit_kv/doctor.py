@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from . import stepping
 from .attention import lowbit_attention
 from .implementation import ATTENTION_NAME
 from .methods import from_preset
@@ -174,6 +175,9 @@ def _missing() -> list[dict[str, str]]:
 
     def lacks(what: str, purpose: str, command: str) -> None:
         found.append({"what": what, "for": purpose, "command": command})
+
+    for purpose, why in stepping.lacking().items():
+        lacks(why, purpose, "pip install --upgrade hf-lowbit-kv")
 
     if accelerator() is None:
         commands = [command for tool, command in _TORCH_FOR_GPU.items() if shutil.which(tool)]

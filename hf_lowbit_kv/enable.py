@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import types
+import contextlib
+import contextvars
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
 from . import recording
@@ -17,17 +20,40 @@ from .implementation import select, selected_everywhere
 from .kept import kept_caches
 from .methods import from_preset
 from .models import unwrap
+from .overriding import original, put_on, take_off
 from .presets import DEFAULT_PRESET
+from .stepping import decoding_with, late_stop_check
 
 #: attribute of an enabled model: what is enabled, the one in force last
 _ENABLED = "_lowbit_enabled"
-_HOOK = "_prepare_cache_for_generation"
 #: decoding loops of one token a step, which a preallocated cache serves
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 #: options that each call looks at anew
 _LIVE = ("calibration", "parameters")
+
+
+class _Call(NamedTuple):
+    """A `generate` call of an enabled model."""
+
+    model: Any
+    undone: contextlib.ExitStack
+    """what is undone when it ends"""
+
+
+#: the one that runs in this thread
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+
+
+class _Stack(list):
+    """What is enabled for a model, the one in force last. A deep copy has its own, a pickled model's is empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Stack:
+        return _Stack(copy.deepcopy(each, memo) for each in self)
+
+    def __reduce__(self):
+        return _Stack, ()
 
 
 @dataclass(eq=False)
@@ -55,7 +81,7 @@ class Enabled:
                 self.model.set_attn_implementation(self.implementations)
         stack.remove(self)
         if not stack:
-            _unhook(self.model)
+            _take_off(self.model)
 
 
 def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> Enabled:
@@ -80,9 +106,14 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
 
     Raises:
         ValueError: an unknown preset, an option out of range, or a model that low-bit caches cannot serve. TypeError: no
-            transformers model. Nothing has changed then.
+            transformers model. RuntimeError: a transformers that makes caches in another place. Nothing has changed then.
     """
     inner: Any = unwrap(model)
+    if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
+            "overrides; use lb.generate, or model.generate(past_key_values=lb.from_preset(...))"
+        )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
     from_preset(preset, inner, **cache_options)  # raises for what cannot be served
@@ -90,8 +121,10 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
     with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
         enabled = Enabled(inner, preset, options, selected_everywhere(inner))
         select(inner)
-    vars(inner).setdefault(_ENABLED, []).append(enabled)
-    vars(inner)[_HOOK] = types.MethodType(_prepare_cache, inner)  # a copied model's is bound to the copy
+    stack = vars(inner).setdefault(_ENABLED, _Stack())
+    if not stack:
+        put_on(inner, generate, _prepare_cache_for_generation)
+    stack.append(enabled)
     return enabled
 
 
@@ -108,12 +141,12 @@ def disable(model: Any) -> None:
     with kept_caches(inner).lock:
         inner.set_attn_implementation(stack[0].implementations)
     stack.clear()
-    _unhook(inner)
+    _take_off(inner)
 
 
-def _unhook(model: Any) -> None:
-    for name in (_ENABLED, _HOOK):
-        vars(model).pop(name, None)
+def _take_off(model: Any) -> None:
+    vars(model).pop(_ENABLED, None)
+    take_off(model, generate, _prepare_cache_for_generation)
 
 
 def _copied(option: Any) -> Any:
@@ -125,22 +158,41 @@ def _copied(option: Any) -> Any:
     return set(option) if isinstance(option, (set, frozenset)) else option
 
 
-def _prepare_cache(
+# ---- what is overridden on an enabled model -----------------------------------------------------------------------------
+
+
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate`. What the cache of this call needs lasts as long as the call."""
+    with contextlib.ExitStack() as stack:
+        token = _call.set(_Call(self, stack))
+        try:
+            return original(self, "generate")(*args, **kwargs)
+        finally:
+            _call.reset(token)
+
+
+def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
-    own = type(self)._prepare_cache_for_generation
     given = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
-    if given or generation_config.use_cache is False:
-        own(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    stack = vars(self).get(_ENABLED)
+    if given or generation_config.use_cache is False or not stack:
+        own = original(self, "_prepare_cache_for_generation")
+        own(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
-    enabled = getattr(self, _ENABLED)[-1]
-    if generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
+    enabled, call = stack[-1], _call.get()
+    # where its class's `generate` was called, nobody would undo what steps need
+    if (
+        call is None
+        or call.model is not self
+        or generation_mode not in _ONE_TOKEN
+        or recording.graphs_for(self.device) is None
+    ):
         model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
-    cache.decoding_step = recording.recorded_step(cache, self.device)
-    for layer in cache.packed_layers:
-        layer.is_compileable = True  # masks are made before the step, which a recording needs
+    call.undone.enter_context(late_stop_check(cache, self.device))
+    call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device)))
     model_kwargs[NAME] = cache

@@ -6,10 +6,9 @@ that are recorded in CUDA graphs (`recording.py`) or compiled, and steps that do
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ from .methods import from_preset
 from .models import generates, unwrap
 from .prefill import check_chunk_size, read_prompt
 from .presets import DEFAULT_PRESET
-from .stepping import deferred_stop_check
+from .stepping import decoding_with, late_stop_check
 
 
 def generate(
@@ -143,7 +142,7 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
         selected(inner),
         torch.inference_mode(False),
         torch.no_grad(),
-        deferred_stop_check(),
+        late_stop_check(cache, inner.device),
         compiling.compile_limit(step),
     ):
         if step == "compiled":
@@ -155,7 +154,8 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
         else:
             options["disable_compile"] = True
         read_prompt(inner, cache, options, _say if progress else lambda text: None)
-        with _recorded(inner, cache) if step == "recorded" else contextlib.nullcontext():
+        recorded = recording.recorded_step(cache, inner.device) if step == "recorded" else None
+        with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**options)
     cache.check_overrun()
     _remember(cache, out, options)
@@ -164,32 +164,6 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _recorded(model: Any, cache: LowBitCache) -> Iterator[None]:
-    """Inside, `generate` records and replays the steps of this cache, where the model's device has graphs."""
-    before = cache.decoding_step
-    cache.decoding_step = recording.recorded_step(cache, model.device)
-    try:
-        with masks_beforehand(cache) if cache.decoding_step is not None else contextlib.nullcontext():
-            yield
-    finally:
-        cache.decoding_step = before
-
-
-@contextlib.contextmanager
-def masks_beforehand(cache: LowBitCache) -> Iterator[None]:
-    """Inside, transformers makes a step's masks before it calls the model, as it does for caches that it compiles for: in
-    the model they would be made from Python numbers, which a recording would repeat."""
-    able = [layer.is_compileable for layer in cache.packed_layers]
-    try:
-        for layer in cache.packed_layers:
-            layer.is_compileable = True
-        yield
-    finally:
-        for layer, was in zip(cache.packed_layers, able, strict=True):
-            layer.is_compileable = was
 
 
 def release(model: Any) -> None:

@@ -131,9 +131,6 @@ class RecordedStep:
             self._checked = True
         return self._recorder.step(model, inputs)
 
-    def __reduce__(self):  # a copied cache records its own steps, once `generate` runs with it
-        return type(None), ()
-
 
 class _Recording(NamedTuple):
     graph: Graph

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from .overriding import STATE
 from .padding import Padding
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 #: attributes of a model that do not decide what its forward pass does
-_IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled"}
+_IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
+_IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
 #: how deep objects that are neither modules nor tensors are looked into (quantization states, hooks)
 _DEPTH = 2
 
@@ -35,7 +37,8 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
 
 
 def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
-    return tuple((name, _described(value, depth, seen)) for name, value in vars(thing).items() if name not in _IGNORED)
+    own = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
+    return tuple((name, _described(value, depth, seen)) for name, value in own.items() if name not in _IGNORED)
 
 
 def _described(value: Any, depth: int, seen: set[int]) -> Any:

@@ -10,7 +10,7 @@ from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, growing, ours,
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import call_options, compiling, stepping
+from hf_lowbit_kv import call_options, compiling
 from hf_lowbit_kv.kept import kept_caches
 
 pytestmark = pytest.mark.host
@@ -116,7 +116,7 @@ def test_a_second_turn_goes_on_with_the_cache(model):
 
 def test_settings_may_come_from_a_generation_configuration(model):
     ids, mask = left_padded(1, 50)
-    config = stepping.host.GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)
     out = lb.generate(model, {"input_ids": ids, "attention_mask": mask}, "kivi-2", generation_config=config)
     assert out.shape == (1, 57)
 
@@ -331,56 +331,3 @@ def test_a_cache_made_inside_inference_mode_is_reset_outside(family, used):
         cache.reset()
         assert int(cache.get_seq_length()) == 0
         assert torch.equal(write(cache), want)
-
-
-def test_stop_checks_are_deferred_only_inside():
-    check = stepping.host.DeferredStopCheck.is_supported
-    cache = lb.from_preset("kivi-2", tiny_models("llama")[0], max_cache_len=64)
-    cuda = torch.device("cuda")
-    assert not check(cuda, cache, True, is_assistant=False)
-    with stepping.deferred_stop_check():
-        assert check(cuda, cache, True, is_assistant=False)
-        assert not check(cuda, cache, True, is_assistant=True)
-        assert not check(torch.device("cpu"), cache, True, is_assistant=False)
-    assert not check(cuda, cache, True, is_assistant=False)
-
-
-class NoEvent:
-    """Stands in for a device's event."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self):
-        pass
-
-    synchronize = record
-
-
-@pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
-def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
-    """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""
-    ids, mask = left_padded(3, 90)
-    results = []
-    for deferred in (False, True):
-        if deferred:
-            monkeypatch.setattr(stepping.host.DeferredStopCheck, "is_supported", staticmethod(lambda *a, **k: True))
-            monkeypatch.setattr(torch, "Event", NoEvent)
-        rows = slice(0, 1) if mode in ("eos", "streamer") else slice(0, 3)
-        options = dict(MODES.get(mode, {}))
-        if mode == "streamer":
-            options["streamer"] = streamer = Collect()
-        options |= {"cache_options": {"page_size": 32, "residual": residual}, "max_cache_len": 512}
-        options |= {"return_dict_in_generate": True, "output_logits": True}
-        out = ours(model, ids[rows], mask[rows], "kv8", 40, **options)
-        cache = out.past_key_values
-        assert int(cache.get_seq_length()) == out.sequences.shape[1] - 1
-        assert len(out.logits) == out.sequences.shape[1] - 90
-        if mode == "streamer":
-            assert torch.equal(torch.cat(streamer.pieces), out.sequences[0])
-        inputs = {"input_ids": torch.cat([out.sequences, ids[rows]], dim=1)}
-        inputs["attention_mask"] = torch.cat([mask[rows], torch.ones_like(out.sequences[:, 90:]), mask[rows]], dim=1)
-        again = lb.generate(model, inputs, max_new_tokens=12, past_key_values=cache, **GREEDY)
-        results.append((out.sequences, again))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
