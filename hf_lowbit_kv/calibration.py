@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from .cache_argument import as_argument
 from .calibrated_model import describe_model
 from .calibration_file import Calibration
 from .calibration_windows import Tokens, announcement, longest_window
-from .calibrator import PAGE, Calibrator
+from .calibrator import Calibrator
 from .calibrators import calibrator_for
 from .formats import Format
 from .pages import LayerSpec
@@ -74,9 +76,9 @@ def calibrate(
     plan = _Plan(jobs, packed_sizes(model), per_head)
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
-    windows = tokens.draw(samples, length, seed, device, least=2 * PAGE)
-    sides = plan.gradient_sides if gradients else []
-    extra = tokens.draw_for_gradients(*differentiation.wanted(model), seed) if sides else None
+    windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
+    watched = plan.gradient_sides if gradients else {}
+    extra = tokens.draw_for_gradients(*differentiation.wanted(model, max(watched)), seed) if watched else None
     plan.choose(len(windows.windows), length, seed)
     plan.check(device)
     say(announcement(tokens, windows, extra), progress)
@@ -84,8 +86,11 @@ def calibrate(
     with steps_shown(progress) as shown:
         read_windows(model, windows.windows, plan.see, lambda done: shown("reading", done, len(windows.windows)))
         if extra is not None:
-            told = lambda done: shown("gradients", done, len(extra.windows))  # noqa: E731
-            differentiation.read_gradients(model, extra.windows, plan.sizes, sides, plan.see_gradients, seed, told)
+            count = len(extra.windows)
+            for number, (page_size, sides) in enumerate(watched.items()):
+                see = functools.partial(plan.see_gradients, page_size)
+                told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
+                differentiation.read_gradients(model, extra.windows, plan.sizes, sides, see, seed, told, page_size)
         for number, layer in enumerate(plan.sizes):
             tensors |= plan.fit(layer, seed)
             shown("fitting", number + 1, len(plan.sizes))
@@ -93,12 +98,14 @@ def calibrate(
         "presets": list(specs),
         "samples": len(windows.windows),
         "length": length,
-        "gradients": bool(sides),
+        "gradients": bool(watched),
+        "page_sizes": plan.page_sizes,
         "seed": seed,
         "device": device,
         "versions": {name: importlib.metadata.version(name) for name in ("hf-lowbit-kv", "torch", "transformers")},
+        "tensors": sorted(tensors),
     }
-    return Calibration(tensors, describe_model(model, plan.sizes), source)
+    return Calibration(tensors, describe_model(model, plan.sizes), [source])
 
 
 class _Job(NamedTuple):
@@ -109,6 +116,12 @@ class _Job(NamedTuple):
     format: Format
     #: tokens at the start of a text that are not stored so
     skip: int
+    page_size: int
+
+    @property
+    def first(self) -> int:
+        """The first page of a window without such tokens."""
+        return -(-self.skip // self.page_size)
 
 
 def _jobs(spec: Any) -> Iterator[_Job]:
@@ -116,68 +129,96 @@ def _jobs(spec: Any) -> Iterator[_Job]:
     pairs = (spec.key_transform, spec.key_format), (spec.value_transform, spec.value_format)
     for side, (transform, fmt) in zip(SIDES, pairs, strict=True):
         if transform.parameters(64, 1) or fmt.parameters(64, 1):
-            yield _Job(side, transform, fmt, spec.sink)
+            yield _Job(side, transform, fmt, spec.sink, spec.page_size)
+
+
+class _Drawn(NamedTuple):
+    """Pages of one size that were drawn: those of each window, all of them, and in which order they were drawn."""
+
+    keep: list[list[int]]
+    pages: list[int]
+    order: list[int]
+
+    def for_job(self, job: _Job) -> list[int]:
+        """Places in `pages` of those that the job stores, in the order in which they were drawn."""
+        return [at for at in self.order if self.pages[at] >= job.first]
 
 
 class _Plan:
     """The calibrators of all layers, and the tokens kept for them."""
 
     def __init__(self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None):
-        self.jobs = list({(job.side, job.transform, job.format): job for job in jobs}.values())
+        self.jobs = list({(job.side, job.transform, job.format, job.page_size): job for job in jobs}.values())
+        self.page_sizes = sorted({job.page_size for job in self.jobs})
         self.sizes, self.per_head = sizes, per_head
         self.calibrators: dict[tuple[Any, ...], Calibrator] = {}
         for layer, (heads, *dims) in sizes.items():
             for job in self.jobs:
                 head_dim = dims[SIDES.index(job.side)]
                 for key, part in _parts(job):
-                    if part.parameters(head_dim, heads) and (layer, *key) not in self.calibrators:
-                        self.calibrators[(layer, *key)] = calibrator_for(part, head_dim, heads, per_head)
+                    if not part.parameters(head_dim, heads):
+                        continue
+                    options = head_dim, heads, per_head, job.page_size
+                    calibrator = self.calibrators.setdefault((layer, *key), calibrator_for(part, *options))
+                    if calibrator.page_size != job.page_size:
+                        raise ValueError(
+                            f"{part} of {job.side} is asked for with pages of {calibrator.page_size} and of {job.page_size} "
+                            "tokens, and a calibration holds one of them: make two"
+                        )
         self.length = max((calibrator.length for calibrator in self.calibrators.values()), default=512)
-        self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}
+        self.kept: dict[tuple[int, int, str], list[torch.Tensor]] = {}
+        self.drawn: dict[int, _Drawn] = {}
 
     @property
-    def gradient_sides(self) -> list[int]:
-        """The sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
-        found = {key[1] for key, calibrator in self.calibrators.items() if calibrator.gradients}
-        return [number for number, side in enumerate(SIDES) if side in found]
+    def gradient_sides(self) -> dict[int, list[int]]:
+        """By page size, the sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
+        found = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
+        sides = {
+            size: [number for number, side in enumerate(SIDES) if (size, side) in found] for size in self.page_sizes
+        }
+        return {size: numbers for size, numbers in sides.items() if numbers}
 
     def choose(self, windows: int, length: int, seed: int) -> None:
         """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all. Each calibrator
         gets the first of them in the order in which they were drawn, whatever else is calibrated."""
-        pages = length // PAGE
-        wanted = max((calibrator.pages for calibrator in self.calibrators.values()), default=0)
-        spare = 1 + windows if any(job.skip for job in self.jobs) else 1  # a window's first page may be left out
-        order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))
-        drawn = order[: wanted + spare]
-        chosen = drawn.sort().values.tolist()
-        self.keep = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
-        self.first = [page == 0 for window in self.keep for page in window]
-        self.drawn = drawn.argsort().argsort().tolist()  # places in `chosen`, which is the order of `kept`
+        for size in self.page_sizes:
+            pages = length // size
+            wanted = max(each.pages for each in self.calibrators.values() if each.page_size == size)
+            # the first pages of a window may be left out
+            spare = 1 + windows * max(job.first for job in self.jobs if job.page_size == size)
+            order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))
+            drawn = order[: wanted + spare]
+            chosen = drawn.sort().values.tolist()
+            keep = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
+            places = drawn.argsort().argsort().tolist()  # in `chosen`, which is the order of `kept`
+            self.drawn[size] = _Drawn(keep, [page for window in keep for page in window], places)
 
     def check(self, device: str) -> None:
         """Raise what fitting would raise for want of packages or of tokens, before anything is read."""
         for layer in self.sizes:
             for job in self.jobs:
-                pages = sum(not (job.skip and first) for first in self.first)
+                pages = len(self.drawn[job.page_size].for_job(job))
                 for key, part in _parts(job):
                     if (calibrator := self.calibrators.get((layer, *key))) is not None:
                         with _named(layer, job, part):
-                            calibrator.check(device, PAGE * min(pages, calibrator.pages or pages))
+                            calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
 
     def see(self, window: int, layer: int, x: tuple) -> None:
         """Keys and values of a window `[1, H, S, D]`."""
         if layer not in self.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
-            pages = [tokens[0, :, PAGE * page : PAGE * (page + 1)] for page in self.keep[window]]
-            self.kept.setdefault((layer, side), []).extend(page.clone() for page in pages)
+            for size, drawn in self.drawn.items():
+                pages = [tokens[0, :, size * page : size * (page + 1)] for page in drawn.keep[window]]
+                self.kept.setdefault((size, layer, side), []).extend(page.clone() for page in pages)
             for calibrator, part_of in self._found(layer, side, tokens, "map"):
                 calibrator.observe(part_of)
 
-    def see_gradients(self, layer: int, side: int, gradients: torch.Tensor) -> None:
-        """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`."""
+    def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
+        """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`, read in pages of this size."""
         for calibrator, part_of in self._found(layer, SIDES[side], gradients, "map_queries"):
-            calibrator.observe_gradients(part_of)
+            if calibrator.page_size == page_size:
+                calibrator.observe_gradients(part_of)
 
     def _found(self, layer: int, side: str, x: torch.Tensor, how: str) -> Iterator[tuple[Calibrator, torch.Tensor]]:
         """The calibrators of a layer that see tokens or gradients before anything is fitted, each once, with what they see: `x`
@@ -200,8 +241,8 @@ class _Plan:
         """The tensors of a layer, by their names in the file. Its tokens are forgotten."""
         found = {}
         for job in self.jobs:
-            pages = self.kept[layer, job.side]
-            x = torch.stack([pages[at] for at in self.drawn if not (job.skip and self.first[at])], 1).float()
+            pages = self.kept[job.page_size, layer, job.side]
+            x = torch.stack([pages[at] for at in self.drawn[job.page_size].for_job(job)], 1).float()
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:
@@ -212,8 +253,8 @@ class _Plan:
                 if isinstance(part, Transform):
                     given = part.prepare([tensor.float().to(x.device) for tensor in tensors])
                     x = part.map(x.flatten(1, 2)[None], given)[0].view(x.shape)
-        for side in SIDES:
-            self.kept.pop((layer, side), None)
+        for size, side in itertools.product(self.page_sizes, SIDES):
+            self.kept.pop((size, layer, side), None)
         return found
 
 

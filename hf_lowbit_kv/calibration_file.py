@@ -43,14 +43,19 @@ class Calibration:
     Attributes:
         tensors: by name, see the module's description.
         model: what they were made for: `name`, `model_type`, `layers`, `marks` (see `describe_model`).
-        source: texts, samples, length, seed and versions they were made from.
+        source: what they were made from, one entry for each run of `calibrate`: presets, samples, length, seed, versions, and
+            the names of its `tensors`. A dict, as in older files, becomes one entry with the names of all tensors.
         path: where it was loaded from.
     """
 
     tensors: dict[str, torch.Tensor]
     model: dict[str, Any]
-    source: dict[str, Any] = field(default_factory=dict)
+    source: list[dict[str, Any]] = field(default_factory=list)
     path: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, dict):
+            self.source = [{**self.source, "tensors": sorted(self.tensors)}] if self.source else []
 
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
         """One tensor. Raises `ValueError` where the calibration does not hold it."""
@@ -115,10 +120,15 @@ class Calibration:
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
-        """With the tensors of `other`, made for the same model, put in the place of those of the same names."""
+        """With the tensors of `other`, made for the same model, put in the place of those of the same names. A run
+        of which no tensor is left has no entry in `source` any more."""
         if (reason := difference(self.model, other.model)) is not None:
             raise ValueError(f"calibrations for different models cannot be joined: {reason}")
-        return Calibration(self.tensors | other.tensors, self.model, other.source, self.path)
+        runs = [
+            {**run, "tensors": [x for x in run.get("tensors", []) if x not in other.tensors]} for run in self.source
+        ]
+        source = [*(run for run in runs if run["tensors"]), *other.source]
+        return Calibration(self.tensors | other.tensors, self.model, source, self.path)
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise `ValueError` where `model` (`describe_model`) is not the one it was made for."""
@@ -142,7 +152,7 @@ class OpenFile(NamedTuple):
     handle: Any
     metadata: dict[str, str]
     model: dict[str, Any]
-    source: dict[str, Any]
+    source: Any
 
     @property
     def names(self) -> list[str]:
@@ -179,8 +189,8 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
             try:
                 model, source = json.loads(metadata["model"]), json.loads(metadata["source"])
                 check_description(model)
-                if not isinstance(source, dict):
-                    raise ValueError(f"source {reprlib.repr(source)} is no object")
+                if not isinstance(source, dict) and not _are_runs(source):
+                    raise ValueError(f"source {reprlib.repr(source)} is no list of runs with their tensors")
             except (KeyError, ValueError, RecursionError) as error:
                 raise ValueError(f"{shown} does not say what it was made for: {error!r}") from error
             yield OpenFile(file, metadata, model, source)
@@ -188,6 +198,16 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
         raise ValueError(f"{shown} cannot be read, it may be truncated: {error}") from error
     except OSError as error:
         raise type(error)(f"{shown} cannot be opened: {error}") from error
+
+
+def _are_runs(source: Any) -> bool:
+    """Whether this is what `Calibration.source` holds."""
+    return isinstance(source, list) and all(
+        isinstance(run, dict)
+        and isinstance(names := run.get("tensors"), list)
+        and all(isinstance(x, str) for x in names)
+        for run in source
+    )
 
 
 #: by name of a hub repository, its file: each is asked for once a process

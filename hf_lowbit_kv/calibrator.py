@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-#: tokens that are kept together
+#: tokens of a page where nothing else is said
 PAGE = 128
 
 
@@ -19,6 +19,7 @@ class Calibrator(ABC):
     Args:
         part: the transform or format. head_dim, num_kv_heads: of the layer.
         per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
+        page_size: tokens of a page.
     """
 
     #: whether it wants `observe_gradients`
@@ -26,12 +27,15 @@ class Calibrator(ABC):
     #: tokens of a window, where the user says nothing
     length: ClassVar[int] = 512
 
-    def __init__(self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None):
-        self.part, self.head_dim, self.num_kv_heads, self.per_head = part, head_dim, num_kv_heads, per_head
+    def __init__(
+        self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None, page_size: int = PAGE
+    ):
+        self.part, self.head_dim, self.num_kv_heads = part, head_dim, num_kv_heads
+        self.per_head, self.page_size = per_head, page_size
 
     @property
     def pages(self) -> int:
-        """Pages of 128 tokens that `fit` wants of each KV head, at most."""
+        """Pages that `fit` wants of each KV head, at most; 0: all that there are."""
         return 0
 
     def check(self, device: str, tokens: int) -> None:  # noqa: B027
@@ -50,5 +54,5 @@ class Calibrator(ABC):
 
     @abstractmethod
     def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
-        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, 128, D]`, float32, as the transforms in
-        front give them. seed: of all that is drawn at random."""
+        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, page_size, D]`, float32, as the
+        transforms in front give them. seed: of all that is drawn at random."""

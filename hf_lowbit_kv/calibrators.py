@@ -47,7 +47,7 @@ class CodebookCalibrator(Calibrator):
 
     @property
     def pages(self) -> int:
-        vectors = PAGE * self.head_dim // self.part.dim * (1 if self.separate else self.num_kv_heads)
+        vectors = self.page_size * self.head_dim // self.part.dim * (1 if self.separate else self.num_kv_heads)
         return -(-MOST_POINTS * self.part.size // vectors)
 
     def check(self, device, tokens):
@@ -71,8 +71,10 @@ CALIBRATORS: dict[type[Parametrized], type[Calibrator]] = {
 }
 
 
-def calibrator_for(part: Parametrized, head_dim: int, num_kv_heads: int, per_head: bool | None = None) -> Calibrator:
+def calibrator_for(
+    part: Parametrized, head_dim: int, num_kv_heads: int, per_head: bool | None = None, page_size: int = PAGE
+) -> Calibrator:
     """The calibrator of a transform or format that has parameters. Raises `ValueError` where there is none."""
     if (cls := CALIBRATORS.get(type(part))) is None:
         raise ValueError(f"{part} has parameters, and nothing that calibrates them: pass parameters= yourself")
-    return cls(part, head_dim, num_kv_heads, per_head)
+    return cls(part, head_dim, num_kv_heads, per_head, page_size)

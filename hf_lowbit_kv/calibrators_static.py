@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .calibrator import PAGE, Calibrator
+from .calibrator import Calibrator
 from .formats.static import STEP, Static, uniform_codes
 
 #: share of the identity in a head's weights: directions that no calibration text asked for are not free
 RIDGE = 0.3
 #: factors of the Gaussian step that are tried for each channel
 FACTORS = tuple(0.6 + i / 15 for i in range(13))
-#: pages that steps are fitted on, of each KV head
-PAGES = 128
+#: tokens that steps are fitted on, of each KV head
+TOKENS = 128 * 128
 SMALLEST = 1e-6
 FP16_MAX = 65504.0
 
@@ -29,14 +29,14 @@ class EigenCalibrator(Calibrator):
     gradients = True
     length = 4096  # how keys vary depends on their positions
 
-    def __init__(self, part, head_dim, num_kv_heads, per_head=None):
-        super().__init__(part, head_dim, num_kv_heads, per_head)
+    def __init__(self, part, head_dim, num_kv_heads, *options, **named):
+        super().__init__(part, head_dim, num_kv_heads, *options, **named)
         self.covariance = torch.zeros(num_kv_heads, head_dim, head_dim, dtype=torch.float64)
         self.weights = torch.zeros_like(self.covariance)
 
     def observe(self, tokens):
-        count = tokens.shape[2] // PAGE * PAGE
-        pages = tokens[0, :, :count].double().unflatten(1, (-1, PAGE))
+        count = tokens.shape[2] // self.page_size * self.page_size
+        pages = tokens[0, :, :count].double().unflatten(1, (-1, self.page_size))
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         self.covariance += (rest.mT @ rest).cpu()
 
@@ -70,7 +70,7 @@ class StaticCalibrator(Calibrator):
 
     @property
     def pages(self) -> int:
-        return PAGES
+        return TOKENS // self.page_size
 
     def fit(self, pages, seed):
         if not bool(pages.isfinite().all()):

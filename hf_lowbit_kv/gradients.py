@@ -24,24 +24,33 @@ LENGTH = 1024
 DISTANCE = 2
 
 
-def wanted(model: Any) -> tuple[int, list[int]]:
-    """How many windows, and of how many tokens each: the second length where texts have no window of the first."""
+def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
+    """How many windows, and of how many tokens each: the second length where texts have no window of the first.
+
+    Raises:
+        ValueError: the model's context is too short for a query that reads a page packed.
+    """
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
-    return SAMPLES.get(model.device.type, SAMPLES["cuda"]), lengths
+    if not (enough := [length for length in lengths if length > DISTANCE * page_size]):
+        raise ValueError(
+            f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
+            "gradients=False (--no-gradients) does without"
+        )
+    return SAMPLES.get(model.device.type, SAMPLES["cuda"]), enough
 
 
 class _Watched(DynamicCache):
     """A full-precision cache whose packed layers add zeros to old keys and values, and keep those zeros."""
 
-    def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int):
+    def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int, page_size: int):
         super().__init__(config=config)
-        self._layers, self._sides, self._tokens = layers, sides, tokens
+        self._layers, self._sides, self._tokens, self.page_size = layers, sides, tokens, page_size
         self.zeros: dict[tuple[int, int], torch.Tensor] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         streams = list(super().update(key_states, value_states, layer_idx, *args, **kwargs))
         seen = streams[0].shape[2] - key_states.shape[2]
-        old = min(seen + PAGE - DISTANCE * PAGE, streams[0].shape[2])
+        old = min(seen + self.page_size - DISTANCE * self.page_size, streams[0].shape[2])
         if layer_idx in self._layers and old > 0:
             for side in self._sides:
                 x = streams[side]
@@ -60,12 +69,14 @@ def read_gradients(
     see: Callable[[int, int, torch.Tensor], None],
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    page_size: int = PAGE,
 ) -> None:
     """Let the model read each window, and call `see(layer, side, gradients [1, H, S, D])`: those of the sum, over positions, of
     log p(a token drawn from the model's distribution there).
 
     Args:
         windows: tokens, int64 `[S]`. layers: those that are packed. sides: 0 for keys, 1 for values.
+        page_size: tokens of a page, in which the model reads.
 
     Raises:
         ValueError: the model cannot be differentiated; says what to do.
@@ -76,7 +87,7 @@ def read_gradients(
         parameter.requires_grad_(False)
     try:
         for number, window in enumerate(windows):
-            cache = _Watched(model.config, layers, sides, len(window))
+            cache = _Watched(model.config, layers, sides, len(window), page_size)
             for (layer, side), gradient in _gradients(model, window, cache, generator).items():
                 see(layer, side, gradient)
             if progress is not None:
@@ -90,8 +101,8 @@ def _gradients(model: Any, window: torch.Tensor, cache: _Watched, generator: tor
     ids = window[None].to(model.device)
     total = torch.zeros((), device=model.device)
     with torch.enable_grad():
-        for first in range(0, len(window), PAGE):
-            chunk = ids[:, first : first + PAGE]
+        for first in range(0, len(window), cache.page_size):
+            chunk = ids[:, first : first + cache.page_size]
             logits = model(chunk, **as_argument(cache), use_cache=True).logits[0]
             if not cache.zeros:
                 continue  # these predictions depend on nothing that is watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ DAMAGES = {
     "no model": (lambda path: with_metadata(path, model=None), "does not say what it was made for"),
     "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not say what it was made for"),
     "a list as model": (lambda path: with_metadata(path, model="[]"), "has no name and model_type"),
-    "a list as source": (lambda path: with_metadata(path, source="[]"), "source .* is no object"),
+    "a number as source": (lambda path: with_metadata(path, source="3"), "source 3 is no list of runs"),
+    "runs without tensors": (lambda path: with_metadata(path, source="[{}]"), "is no list of runs with their tensors"),
     "no layers": (of_model(layers=None), "layers None"),
     "layers without sizes": (of_model(layers={"0": []}), "are not KV heads and sizes"),
     "marks of words": (of_model(marks=["x"]), "marks .* are not a list of numbers"),
@@ -214,3 +216,52 @@ def test_generate_skips_it_and_notices_when_it_is_mended(model, folder):
         assert written() == 2
         path.write_bytes((folder / "whole").read_bytes())
         assert written() == 1
+
+
+# ---- what a file was made from ---------------------------------------------------------------------------------------
+
+
+def run_of(model, side, number, **source):
+    name = [f"layers.{layer}.{side}.smooth.factors" for layer in range(2)]
+    tensors = {each: torch.full((2, 64), float(number)) for each in name}
+    return lb.Calibration(tensors, describe_model(model, packed_sizes(model)), [{**source, "tensors": name}])
+
+
+def test_each_run_has_an_entry_with_the_names_of_its_tensors(model, tmp_path):
+    path = tmp_path / "x.safetensors"
+    run_of(model, "keys", 1, seed=1).save(path)
+    both = lb.Calibration.load(path).merged(run_of(model, "values", 2, seed=2))
+    both.save(path)
+    found = lb.Calibration.load(path)
+    assert found.source == both.source
+    assert [(run["seed"], {name.split(".")[2] for name in run["tensors"]}) for run in found.source] == [
+        (1, {"keys"}),
+        (2, {"values"}),
+    ]
+    assert sorted(name for run in found.source for name in run["tensors"]) == sorted(found.tensors)
+
+
+def test_a_run_whose_tensors_are_replaced_has_no_entry_any_more(model):
+    first, second, third = (run_of(model, "keys", i, seed=i) for i in range(3))
+    assert [run["seed"] for run in first.merged(run_of(model, "values", 9, seed=9)).merged(second).source] == [9, 1]
+    del third.tensors["layers.0.keys.smooth.factors"], third.source[0]["tensors"][0]
+    runs = second.merged(third).source
+    assert [(run["seed"], run["tensors"]) for run in runs] == [
+        (1, ["layers.0.keys.smooth.factors"]),
+        (2, ["layers.1.keys.smooth.factors"]),
+    ]
+    assert len(second.source[0]["tensors"]) == 2  # what was joined is not changed
+
+
+def test_files_of_before_load_and_take_a_further_run(model, tmp_path):
+    """Their source is one object, that of the last run."""
+    path = tmp_path / "x.safetensors"
+    run_of(model, "keys", 1).save(path)
+    with_metadata(path, source=json.dumps({"seed": 7, "presets": ["a"]}), digest=None)
+    found = lb.Calibration.load(path)
+    assert found.source == [{"seed": 7, "presets": ["a"], "tensors": sorted(found.tensors)}]
+    assert [run["seed"] for run in found.merged(run_of(model, "values", 2, seed=2)).source] == [7, 2]
+    for bundled in (Path(lb.__file__).parent / "calibrations").iterdir():
+        (run,) = lb.Calibration.load(bundled).source
+        assert run["presets"]
+        assert run["tensors"]

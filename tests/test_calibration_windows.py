@@ -110,7 +110,7 @@ def calibrate(model, texts, preset="eigen-2", **options):
 def test_many_short_texts_calibrate(model):
     """Answers of a chat, say: none has a window, together they have 16."""
     found = calibrate(model, [" ".join(["5", "17", str(3 + i % 100)] * 33) for i in range(45)])
-    assert found.source["samples"] == 17
+    assert found.source[0]["samples"] == 17
     lb.from_preset("eigen-2", model, calibration=found)
 
 

@@ -61,9 +61,9 @@ def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
         "preset": preset,
         "seconds": time.perf_counter() - began,
         "parts": parts,
-        "samples": found.source["samples"],
-        "length": found.source["length"],
-        "gradients": found.source["gradients"],
+        "samples": found.source[0]["samples"],
+        "length": found.source[0]["length"],
+        "gradients": found.source[0]["gradients"],
         "growth": peak.growth,
     }
 

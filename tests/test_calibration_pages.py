@@ -1,0 +1,162 @@
+"""Calibration groups tokens by the page size of the spec that it is made for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cases import tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import gradients
+from hf_lowbit_kv.calibration import packed_sizes
+from hf_lowbit_kv.calibrators_static import EigenCalibrator, StaticCalibrator
+
+PAGE_SIZES = (32, 64, 256)
+TEXT = " ".join(str(3 + i * i * 7 % 147) for i in range(6000))
+
+
+def tokenizer(text, **options):
+    """A token for each number."""
+    return type("Ids", (), {"input_ids": torch.tensor([[int(word) for word in text.split()]])})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def spec_of(page_size, preset="eigen-2", **changes):
+    return dataclasses.replace(lb.get_preset(preset).spec(), page_size=page_size, **changes)
+
+
+def calibrate(model, specs, **options):
+    options = {"samples": 4, "length": 512, "gradients": False, "progress": False, **options}
+    return lb.calibrate(model, tokenizer, [TEXT], specs, **options)
+
+
+def keys_of(model, windows):
+    """Of each layer, `[H, windows, tokens, D]`, as a hook on the cache sees them."""
+    from transformers import DynamicCache
+
+    found: dict[int, list[torch.Tensor]] = {}
+    for window in windows:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(window[None], use_cache=True, past_key_values=cache)
+        for index, layer in enumerate(cache.layers):
+            found.setdefault(index, []).append(layer.keys[0].double())
+    return {index: torch.stack(keys, 1) for index, keys in found.items()}
+
+
+def off_diagonal(mapped, page_size, sink):
+    """How much channels vary together around the mean of their page, against how much they vary."""
+    behind = mapped[:, :, sink:]
+    behind = behind[:, :, : behind.shape[2] // page_size * page_size].unflatten(2, (-1, page_size))
+    rest = (behind - behind.mean(3, keepdim=True)).flatten(1, 3)
+    covariance = rest.mT @ rest
+    apart = covariance - torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1))
+    return float((apart.norm(dim=(1, 2)) / covariance.norm(dim=(1, 2))).max())
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_the_rotation_makes_channels_of_a_page_independent(page_size, model):
+    """Without gradients keys are mapped to channels that do not vary together around the mean of a page, of that size alone."""
+    spec = spec_of(page_size)
+    found = calibrate(model, [spec])
+    windows = [
+        torch.tensor([int(word) for word in TEXT.split()]).view(-1)[: 11 * 512].view(11, 512)[i] for i in range(11)
+    ]
+    drawn = torch.randperm(11, generator=torch.Generator().manual_seed(0))[:4].sort().values.tolist()
+    for index, keys in keys_of(model, [windows[i] for i in drawn]).items():
+        (matrix,) = (x for name, x in found.tensors.items() if name.startswith(f"layers.{index}.keys.eigen.matrix"))
+        mapped = keys @ matrix.double()[:, None]
+        own, other = (off_diagonal(mapped, size, spec.sink) for size in (page_size, 128))
+        assert own < 0.02 < other
+
+
+def test_steps_and_codebooks_get_pages_of_that_size(model, monkeypatch):
+    shapes = []
+    fit = StaticCalibrator.fit
+    monkeypatch.setattr(
+        StaticCalibrator, "fit", lambda self, pages, seed: (shapes.append(pages.shape), fit(self, pages, seed))[1]
+    )
+    for page_size in PAGE_SIZES:
+        shapes.clear()
+        calibrate(model, [spec_of(page_size, sink=0)])
+        assert {shape[2] for shape in shapes} == {page_size}
+        assert {shape[1] * shape[2] for shape in shapes} == {4 * 512}  # all tokens
+    layer = packed_sizes(model)[0]
+    for page_size in PAGE_SIZES:  # as many tokens of a long text, whatever the pages
+        part = spec_of(page_size).key_format
+        assert StaticCalibrator(part, layer[1], layer[0], None, page_size).pages * page_size == 128 * 128
+
+
+def test_pages_with_sinks_are_left_out(model, monkeypatch):
+    """Of 64 sink tokens, the first two pages of 32."""
+    seen = {}
+    fit = StaticCalibrator.fit
+    monkeypatch.setattr(
+        StaticCalibrator, "fit", lambda self, pages, seed: (seen.update(n=pages.shape[1]), fit(self, pages, seed))[1]
+    )
+    for sink, pages in ((0, 16), (1, 15), (32, 15), (33, 14), (64, 14)):
+        calibrate(model, [spec_of(32, sink=sink)])
+        assert seen["n"] == 4 * pages
+
+
+def test_gradients_are_read_in_pages_of_that_size(model):
+    """A page lies between a query and the keys that it reads packed."""
+    window = torch.randint(3, 150, (512,))
+    for page_size in (32, 64, 128):
+        found = {}
+        see = lambda layer, side, g, found=found: found.update({(layer, side): g})  # noqa: E731
+        gradients.read_gradients(model, [window], range(2), (0,), see, 0, page_size=page_size)
+        for g in found.values():
+            old = 512 - 2 * page_size
+            assert bool((g[:, :, old:] == 0).all())
+            assert bool((g[:, :, :old].abs().amax((0, 1, 3)) > 0).all())
+
+
+def test_two_page_sizes_at_once_give_what_each_gives_alone(model):
+    """Keys of one, values of the other: what they make has other names."""
+    keys, values = spec_of(64, value_format=lb.get_preset("kivi-2").spec().value_format), spec_of(32, sink=0)
+    values = dataclasses.replace(
+        values,
+        key_format=lb.get_preset("kivi-2").spec().key_format,
+        key_transform=lb.LayerSpec.parse("dense|dense|0|128|32").key_transform,
+    )
+    options = {"gradients": True, "samples": 2}
+    both, alone = (
+        calibrate(model, [keys, values], **options),
+        [calibrate(model, [spec], **options) for spec in (keys, values)],
+    )
+    assert both.source[0]["page_sizes"] == [32, 64]
+    assert both.tensors.keys() == alone[0].tensors.keys() | alone[1].tensors.keys()
+    for one in alone:
+        assert one.tensors
+        assert all(torch.equal(both.tensors[name], x) for name, x in one.tensors.items())
+
+
+def test_the_same_for_two_page_sizes_is_refused(model):
+    with pytest.raises(ValueError, match=r"eigen of keys is asked for with pages of 64 and of 128 tokens.*make two"):
+        calibrate(model, [spec_of(64), spec_of(128)])
+
+
+def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
+    with pytest.raises(ValueError, match="length=256 is not allowed; it must be 512 or more"):
+        calibrate(model, [spec_of(256)], length=256)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 512)
+    with pytest.raises(ValueError, match="context of 512 tokens is too short for gradients with pages of 256"):
+        calibrate(model, [spec_of(256)], gradients=True)
+    assert gradients.wanted(model, 128)[1] == [512, 512]
+
+
+def test_a_page_of_one_token_more_changes_nothing_that_is_observed():
+    """Keys that are equal inside each page of 64 do not vary around its mean."""
+    keys = torch.randn(1, 2, 8, 64).repeat_interleave(64, 2)
+    for page_size, varies in ((32, False), (64, False), (128, True)):
+        calibrator = EigenCalibrator(None, 64, 2, None, page_size)
+        calibrator.observe(keys)
+        assert bool(calibrator.covariance.abs().max() > 1e-3) == varies
