@@ -74,7 +74,8 @@ def test_the_rotation_makes_channels_of_a_page_independent(page_size, model):
         (matrix,) = (x for name, x in found.tensors.items() if name.startswith(f"layers.{index}.keys.eigen.matrix"))
         mapped = keys @ matrix.double()[:, None]
         own, other = (off_diagonal(mapped, size, spec.sink) for size in (page_size, 128))
-        assert own < 0.02 < other
+        assert own < 0.002
+        assert other > 0.1
 
 
 def test_steps_and_codebooks_get_pages_of_that_size(model, monkeypatch):
@@ -153,7 +154,7 @@ def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
     assert gradients.wanted(model, 128)[1] == [512, 512]
 
 
-def test_a_page_of_one_token_more_changes_nothing_that_is_observed():
+def test_keys_that_are_equal_inside_a_page_do_not_vary():
     """Keys that are equal inside each page of 64 do not vary around its mean."""
     keys = torch.randn(1, 2, 8, 64).repeat_interleave(64, 2)
     for page_size, varies in ((32, False), (64, False), (128, True)):
