@@ -1,0 +1,83 @@
+"""NaN and Inf in one KV head of one row: what every other row and head stores and answers is bit for bit what it is without."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
+from sequence_operations import KINDS
+
+from hf_lowbit_kv.pages import PagedStore, read_pages
+
+LENGTHS = (100, 75)
+#: places of the first chunk (sink, page, tail), and what stands there
+PLACES, POISONS = (1, 20, 45, 98), (float("nan"), float("inf"), float("-inf"))
+
+
+def cases() -> list[Case]:
+    """One of each kind of keys and values, one that stores straight into pages, and long chunks."""
+    found = []
+    for kind, options in KINDS.items():
+        if not kind.startswith("latent"):
+            named = {"keys": options["key_format"], "values": options["value_format"]}
+            named |= {name: x for name, x in options.items() if name.endswith("transform")}
+            found.append(Case(**named, lengths=LENGTHS, groups=2))
+    found += [
+        dataclasses.replace(case, residual=0, sink=0, lengths=LENGTHS, groups=2)
+        for case in (Case(keys="int8-token", values="int8-token"), Case(keys="dense", values="dense"))
+    ]
+    return found + [dataclasses.replace(case, tokens=40) for case in (found[0], found[2])]
+
+
+def poisoned(x: torch.Tensor, row: int, head: int, values: tuple[float, ...], places: tuple[int, ...]) -> torch.Tensor:
+    """`x` `[B, H, n, D]` with these values, one after the other, in some channels of these tokens of one row's KV head."""
+    x = x.clone()
+    for number, place in enumerate(places):
+        x[row, head, place, [0, 3, 17]] = values[number % len(values)]
+    return x
+
+
+def others(x: torch.Tensor) -> torch.Tensor:
+    """All but the poisoned heads, of `[B, H, ...]`, as bytes."""
+    rest = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    rest[0, 0] = rest[1, 1] = False
+    return x[rest].contiguous().view(torch.uint8)
+
+
+def held(module: Any, case: Case, store: PagedStore) -> list[torch.Tensor]:
+    """Everything that a store's rows and heads have, `[B, H, ...]` each."""
+    state, spec = store.state, case.spec
+    pages = read_pages(state.pool, state.page_table[:, : int(state.paged.min()) // spec.page_size]).transpose(1, 2)
+    counters = [state.length[..., None], state.paged[..., None], state.lost[..., None]]
+    return [pages, *module.read(state, spec, max(case.lengths)), *counters]
+
+
+def check(module: Any, case: Case, device: str, seed: int, values: tuple[float, ...] = POISONS) -> None:
+    """Keys of the first row's first KV head are poisoned, and values of the second row's second. module: with the entry points
+    of a backend."""
+    gen = generator(case, seed)
+    first = random_tokens(case, max(case.lengths), gen)
+    mask = random_mask(torch.tensor(case.lengths), max(case.lengths), gen)
+    mask[:, PLACES] = True
+    step = random_step(case, gen)
+    results = []
+    for dirty in (False, True):
+        (k, v), (new_k, new_v) = first, (step.k, step.v)
+        if dirty:
+            k, v = poisoned(k, 0, 0, values, PLACES), poisoned(v, 1, 1, values, PLACES)
+            new_k, new_v = poisoned(new_k, 0, 0, values, (0,)), poisoned(new_v, 1, 1, values, (0,))
+        k, v, new_k, new_v, query = (x.to(device) for x in (k, v, new_k, new_v, step.q))
+        store = store_for(case, device, poison=False)
+        module.append(k, v, mask.to(device), store.state, case.spec)
+        out = module.attend(query, new_k, new_v, None, store.state, case.spec, step.scaling)
+        module.append(new_k, new_v, None, store.state, case.spec)
+        by_head = out.unflatten(2, (case.heads, -1)).transpose(1, 2)
+        results.append([by_head, *held(module, case, store)])
+    clean, dirty = results
+    assert clean[0].isfinite().all()
+    for row in (0, 1):
+        assert not torch.equal(clean[0][row, row], dirty[0][row, row]), "the poison was not read"
+    for number, (wanted, found) in enumerate(zip(clean, dirty, strict=True)):
+        assert torch.equal(others(wanted), others(found)), f"others are not what they are without: result {number}"
