@@ -5,6 +5,7 @@ PyTorch's mode is stood in for: what warns on a GPU is in `test_threads.py` and 
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -42,16 +43,20 @@ def sync(monkeypatch):
     return sync
 
 
-@pytest.fixture
-def unchanged():
-    """Fails where warnings are shown or filtered otherwise afterwards."""
-    before = list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl
-    yield
-    assert (list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl) == before
+def unchanged(test):
+    """Fails where warnings are shown or filtered otherwise at the end of the test. (pytest restores both behind it.)"""
+
+    @functools.wraps(test)
+    def watched(*args, **kwargs):
+        before = list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl
+        test(*args, **kwargs)
+        assert (list(warnings.filters), warnings.showwarning, warnings._showwarnmsg_impl) == before
+
+    return watched
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_two_threads_watch_at_the_same_time(sync, first_leaves_first):
     """Their stays overlap; only the second one waits."""
     turn = threading.Barrier(2, timeout=30)
@@ -86,7 +91,7 @@ def test_two_threads_watch_at_the_same_time(sync, first_leaves_first):
     assert sync.mode == 0
 
 
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_many_threads_come_and_go(sync):
     def work(index):
         counts = []
@@ -102,7 +107,7 @@ def test_many_threads_come_and_go(sync):
     assert sync.mode == 0
 
 
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_a_wait_that_was_shown_before_is_seen_again(sync):
     sync.mode = 1
     with warnings.catch_warnings(record=True) as shown:
@@ -116,7 +121,7 @@ def test_a_wait_that_was_shown_before_is_seen_again(sync):
     assert len([each for each in shown if "called" in str(each.message)]) == 1  # Python shows it once
 
 
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_other_warnings_are_shown(sync):
     with watch(CUDA) as places, pytest.warns(UserWarning, match="something else"):
         warnings.warn("something else", stacklevel=1)
@@ -124,7 +129,7 @@ def test_other_warnings_are_shown(sync):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_a_thread_that_watches_nothing_is_told_of_its_waits_if_it_has_asked(sync, asked):
     sync.mode = int(asked)
     turn = threading.Barrier(2, timeout=30)
@@ -147,7 +152,7 @@ def test_a_thread_that_watches_nothing_is_told_of_its_waits_if_it_has_asked(sync
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_the_mode_is_restored_after_an_error(sync, mode):
     sync.mode = mode
     with pytest.raises(KeyError), watch(CUDA), watch(CUDA):
@@ -155,7 +160,7 @@ def test_the_mode_is_restored_after_an_error(sync, mode):
     assert sync.mode == mode
 
 
-@pytest.mark.usefixtures("unchanged")
+@unchanged
 def test_a_mode_that_was_chosen_meanwhile_stays(sync):
     with watch(CUDA):
         sync.set("error")

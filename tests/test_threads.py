@@ -17,7 +17,7 @@ from generation_cases import GREEDY
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import determinism, recording
+from hf_lowbit_kv import determinism, recording, sync_watch
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
@@ -47,7 +47,7 @@ def process_state():
     """What all threads have in common."""
     mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else None
     check = vars(utils.DeferredStopCheck)["is_supported"]
-    return list(warnings.filters), warnings.showwarning, mode, check, torch._dynamo.eval_frame._stance
+    return mode, check, torch._dynamo.eval_frame._stance
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,8 @@ def prompts(device, count):
 
 
 def at_the_same_time(*works):
-    """The results of these functions, each called in a thread of its own."""
+    """The results of these functions, each called in a thread of its own. Warnings are shown as before afterwards."""
+    before = warnings.showwarning
     begin = threading.Barrier(len(works), timeout=60)
 
     def work(function):
@@ -71,7 +72,10 @@ def at_the_same_time(*works):
         return function()
 
     with ThreadPoolExecutor(len(works)) as threads:
-        return [future.result() for future in [threads.submit(work, function) for function in works]]
+        results = [future.result() for future in [threads.submit(work, function) for function in works]]
+    assert warnings.showwarning is before
+    assert not [item for item in warnings.filters if isinstance(item[1], sync_watch._Waits)]
+    return results
 
 
 def ours(model, prompt, preset="kivi-2", **options):
