@@ -9,7 +9,7 @@ import torch
 from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
 from sequence_operations import KINDS
 
-from hf_lowbit_kv.pages import PagedStore, read_pages
+from hf_lowbit_kv.pages import LayerSpec, PagedStore, read_pages
 
 LENGTHS = (100, 75)
 #: places of the first chunk (sink, page, tail), and what stands there
@@ -81,3 +81,29 @@ def check(module: Any, case: Case, device: str, seed: int, values: tuple[float, 
         assert not torch.equal(clean[0][row, row], dirty[0][row, row]), "the poison was not read"
     for number, (wanted, found) in enumerate(zip(clean, dirty, strict=True)):
         assert torch.equal(others(wanted), others(found)), f"others are not what they are without: result {number}"
+
+
+def check_latents(module: Any, spec: LayerSpec, device: str, seed: int, value: float) -> None:
+    """The first row of three is poisoned, in the content and in the RoPE part. A latent has one KV head."""
+    gen = torch.Generator().manual_seed(seed)
+    rank, rope, heads, count, dtype = 128, 32, 16, 140, torch.bfloat16
+    query = torch.randn(3, heads, 1, rank + rope, generator=gen).to(dtype)
+    streams = [torch.randn(3, 1, count + 1, width, generator=gen).to(dtype) for width in (rank, rope)]
+    mask = random_mask(torch.tensor([count, 90, count]), count, gen)
+    results = []
+    for dirty in (False, True):
+        chunks = [poisoned(x, 0, 0, (value,), (1, 70, count - 1, count)) if dirty else x for x in streams]
+        c, r = (x.to(device) for x in chunks)
+        store = PagedStore(spec, 3, 1, rank, rope, dtype, device, 300)
+        old, new = (c[:, :, :count], r[:, :, :count]), (c[:, :, count:], r[:, :, count:])
+        module.append(*old, mask.to(device), store.state, spec)
+        out = module.attend(query.to(device), *new, None, store.state, spec, (rank + rope) ** -0.5)
+        module.append(*new, None, store.state, spec)
+        pages = read_pages(store.state.pool, store.state.page_table)
+        results.append([out, *module.read(store.state, spec, count + 1), pages, store.state.length])
+    clean, dirty = results
+    assert clean[0].isfinite().all()
+    assert not torch.equal(clean[0][0], dirty[0][0]), "the poison was not read"
+    for number, (wanted, found) in enumerate(zip(clean, dirty, strict=True)):
+        same = torch.equal(wanted[1:].contiguous().view(torch.uint8), found[1:].contiguous().view(torch.uint8))
+        assert same, f"other rows are not what they are without: result {number}"
