@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sequence_operations import KINDS, sequences
+from sequence_operations import KINDS, Append, Crop, Setting, sequences
 from sequences import run
 
 #: sequences of each kind; all together take less than a minute of a CPU
@@ -56,3 +56,17 @@ def test_any_sequence(kind, one_thread):
 def test_any_sequence_on_a_gpu(kind):
     """On the default backend, `cuda` where it serves the setting, and on Triton."""
     explore(kind, "cuda")
+
+
+#: what random sequences seldom come to
+KEPT = {
+    "the second of two crops reaches into pages": [Append(96), Crop(30), Crop(20), Append(40)],
+    "padding where tokens were cropped": [Append(40, "any"), Crop(20), Append(20, "any"), Crop(15), Append(30)],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("capacity", [None, 300])
+@pytest.mark.parametrize("kind", ["int4-channel/int4-token", "latent fp8/dense"])
+def test_kept_sequence(kind, capacity, name):
+    run(kind, Setting(rows=2, capacity=capacity), KEPT[name])
