@@ -49,7 +49,11 @@ class Memory(Protocol):
     """What is known of a device's memory."""
 
     def free(self) -> int:
-        """Bytes that can still be allocated."""
+        """Bytes that can still be allocated, in pieces."""
+        ...
+
+    def free_at_once(self) -> int:
+        """Bytes that can still be allocated, in blocks of any size."""
         ...
 
     def peak(self, call: Callable[[], None]) -> int:
@@ -70,6 +74,13 @@ class GpuMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device)) - reserved
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.device)
+
+    def free_at_once(self) -> int:
+        # Blocks that PyTorch keeps for reuse are in pieces: those of short chunks do not serve long ones. So they are given
+        # back, and what is left of them beside tensors in use is not counted.
+        torch.cuda.empty_cache()
+        reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
+        return self.free() - (reserved - allocated)
 
     def peak(self, call: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -162,7 +173,7 @@ class _Reader:
         if not ask_always and self._surely_fits(memory):
             return None
         need = self._need(memory, length)
-        usable = USABLE * memory.free()
+        usable = USABLE * memory.free_at_once()
         if need.whole(self.left) <= usable:
             return None
         return min(need.largest(usable, self.left), self.left)
