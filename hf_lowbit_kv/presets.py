@@ -68,7 +68,7 @@ _PLAIN = {
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
-        Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", residual=0, reading="separate"),
+        Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         _eigen("eigen-2", "static-44422000", "static-2-t"),

@@ -82,9 +82,7 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
         code = load_bricks(page, token, valid, 16, P).to(tl.int16)
     else:
         code = load_plane(page + token * P.width, 1, valid, 0, P).to(tl.int16)
-    # sign, exponent and mantissa at their places in float16 are the number times 2^-8, subnormals included
-    half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-    x = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    x = from_e4m3(code)
     if P.scaled:
         scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float32)) + token, mask=valid, other=0.0)
         x = x * scale[:, None]
@@ -92,15 +90,23 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def from_e4m3(code):
+    """Codes of numbers (int16) -> float32. Sign, exponent and mantissa at their places in float16 are the number times 2^-8,
+    subnormals included."""
+    half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
 def _to_e4m3(x):
-    """float32 -> codes, to nearest even, saturated: PyTorch's bits."""
+    """float32 -> codes, to nearest even, saturated, NaN without a sign: `formats.fp8.to_e4m3`."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # below 2^-6 steps are 2^-9: those of float32 between 2^14 and 2^15
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     large = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponents: 127 - 7, above 3 bits
     code = tl.where(magnitude < 0x3C800000, small, tl.minimum(large, 0x7E))
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -114,9 +120,11 @@ def encode(
         keep = (row < stop)[:, None] & (channel < P.width)
         x = load_tokens(source, base + row[:, None], channel, keep, HAS_ORDER, TAIL)
         if P.scaled:
-            most = tl.max(tl.abs(x), 1)
+            # a maximum passes over NaN, but not over Inf
+            most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
             # div_rn, because `/` on float32 is approximate on a GPU
             scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
+            scale = tl.where(most < float("inf"), scale, tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True))
             tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=row < stop)
             x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
         tl.store(page + row[:, None] * P.width + channel, _to_e4m3(x), mask=keep)

@@ -62,7 +62,10 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def _place(x, j, c, h, block, IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
+def _place(
+    x, j, c, h, block,
+    IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand, block:
     which 32 tokens, each given by one side alone and 0 from the other."""
     word = c * (BITS // 2)
@@ -75,9 +78,9 @@ def _place(x, j, c, h, block, IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: 
     lane = 4 * x if IS_ROW else x >> 1
     place = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
     if IS_ROW:
-        bit = 8 * j
+        bit = (16 if PAIRS else 8) * j
     else:
-        bit = 16 * (x & 1)
+        bit = (8 if PAIRS else 16) * (x & 1)
         if BITS < 8:
             bit += BITS * j
     if BITS == 2:
@@ -89,16 +92,18 @@ def _place(x, j, c, h, block, IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: 
 def load_codes(
     array, token, channel, keep,
     CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep `[M]`."""
+    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep `[M]`. PAIRS:
+    of e4m3."""
     WHOLE: tl.constexpr = CHANNELS // 32 * 32
     row, row_bit = _place(
-        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR
+        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS
     )
     rest = channel >= WHOLE
     of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
-    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR)
+    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS)
     words = array.to(tl.pointer_type(tl.int32))
     code = tl.load(words + (row[:, None] + column[None, :]), mask=keep[None, :], other=0)
     return (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << BITS) - 1)

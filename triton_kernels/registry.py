@@ -38,7 +38,18 @@ from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
 from ..spec import LayerSpec
-from . import affine, boosted, boosted_fragment, codebook, dense, fp8, fragment, static, static_fragment
+from . import (
+    affine,
+    boosted,
+    boosted_fragment,
+    codebook,
+    dense,
+    fp8,
+    fp8_fragment,
+    fragment,
+    static,
+    static_fragment,
+)
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
@@ -54,6 +65,7 @@ READERS: dict[type[Format], ModuleType] = {
     Affine: fragment,
     Boosted: boosted_fragment,
     Codebook: codebook,
+    Fp8: fp8_fragment,
     Static: static_fragment,
 }
 

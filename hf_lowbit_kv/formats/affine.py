@@ -149,13 +149,9 @@ class Affine(Format):
         return fragment.unpack(words, self.bits, self.layout, head_dim)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
-        if self.layout != "planar-1":  # a word holds several tokens
-            head_dim = fragment.head_dim(old["codes"].shape, self.bits)
-            taken = torch.zeros(old["scale"].shape[-2], head_dim, dtype=torch.int32, device=old["codes"].device)
-            taken[at : at + count] = self.levels
-            mask = self._pack(taken)
-            old["codes"].copy_((old["codes"] & ~mask) | (new["codes"] & mask))
-            old, new = ({name: x for name, x in views.items() if name != "codes"} for views in (old, new))
+        if self.layout != "planar-1":
+            old, new = dict(old), dict(new)
+            fragment.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, self.bits, self.layout)
         super().merge_tokens(old, new, at, count)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from . import bricks
+from . import bricks, fragment
 from .base import Format, Tensors
 
 Granularity = Literal["token", "block", "static"]
@@ -22,33 +22,49 @@ BLOCK = 64
 
 
 def scale_of(absmax: torch.Tensor) -> torch.Tensor:
-    """float32: the largest magnitude (float32) becomes 448. A tensor as divisor: a GPU would multiply by a number's
-    reciprocal, which rounds differently."""
-    return (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=LEAST_SCALE)
+    """float32: the largest magnitude (float32) becomes 448; NaN where that is infinite or NaN. A tensor as divisor: a GPU
+    would multiply by a number's reciprocal, which rounds differently."""
+    scale = (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=LEAST_SCALE)
+    return torch.where(absmax.isfinite(), scale, torch.nan)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> `torch.float8_e4m3fn`, rounded to nearest even; beyond 448 it saturates."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """float32 -> `torch.float8_e4m3fn`, rounded to nearest even; beyond 448 it saturates; NaN of either sign becomes the
+    one with sign 0."""
+    return torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, repr=False)
 class Fp8(Format):
-    """e4m3 codes and a float32 scale.
+    """e4m3 codes and a float32 scale. A token (block) with an Inf or NaN decodes to NaN, other tokens are as they would be.
 
     Args:
         granularity: what shares a scale: a `token` (absmax / 448; SnapMLA, section 3.1), a `block` of 64 tokens x 64
             channels, or everything, with the fixed scale 1 (`static`).
-        layout: order of the codes: token after token (`planar-1`), or see `bricks`. The backend chooses it.
+        layout: order of the codes: token after token (`planar-1`), or see `bricks` and, with a scale a token, `fragment`
+            (`pairs`; `codes` int32). The backend chooses it.
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT)
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT, *fragment.LAYOUTS)
 
     granularity: Granularity = "token"
     layout: str = "planar-1"
 
     grammar: ClassVar[str] = "'fp8', 'fp8-block', 'fp8-static'"
     stores_latents: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.layout not in self._offered:
+            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self._offered}")
+
+    @property
+    def _offered(self) -> tuple[str, ...]:
+        """Layouts, at this granularity."""
+        return self.layouts if self.granularity == "token" else self.layouts[:2]
+
+    @property
+    def fragments(self) -> bool:
+        return self.layout in fragment.LAYOUTS
 
     @property
     def name(self) -> str:
@@ -57,11 +73,11 @@ class Fp8(Format):
 
     @classmethod
     def parse(cls, name: str) -> Fp8 | None:
-        found = re.fullmatch(f"fp8(?:-(block|static))?(?:@({bricks.LAYOUT}))?", name)
+        found = re.fullmatch(r"fp8(?:-(block|static))?(?:@([\w-]+))?", name)
         return cls(found[1] or "token", found[2] or "planar-1") if found else None  # type: ignore[arg-type]
 
     def with_layout(self, layout: str) -> Fp8:
-        return replace(self, layout=layout) if layout in self.layouts else self
+        return replace(self, layout=layout) if layout in self._offered else self
 
     @property
     def tokenwise(self) -> bool:
@@ -69,7 +85,9 @@ class Fp8(Format):
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         codes: tuple[str, torch.dtype, tuple[int, ...]] = ("codes", torch.float8_e4m3fn, (page_size, head_dim))
-        if self.layout != "planar-1":
+        if self.fragments:
+            codes = ("codes", torch.int32, fragment.shape(8, head_dim, page_size))
+        elif self.layout != "planar-1":
             codes = ("codes", torch.float8_e4m3fn, bricks.shape(head_dim, page_size, torch.float8_e4m3fn))
         if self.granularity == "token":
             return [codes, ("scale", torch.float32, (page_size, 1))]
@@ -88,19 +106,30 @@ class Fp8(Format):
         return {"codes": self._ordered(to_e4m3(x / _spread(scale, *x.shape[-2:]))), "scale": scale}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = arrays["codes"]
-        x = (codes if self.layout == "planar-1" else bricks.unpack(codes)).float()
+        x = self._natural(arrays["codes"], head_dim).float()
         if self.granularity == "static":
             return x
         scale = arrays["scale"]
         return x * (scale if self.granularity == "token" else _spread(scale, *x.shape[-2:]))
 
     def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
+        """e4m3 `[..., page, D]` -> the array `codes`."""
+        if self.fragments:
+            return fragment.pack(codes.view(torch.uint8), 8, self.layout, pairs=True)
         return codes if self.layout == "planar-1" else bricks.pack(codes)
+
+    def _natural(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The array `codes` -> e4m3 `[..., page, D]`."""
+        if self.fragments:
+            numbers = fragment.unpack(codes, 8, self.layout, head_dim, pairs=True)
+            return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
+        return codes if self.layout == "planar-1" else bricks.unpack(codes)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         old, new = dict(old), dict(new)
-        if self.layout != "planar-1":
+        if self.fragments:
+            fragment.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, 8, self.layout, pairs=True)
+        elif self.layout != "planar-1":
             bricks.merge_tokens(old.pop("codes"), new.pop("codes"), at, count)
         super().merge_tokens(old, new, at, count)
 

@@ -11,6 +11,9 @@ as 32-bit words that one lane reads, masks, and hands to that instruction: nothi
               2 bits: 16 e + 8 (i & 1) + 2 (i >> 1) + 4 h         one word
               4 bits: 16 e + 8 (i & 1) + 4 (i >> 1)               word h
               8 bits: 16 e + 8 (i & 1)                            word 2 h + (i >> 1)
+              e4m3:   8 e + 16 (i & 1)                            word 2 h + (i >> 1)
+
+Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: a half of a word is a register.
 
 Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1) of an
 operand stands for
@@ -53,7 +56,7 @@ def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) ->
 
 
 @functools.cache
-def _fields(bits: int, layout: str, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one block: place of each field among its tokens and channels, `[words / V, lanes, V, fields]`; bit of each field;
     and the field of each place, `[32 * head_dim]`."""
     per_tile = bits // 2
@@ -63,6 +66,8 @@ def _fields(bits: int, layout: str, head_dim: int) -> tuple[torch.Tensor, torch.
     field = torch.arange(32 // bits)
     e, field = field // (16 // bits), field % (16 // bits)
     odd, field = field // (8 // bits), field % (8 // bits)  # i & 1: a field of the high or low byte
+    if pairs:
+        e, odd = odd, e
     c, inner = word // per_tile, word % per_tile
     high, h = {
         2: (field & 1, field >> 1),
@@ -78,15 +83,26 @@ def _fields(bits: int, layout: str, head_dim: int) -> tuple[torch.Tensor, torch.
     return place, torch.arange(32 // bits, dtype=torch.int64) * bits, place.flatten().argsort()
 
 
-def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
-    place, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1]))
+def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:
+    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. pairs: of e4m3, in 8 bits."""
+    place, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
     blocks = codes.long().unflatten(-2, (-1, BLOCK)).flatten(-2, -1)
     return (blocks[..., place] << shift).sum(-1).to(torch.int32)
 
 
-def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.Tensor:
+def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int, pairs: bool = False) -> torch.Tensor:
     """The inverse of `pack`."""
-    _, shift, order = (x.to(words.device) for x in _fields(bits, layout, head_dim))
+    _, shift, order = (x.to(words.device) for x in _fields(bits, layout, head_dim, pairs))
     fields = (words.long().unsqueeze(-1) >> shift) & (2**bits - 1)
     return fields.flatten(-4, -1)[..., order].unflatten(-1, (BLOCK, head_dim)).flatten(-3, -2)
+
+
+def merge_tokens(
+    old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str, pairs: bool = False
+) -> None:
+    """Copy the codes of tokens `at` to `at + count` of the words `new` into `old`: a word holds several tokens."""
+    tokens, channels = old.shape[-4] * BLOCK, head_dim(old.shape, bits)
+    taken = torch.zeros(tokens, channels, dtype=torch.int32, device=old.device)
+    taken[at : at + count] = 2**bits - 1
+    mask = pack(taken, bits, layout, pairs)
+    old.copy_((old & ~mask) | (new & mask))

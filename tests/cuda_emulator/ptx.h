@@ -34,6 +34,7 @@ static void cp16_if(bool real, u32 s, const void* g) { if (real) begin_copy(s, g
 static void cp8(u32 s, const void* g, bool keep) { begin_copy(s, g, 8, keep); }
 static void cp4(u32 s, const void* g) { begin_copy(s, g, 4, true); }
 template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); used(a, 4 * V, races::WRITE); memcpy(shared_memory + a, x, 4 * V); }
+static void sts4(u32 a, const u32* x) { check(a, 16); used(a, 16, races::WRITE); memcpy(shared_memory + a, x, 16); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); used(a, 4 * V, races::READ); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
 static const u8* opaque(const u8* p) { return p; }
@@ -78,7 +79,7 @@ static u32 transposed(u32 x) {
 }
 
 static u32 e4m3_to_half(u32 x) {
-  auto half = [](u32 c) { return half_bits(half_to_float((c & 0x80) << 8 | (c & 0x7f) << 7) * 256.f); };
+  auto half = [](u32 c) { return (c & 0x7f) == 0x7f ? c << 8 | 0x7fff : half_bits(half_to_float((c & 0x80) << 8 | (c & 0x7f) << 7) * 256.f); };
   return half(x & 0xff) | half(x >> 8 & 0xff) << 16;
 }
 static u32 permuted(u32 x, u32 order) { u32 r = 0; for (int i = 0; i < 4; i++) r |= (x >> 8 * (order >> 4 * i & 3) & 0xff) << 8 * i; return r; }

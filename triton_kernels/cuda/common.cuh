@@ -8,6 +8,15 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
+// Whether an instruction makes fp16 of e4m3.
+#ifndef CONVERT
+#if __CUDA_ARCH__ >= 890
+#define CONVERT 1
+#else
+#define CONVERT 0
+#endif
+#endif
+
 // What most launches do not come to, or one warp only: out of the others' way. Behind another kernel a launch finds none of its
 // instructions in a cache, and waits for what it comes by.
 #define COLD __device__ __noinline__
@@ -81,6 +90,9 @@ template <int V> __device__ __forceinline__ void sts(u32 a, const float* x) {
   if constexpr (V == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x[0]), "f"(x[1]) : "memory");
   else asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x[0]) : "memory");
 }
+__device__ __forceinline__ void sts4(u32 a, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
 // Adds one to a counter in shared memory; `found` gets what it was, when that is looked at: nothing waits here. In a branch, with
 // atomicAdd and with atom.add it would: compilers add for a warp's lanes together and hand out the answer. Counters stay far below the limit.
 __device__ __forceinline__ void count_up(bool does, int* counter, int& found) {
@@ -131,7 +143,6 @@ __device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ?
 // 8 x 8 transposition of 16-bit elements across the warp
 __device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
 
-#ifdef CONVERT
 // The low two bytes, e4m3, as fp16.
 __device__ __forceinline__ u32 e4m3_to_half(u32 x) {
 #if CONVERT
@@ -141,7 +152,6 @@ __device__ __forceinline__ u32 e4m3_to_half(u32 x) {
 #endif
 }
 __device__ __forceinline__ u32 permuted(u32 x, u32 order) { u32 r; asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(order)); return r; }
-#endif
 // Four 8 x 8 matrices of 16-bit elements from shared memory; lane 8 i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void ldmatrix4(u32* r, u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));

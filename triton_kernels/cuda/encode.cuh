@@ -103,4 +103,5 @@ template <int D> struct DenseEncoder {
 
 #include "encode_boosted.cuh"
 #include "encode_codebook.cuh"
+#include "encode_fp8.cuh"
 #include "encode_static.cuh"

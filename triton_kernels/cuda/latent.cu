@@ -18,7 +18,6 @@ constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BY
 constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
 constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4, STAGES_AT = SCALES_AT + 64;
 constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
-constexpr float CODE = CONVERT ? 1.f : 256.f;                             // what a decoded number is too small by
 static_assert(PAGE_TOKENS % BLOCK == 0, "");
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;

@@ -1,6 +1,7 @@
 // After attention to latents: the chunk's own tokens, in the model's dtype, and what the shares of a sequence found; and storing the chunk.
 #pragma once
 #include "latent.cuh"
+#include "e4m3.cuh"
 
 constexpr int WARPS = 4, THREADS = 128;
 
@@ -17,25 +18,14 @@ template <bool MOST> __device__ __forceinline__ float reduce(float x, float* spa
   return x;
 }
 
-// float32 -> e4m3, to nearest even, saturated: PyTorch's bits.
-__device__ __forceinline__ u32 to_e4m3(float x) {
-  const u32 bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-  const float size = __uint_as_float(magnitude);
-  u32 code;
-  if (size < 0.015625f) code = __float_as_uint(size + 16384.f) - __float_as_uint(16384.f);  // subnormals: steps of 2^-9
-  else code = min(((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120u << 3), 0x7eu);
-  return code | bits >> 24 & 0x80u;
-}
-
 // Token `from` of the chunk becomes the token at `place` of sequence b.
 __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from, int place, float* space, int thread) {
   u8* page = a.pool + a.address[(i64)b * a.pages + place / PAGE_TOKENS];
   const int row = place % PAGE_TOKENS;
   const i64 at = b * a.c_b + from * a.c_s;
   float most = 0.f;
-  for (int x = thread; x < RANK; x += THREADS) most = fmaxf(most, fabsf(number(a.c, at + x)));
-  most = reduce<true>(most, space, thread);
-  const float scale = fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f);  // 2^-60: `formats.fp8.LEAST_SCALE`
+  for (int x = thread; x < RANK; x += THREADS) most = fmaxf(most, e4m3_size(number(a.c, at + x)));
+  const float scale = e4m3_scale(reduce<true>(most, space, thread));
   for (int x = 4 * thread; x < RANK; x += 4 * THREADS) {
     u32 word = 0;
 #pragma unroll

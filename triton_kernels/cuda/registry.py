@@ -1,7 +1,8 @@
 """Which module tells the CUDA kernels of a page format: a new format is one file and one line here.
 
-Such a module has `SIDES`, whether the format may be that of keys, and of values; and `needs(fmt, head_dim, page_size, dtype,
-transposed)`, see `needs.Needs` (transposed: values). Importing this needs neither a GPU nor a compiler.
+Such a module has `SIDES`, whether the format may be that of keys, and of values; `needs(fmt, head_dim, page_size, dtype,
+transposed)`, see `needs.Needs` (transposed: values); and where it does not serve every format of the class, `covers(fmt)`.
+Importing this needs neither a GPU nor a compiler.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ...formats.affine import Affine
 from ...formats.boosted import Boosted
 from ...formats.codebook import Codebook
 from ...formats.dense import Dense
+from ...formats.fp8 import Fp8
 from ...formats.static import Static
-from . import affine, boosted, codebook, dense, static
+from . import affine, boosted, codebook, dense, fp8, static
 from .needs import Needs
 
 KERNELS: dict[type[Format], ModuleType] = {
@@ -24,13 +26,15 @@ KERNELS: dict[type[Format], ModuleType] = {
     Boosted: boosted,
     Codebook: codebook,
     Dense: dense,
+    Fp8: fp8,
     Static: static,
 }
 
 
 def covered(fmt: Format, transposed: bool) -> bool:
     """Whether there are kernels for keys, or for values (transposed), in that format."""
-    return type(fmt) in KERNELS and KERNELS[type(fmt)].SIDES[transposed]
+    module = KERNELS.get(type(fmt))
+    return module is not None and module.SIDES[transposed] and getattr(module, "covers", lambda fmt: True)(fmt)
 
 
 def why_not(keys: Format, values: Format) -> str | None:

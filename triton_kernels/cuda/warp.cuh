@@ -6,6 +6,7 @@
 #include "boosted.cuh"
 #include "dense.cuh"
 #include "codebook.cuh"
+#include "fp8.cuh"
 #include "static.cuh"
 
 using Keys = KEY_FORMAT;
