@@ -21,6 +21,7 @@ FORMATS = [
     ("int4-channel", "dense"),
     ("boosted2-r0.125", "int2-token"),
     ("fp8", "fp8-static"),
+    ("fp8", "fp8"),
     ("vq-d4b6", "vq-d8b5"),
     ("static-44422000", "static-3-t"),
 ]

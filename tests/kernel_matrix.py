@@ -104,6 +104,8 @@ GRAPHS = [
     {"keys": "int8-token", "values": "int4-token", "residual": 0},
     {"keys": "int8-token", "values": "int4-token", "residual": 128},
     {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
+    {"keys": "fp8", "values": "fp8", "residual": 0},
+    {"keys": "fp8", "values": "fp8", "residual": 128},
     {**EIGEN_2, "residual": 128, "transform": "hadamard", "value_transform": "hadamard"},
 ]
 
@@ -142,7 +144,7 @@ def format_names() -> list[str]:
     groups = ("", "-g32", "-g64", "-g128")
     affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
-    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios)]
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8"]
 
 
 def matrix() -> list[Case]:
@@ -157,7 +159,7 @@ def matrix() -> list[Case]:
         cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
         cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
     pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
-    pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token")]
+    pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token"), ("fp8", "fp8")]
     for keys, values in pairs:
         pair = {"keys": keys, "values": values}
         for dim in (64, 80, 96, 128, 256):
@@ -211,6 +213,8 @@ def stores() -> list[tuple[Case, list[int]]]:
             ("int4-channel", "int4-token", 128),
             ("int2-token", "int8-channel", 0),
             ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
+            ("fp8", "fp8", 0),
+            ("fp8", "fp8", 128),
         ):
             case = Case(
                 keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_checks as kernels
 from cases import tiny_models
+from fp8_rows import SPECIAL, check_special_rows
 from kernel_cases import Case, filled, generator, random_step
 from kernel_matrix import (
     CODEBOOK_STORES,
@@ -101,6 +102,13 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 )
 def test_store(case, chunks, launch):
     kernels.check_store(fragment(case), chunks)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_special_rows(case, launch):
+    check_special_rows(launch.append, fragment(case), "cuda", generator(case, kernels.SEED))
 
 
 #: beyond the common matrix: one block of query rows and several, rows split among many blocks of threads, many rows

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cuda_emulator
-from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, exact
+from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, compare, exact
 
 from hf_lowbit_kv import reference
 from hf_lowbit_kv.triton_kernels.cuda import latent
@@ -116,6 +116,18 @@ def test_steps(case, steps, kernels):
 )
 def test_append(case, chunks, kernels):
     check_append(kernels, case, chunks, DEVICE, SEED)
+
+
+def test_tokens_of_nan_and_inf(kernels):
+    """The reference's bytes."""
+    case = Case(lengths=(3,), tokens=5)
+    filled, twin = Filled(case, DEVICE, SEED), Filled(case, DEVICE, SEED)
+    for each in (filled, twin):
+        for token, bad in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
+            each.k[:, :, token, 7 * token] = bad
+    kernels.append(filled.k, filled.v, None, filled.store.state, case.spec)
+    reference.append(twin.k, twin.v, None, twin.store.state, case.spec)
+    compare(filled.store, twin.store)
 
 
 def test_no_room_left(kernels):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, fragment, parse_format
+from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, Fp8, fragment, parse_format
 from hf_lowbit_kv.pages import LayerSpec
 
 
@@ -47,20 +47,34 @@ def test_layout_changes_no_boosted_number(ratio, head_dim, page_size):
     assert grown == unused * page_size // 4
 
 
+@pytest.mark.parametrize("layout", fragment.LAYOUTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_layout_changes_no_number_of_fp8(head_dim, layout):
+    plain = Fp8()
+    fmt = plain.with_layout(layout)
+    for page_size in (32, 128):
+        x = torch.randn(2, page_size, head_dim).half()
+        x[0, 5] = float("inf")
+        assert fmt.page_bytes(head_dim, page_size, x.dtype) == plain.page_bytes(head_dim, page_size, x.dtype)
+        decoded = [f.decode(f.encode(x), head_dim, page_size, x.dtype).view(torch.int32) for f in (fmt, plain)]
+        assert torch.equal(*decoded)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8, "pairs"])
 def test_words_are_operands(bits, transposed):
     """Field by field, from the description at the top of `fragment`."""
+    bits, pairs = (8, True) if bits == "pairs" else (bits, False)
     head_dim, page_size, generator = 80, 64, torch.Generator().manual_seed(0)
     codes = torch.randint(2**bits, (page_size, head_dim), dtype=torch.int32, generator=generator)
-    words = fragment.pack(codes, bits, fragment.LAYOUTS[transposed])
+    words = fragment.pack(codes, bits, fragment.LAYOUTS[transposed], pairs)
     assert words.shape == fragment.shape(bits, head_dim, page_size)
     vector = words.shape[-1]
     for block, c, lane, h, i, e in [(0, 0, 0, 0, 0, 0), (1, 4, 31, 1, 3, 1), (0, 3, 13, 1, 2, 0), (1, 2, 22, 0, 1, 1)]:
         word, bit = {
             2: (0, 16 * e + 8 * (i & 1) + 2 * (i >> 1) + 4 * h),
             4: (h, 16 * e + 8 * (i & 1) + 4 * (i >> 1)),
-            8: (2 * h + (i >> 1), 16 * e + 8 * (i & 1)),
+            8: (2 * h + (i >> 1), 8 * e + 16 * (i & 1) if pairs else 16 * e + 8 * (i & 1)),
         }[bits]
         word += c * bits // 2
         row, column = lane // 4 + 8 * (i & 1), 2 * (lane % 4) + e + 8 * (i >> 1)
@@ -83,7 +97,12 @@ def test_names():
     boosted = parse_format("boosted2-r0.25-random3@fragment-1")
     assert boosted == Boosted(0.25, "random", 3, layout="fragment-1")
     assert parse_format(boosted.name) == boosted
-    for name in ("int4-channel", "boosted2-r0.25"):
+    assert parse_format("fp8@fragment-1t") == Fp8().with_layout("fragment-1t")
+    for name in ("fp8-block", "fp8-static"):  # read token by token alone
+        assert parse_format(name).with_layout("fragment-1") == parse_format(name)
+        with pytest.raises(ValueError, match=r"layout='fragment-1'.*allowed"):
+            parse_format(f"{name}@fragment-1")
+    for name in ("int4-channel", "boosted2-r0.25", "fp8"):
         with pytest.raises(ValueError, match=r"layout='fragment-9'.*allowed"):
             parse_format(f"{name}@fragment-9")
 

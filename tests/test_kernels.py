@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fp8_rows import SPECIAL, check_special_rows
 from interpreted import PARTS, run_part
 from kernel_cases import Case, generator, random_step, store_for
 from kernel_checks import (
@@ -71,6 +72,20 @@ def test_small_lookups(case):
 @pytest.mark.parametrize(("case", "chunks"), SMALL_STORES, ids=str)
 def test_small_store(case, chunks):
     check_store(case, chunks)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_small_special_rows(case):
+    check_special_rows(launch.append, case, DEVICE, generator(case, SEED))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_special_rows(case):
+    check_special_rows(launch.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu
@@ -148,6 +163,7 @@ def compile_only(kernel, grid, *args, device, **constants):
         Case(
             keys="boosted2-r0.25-variance", values="boosted2-r1-random", dtype=torch.bfloat16, tokens=100, padded=True
         ),
+        Case(keys="fp8", values="fp8", head_dim=96, residual=0, tokens=100, padded=True),
     ],
     ids=str,
 )

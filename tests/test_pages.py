@@ -23,6 +23,7 @@ FRAGMENTS = [
     ("int8-token@fragment-1", "int8-token@fragment-1t"),
     ("int2-token-g32@fragment-1", "int4-channel@fragment-1t"),
     ("int4-token@fragment-1", "dense"),
+    ("fp8@fragment-1", "fp8@fragment-1t"),
 ]
 FORMATS = [*FORMATS, *FRAGMENTS]
 WINDOWS = [(0, 32), (8, 32), (0, 0), (5, 40)]  # sink, residual

@@ -168,6 +168,7 @@ def test_small_scaling(scaling):
         for head_dim in (64, 80, 96)
         if not (name == "int8-token-g32" and head_dim == 80)  # groups of 32 do not divide it
     ]
+    + [("fp8", 64), ("fp8", 80), ("fp8", 96)]
     + [("static-44422000", 64), ("static-64332222", 128), ("static-53222110", 64), ("static-442200", 96)],
 )
 def test_small_read(name, head_dim):

@@ -61,12 +61,27 @@ def test_zeros_and_constants():
         assert torch.equal(Fp8().decode(Fp8().encode(x), 64, 128, x.dtype), x)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_a_token_with_nan_or_inf(bad):
+    """It decodes to NaN, in the same bytes whatever the sign and the payload; the others are as they would be."""
+    x = random(128, 64)
+    clean = Fp8().split(Fp8().encode(x), 64, 128, x.dtype)
+    x[7, 3], x[9] = bad, bad
+    found = Fp8().encode(x)
+    arrays, rest = Fp8().split(found, 64, 128, x.dtype), [i for i in range(128) if i not in (7, 9)]
+    for name in ("codes", "scale"):
+        assert torch.equal(arrays[name][rest].view(torch.uint8), clean[name][rest].view(torch.uint8))
+    assert (arrays["codes"][[7, 9]].view(torch.uint8) == 0x7F).all()
+    assert (arrays["scale"][[7, 9]].view(torch.int32) == 0x7FC00000).all()
+    assert Fp8().decode(found, 64, 128, x.dtype).isnan().all(-1).nonzero().flatten().tolist() == [7, 9]
+
+
 def test_fp8_through_a_cache():
     from cases import left_padded, tiny_models
 
     ours, theirs = tiny_models("llama")
     ids, mask = left_padded(2, 60)
-    cache = lb.from_preset("fp8", ours, page_size=32)
+    cache = lb.from_preset("fp8", ours, page_size=32, residual=0)
     with torch.no_grad():
         for part, padding in zip(ids.split(20, 1), (mask[:, :20], mask[:, :40], mask)):
             found = ours(part, attention_mask=padding, past_key_values=cache).logits

@@ -124,7 +124,8 @@ def encode(
             most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
             # div_rn, because `/` on float32 is approximate on a GPU
             scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
-            scale = tl.where(most < float("inf"), scale, tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True))
+            nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+            scale = tl.where(most < float("inf"), scale, nan)
             tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=row < stop)
             x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
         tl.store(page + row[:, None] * P.width + channel, _to_e4m3(x), mask=keep)
