@@ -1,4 +1,4 @@
-"""Tokens for `formats.fp8` that a kernel may encode wrongly: ties, subnormals, saturation, zeros, ends of the dtype, NaN, Inf."""
+"""Tokens for `formats.fp8` that a kernel may encode wrongly: ties, subnormals, saturation, zeros, NaN, Inf, huge and tiny."""
 
 from __future__ import annotations
 
