@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 from .local_models import essay
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from hf_lowbit_kv.attention import lowbit_attention, register
-from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.cache.attention_function import lowbit_attention, register
+from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
+from hf_lowbit_kv.cache.method_caches import from_preset
 
 from .perplexity import check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text

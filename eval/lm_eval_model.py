@@ -38,12 +38,12 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
+from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.eval.local_models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
-from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
 #: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 
+from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
-from hf_lowbit_kv.methods import from_preset
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

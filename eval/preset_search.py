@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_lowbit_kv.cache import LowBitCache
-from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.calibration_file import Calibration
-from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
+from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.calibration_files.calibration_file import Calibration
+from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .perplexity import Factory, mean_row, position_edges, score, window_tokens

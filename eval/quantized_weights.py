@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, bundled_model, default_texts
 from hf_lowbit_kv.eval.perplexity import run
@@ -31,7 +31,7 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.methods import from_preset
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: numbers that share a scale and a zero point in 4-bit weights; divides the bundled model's sizes
 GROUP_SIZE = 64

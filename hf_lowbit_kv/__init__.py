@@ -8,19 +8,19 @@
 Importing the package registers the attention implementation `lowbit_kv`.
 """
 
-from .attention import register as _register
-from .cache import CacheBytes, LowBitCache
-from .calibration import calibrate
-from .calibration_file import Calibration
+from .cache.attention_function import register as _register
+from .cache.implementation import ATTENTION_NAME
+from .cache.low_bit_cache import CacheBytes, LowBitCache
+from .cache.method_caches import IntCache, KittyCache, KIVICache, MLAFP8Cache, VecInferCache, from_preset
+from .calibration.calibrate import calibrate
+from .calibration_files.calibration_file import Calibration
 from .doctor import doctor
-from .enable import disable, enable
 from .formats import Affine, Boosted, Codebook, Dense, Format, Fp8, parse_format
-from .generation import generate, release
-from .implementation import ATTENTION_NAME
-from .methods import IntCache, KittyCache, KIVICache, MLAFP8Cache, VecInferCache, from_preset
-from .pages import LayerSpec
+from .generation.enable import disable, enable
+from .generation.generate import generate, release
 from .presets import Preset, get_preset, preset_names
-from .transforms import Hadamard, Transform, parse_transform
+from .storage.paged_store import LayerSpec
+from .storage.transforms import Hadamard, Transform, parse_transform
 
 __version__ = "0.1.0"
 

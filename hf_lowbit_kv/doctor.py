@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from . import stepping
-from .attention import lowbit_attention
-from .implementation import ATTENTION_NAME
-from .methods import from_preset
+from .cache.attention_function import lowbit_attention
+from .cache.implementation import ATTENTION_NAME
+from .cache.method_caches import from_preset
+from .generation import decoding_loop
+from .machine.toolchain import INSTALL_TRITON, accelerator, install_bindings, install_nvrtc, version, why_no_launcher
 from .presets import get_preset, preset_names
-from .toolchain import INSTALL_TRITON, accelerator, install_bindings, install_nvrtc, version, why_no_launcher
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
 #: the attention that is checked: preset, tokens stored, and the relative error allowed against the reference
@@ -147,7 +147,7 @@ def _driver() -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    from hf_lowbit_kv.triton_kernels.cuda.disk import cache_directory, why_refused
+    from hf_lowbit_kv.triton_kernels.cuda.kernel_store import cache_directory, why_refused
 
     directory = cache_directory()
     try:
@@ -176,7 +176,7 @@ def _missing() -> list[dict[str, str]]:
     def lacks(what: str, purpose: str, command: str) -> None:
         found.append({"what": what, "for": purpose, "command": command})
 
-    for purpose, why in stepping.lacking().items():
+    for purpose, why in decoding_loop.lacking().items():
         lacks(why, purpose, "pip install --upgrade hf-lowbit-kv")
 
     if accelerator() is None:

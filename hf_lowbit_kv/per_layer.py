@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from .formats import parse_format
-from .pages import LayerSpec
 from .presets import Preset, get_preset
-from .reading import Side, StreamSizes
-from .transforms import parse_transform
+from .storage.paged_store import LayerSpec
+from .storage.readings import Side, StreamSizes
+from .storage.transforms import parse_transform
 
 #: a preset, by name or itself, in place of all the cache's own choices but `page_size`; or some of `OPTIONS`, in place of these
 Choice = str | Preset | Mapping[str, Any]

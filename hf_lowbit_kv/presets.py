@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from .formats import parse_format
 from .formats.boosted import SCORES
-from .pages import LayerSpec
-from .reading import parse_reading
-from .transforms import parse_transform
+from .storage.paged_store import LayerSpec
+from .storage.readings import parse_reading
+from .storage.transforms import parse_transform
 
 #: what `generate` and `enable` take where no preset is named
 DEFAULT_PRESET = "kivi-4-sink"

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from hf_lowbit_kv import formats, transforms
+from hf_lowbit_kv import formats
 from hf_lowbit_kv.formats import Parameter
+from hf_lowbit_kv.storage import transforms
 
 CENTROIDS = 16
 

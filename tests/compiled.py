@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_lowbit_kv.backends import has_cuda_bindings
-from hf_lowbit_kv.triton_kernels.cuda import compile
+from hf_lowbit_kv.backends.choice import has_cuda_bindings
+from hf_lowbit_kv.triton_kernels.cuda import nvrtc as compile
 
 
 def _why_no_nvrtc() -> str | None:

@@ -10,8 +10,8 @@ import cuda_emulator
 import kernel_checks as kernels
 import torch
 
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.triton_kernels.cuda import launch as cuda
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as cuda
 from hf_lowbit_kv.triton_kernels.cuda import modules
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_lowbit_kv import recording
+from hf_lowbit_kv.generation import recording
 
 #: operations that read the device, which no graph can hold
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")

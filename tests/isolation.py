@@ -9,7 +9,7 @@ import torch
 from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
 from sequence_operations import KINDS
 
-from hf_lowbit_kv.pages import LayerSpec, PagedStore, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, read_pages
 
 LENGTHS = (100, 75)
 #: places of the first chunk (sink, page, tail), and what stands there

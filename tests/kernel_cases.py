@@ -9,10 +9,10 @@ import zlib
 import torch
 from spread import put_spread, spread_queries, spread_scales
 
-from hf_lowbit_kv import reference
 from hf_lowbit_kv.formats import parse_format
-from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
-from hf_lowbit_kv.transforms import parse_transform
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.storage.transforms import parse_transform
 
 
 @dataclasses.dataclass(frozen=True)

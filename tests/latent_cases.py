@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.backends import storage_spec
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
-from hf_lowbit_kv.pages import LayerSpec, PagedStore
-from hf_lowbit_kv.triton_kernels.cuda.launch import launches
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
 
 @dataclass(frozen=True)

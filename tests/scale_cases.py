@@ -10,7 +10,7 @@ import math
 import torch
 from kernel_cases import Case, copy_state, generator, store_for
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv.storage import reference
 
 _WHOLE = {"head_dim": 128, "page_size": 128, "residual": 0, "sink": 0, "heads": 1, "lengths": (768,)}
 #: formats in which a constant row of values has a scale of 0; all tokens are in pages

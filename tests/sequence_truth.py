@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_lowbit_kv.spec import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
 
 class Page(NamedTuple):

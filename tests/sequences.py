@@ -16,11 +16,11 @@ from sequence_truth import Row, Step, Storage, attend
 from transformers import AutoConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.attention import lowbit_attention, lowbit_mask
-from hf_lowbit_kv.layer import LowBitLayer
-from hf_lowbit_kv.pages import read_pages
-from hf_lowbit_kv.transforms import parse_transform
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.cache.attention_function import lowbit_attention, lowbit_mask
+from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
+from hf_lowbit_kv.storage.paged_store import read_pages
+from hf_lowbit_kv.storage.transforms import parse_transform
 
 HEAD_DIM = 64
 LATENT_HEADS = 4

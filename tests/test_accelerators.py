@@ -14,8 +14,8 @@ from cases import SMALL_PAGES, tiny_models
 from kernel_cases import Case
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import backends
+from hf_lowbit_kv.backends import choice
+from hf_lowbit_kv.backends import operations as ops
 
 doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 
@@ -28,14 +28,14 @@ SLOW = "runs on the slow PyTorch reference"
 @pytest.fixture
 def rocm(monkeypatch):
     """A ROCm build of torch calls its devices "cuda", and tells a capability as an NVIDIA GPU does."""
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(torch.version, "hip", "6.4.43484")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: AMD)
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
-    monkeypatch.setattr(backends, "why_not_launched", lambda: None)
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(choice, "why_not_launched", lambda: None)
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: False)
     return torch.device("cuda")
 
 
@@ -74,7 +74,7 @@ def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
 def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
     assert ops.choose_backend(None, device, torch.float16, SPEC) == "torch"
@@ -82,13 +82,13 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
     assert ops.describe("torch", "torch", device, torch.float16, SPEC) == "torch"
     for asked in ("triton", "cuda", "cpu"):
-        monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+        monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
             ops.choose_backend(asked, device, torch.float16, SPEC)
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
     assert ops.choose_backend(None, xpu, torch.float16, SPEC) == "torch"
@@ -107,7 +107,7 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
     """Backends are chosen as for a model on that device; what they compute is computed on the CPU."""
     device = torch.device(kind)
     for name in ("choose_backend", "describe", "why_reference"):
-        original = getattr(backends, name)
+        original = getattr(choice, name)
         position = 1 if name == "choose_backend" else 2
 
         def asked(*args, original=original, position=position):
@@ -118,8 +118,8 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
 
 @pytest.fixture
 def on_mps(monkeypatch):
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
-    monkeypatch.setattr(backends, "_WARNED", set())
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "_WARNED", set())
     _triton_runs_on(monkeypatch, None)
     _chosen_as_on(monkeypatch, "mps")
 
@@ -149,7 +149,7 @@ def test_who_asks_for_the_reference_is_not_warned(on_mps, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert re.search(r"backend +│ torch +│", _generate("torch").summary())
-        monkeypatch.setenv(backends.VARIABLE, "torch")
+        monkeypatch.setenv(choice.VARIABLE, "torch")
         assert re.search(r"backend +│ torch +│", _generate().summary())
 
 

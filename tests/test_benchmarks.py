@@ -21,7 +21,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     timing,
 )
 from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, append_fault, attend_error, build, step_fault
-from hf_lowbit_kv.pages import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerSpec
 
 CPU = torch.device("cpu")
 KEYS = {

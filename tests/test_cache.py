@@ -13,8 +13,8 @@ from cases import FORMATS, cache_of, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.layer import LayerView
-from hf_lowbit_kv.reading import DIRECT
+from hf_lowbit_kv.cache.low_bit_layer import LayerView
+from hf_lowbit_kv.storage.readings import DIRECT
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
@@ -32,7 +32,7 @@ def _prefill(model, cache, ids, mask=None):
 
 def _history(cache, layer=0):
     """Dense keys of a layer, row by row without padding."""
-    from hf_lowbit_kv.reference import read
+    from hf_lowbit_kv.storage.reference import read
 
     store = cache.packed_layers[layer].store
     lengths = store.state.length[:, 0].tolist()

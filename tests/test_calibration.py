@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibration as calibrating
-from hf_lowbit_kv import calibration_lookup
-from hf_lowbit_kv.calibration_windows import Tokens
-from hf_lowbit_kv.calibrators import CodebookCalibrator, SmoothCalibrator
+from hf_lowbit_kv.calibration import calibrate as calibrating
+from hf_lowbit_kv.calibration.calibration_windows import Tokens
+from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
+from hf_lowbit_kv.calibration.kmeans import _lloyd, kmeans
+from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.formats import Codebook
-from hf_lowbit_kv.kmeans import _lloyd, kmeans
-from hf_lowbit_kv.transforms import Smooth
+from hf_lowbit_kv.storage.transforms import Smooth
 
 pytest.importorskip("faiss")
 
@@ -102,7 +102,7 @@ def test_codebooks_of_a_layer(model):
 
 def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
     """Neither on formats that want more tokens, nor on a spec without a sink."""
-    monkeypatch.setattr("hf_lowbit_kv.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
+    monkeypatch.setattr("hf_lowbit_kv.calibration.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
     alone = made(model, samples=20)
     more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
     together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=20, length=256)

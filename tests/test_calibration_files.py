@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibration_lookup, staleness
-from hf_lowbit_kv.calibrated_model import describe_model
-from hf_lowbit_kv.calibration import packed_sizes
+from hf_lowbit_kv.calibration.calibrate import packed_sizes
+from hf_lowbit_kv.calibration_files import calibration_lookup
+from hf_lowbit_kv.calibration_files.model_description import describe_model
+from hf_lowbit_kv.machine import staleness
 
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 
@@ -261,7 +262,7 @@ def test_files_of_before_load_and_take_a_further_run(model, tmp_path):
     found = lb.Calibration.load(path)
     assert found.source == [{"seed": 7, "presets": ["a"], "tensors": sorted(found.tensors)}]
     assert [run["seed"] for run in found.merged(run_of(model, "values", 2, seed=2)).source] == [7, 2]
-    for bundled in (Path(lb.__file__).parent / "calibrations").iterdir():
+    for bundled in (Path(lb.__file__).parent / "bundled").iterdir():
         (run,) = lb.Calibration.load(bundled).source
         assert run["presets"]
         assert run["tensors"]

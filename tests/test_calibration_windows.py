@@ -10,9 +10,9 @@ import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import gradients
-from hf_lowbit_kv.calibration_windows import Tokens
-from hf_lowbit_kv.steps_shown import log_line
+from hf_lowbit_kv.calibration import gradients
+from hf_lowbit_kv.calibration.calibration_windows import Tokens
+from hf_lowbit_kv.calibration.steps_shown import log_line
 
 END = 1
 

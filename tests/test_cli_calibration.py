@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibration_file, calibration_lookup
-from hf_lowbit_kv.calibrated_model import describe_model
-from hf_lowbit_kv.calibration import packed_sizes
+from hf_lowbit_kv.calibration.calibrate import packed_sizes
+from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
+from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.cli import app, main
-from hf_lowbit_kv.cli.common import parse_overrides
+from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval.local_models import load_model
 
 command = importlib.import_module("hf_lowbit_kv.cli.calibrate")  # the package shows the function under that name

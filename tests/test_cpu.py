@@ -26,7 +26,8 @@ from kernel_cases import (
 )
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cpu, reference
+from hf_lowbit_kv.backends import cpu
+from hf_lowbit_kv.storage import reference
 
 SEED = int(os.environ["TEST_SEED"])
 FLOAT = torch.float32
@@ -128,7 +129,7 @@ def test_default_on_a_cpu(monkeypatch):
 
 
 def test_elsewhere_it_is_refused():
-    from hf_lowbit_kv import backend
+    from hf_lowbit_kv.backends import operations
 
     with pytest.raises(ValueError, match=r"backend='cpu' needs the model on the CPU, and it is on 'meta'"):
-        backend.choose_backend("cpu", torch.device("meta"))
+        operations.choose_backend("cpu", torch.device("meta"))

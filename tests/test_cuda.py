@@ -35,8 +35,8 @@ from kernel_matrix import (
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import determinism
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
@@ -51,7 +51,7 @@ def fragment(case: Case) -> Case:
 
 @pytest.fixture
 def launch(monkeypatch):
-    from hf_lowbit_kv.triton_kernels.cuda import launch
+    from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
 
     monkeypatch.setattr(kernels, "launch", launch)
     return launch

@@ -17,10 +17,10 @@ from compiled import needs_nvrtc, report
 from emulated import emulated
 from kernel_cases import records_for
 
-from hf_lowbit_kv.backends import BACKENDS, storage_spec
-from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
 from hf_lowbit_kv.presets import PRESETS
-from hf_lowbit_kv.triton_kernels.cuda import compile, launch
+from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, nvrtc
 
 #: of the assembler's report: a kernel's name; a function's name, and bytes of its local memory
 ENTRY = r"Compiling entry function '(\w+)'"
@@ -48,7 +48,10 @@ def kinds() -> dict[tuple, str]:
     found: dict[tuple, str] = {}
     for name, preset in PRESETS.items():
         spec = preset.spec()
-        if BACKENDS["cuda"].operations(spec.reading.name) is launch and launch.why_not(spec, None, None, None) is None:
+        if (
+            BACKENDS["cuda"].operations(spec.reading.name) is cuda_entry_points
+            and cuda_entry_points.why_not(spec, None, None, None) is None
+        ):
             found.setdefault((*spec.formats, spec.key_transform, spec.value_transform, spec.direct), name)
     return found
 
@@ -168,5 +171,5 @@ def test_the_walk_meets_every_file():
     """Each source file that is loaded, but for those of latents, is loaded for one of the presets that are always tried."""
     with pytest.MonkeyPatch.context() as patch:
         met = {name for preset in FAMILIES for name, _ in wanted_by(preset, H200, 128, 1, patch)}
-    files = {path.name for path in compile.SOURCES.glob("*.cu")}
+    files = {path.name for path in nvrtc.SOURCES.glob("*.cu")}
     assert met == {name for name in files if not name.startswith("latent")}

@@ -23,8 +23,9 @@ from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_h
 from test_cuda import LONG_CHUNKS, check_long_chunk, fragment
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import determinism, reference
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels.cuda import modules
 
 pytestmark = [

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, compare, exact
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
 GPU = torch.cuda.is_available()

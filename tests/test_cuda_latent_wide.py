@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_emulator
 from latent_cases import Case, Filled, check_attend, check_sizes_of_queries, check_steps, exact
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels.cuda import latent
-from hf_lowbit_kv.triton_kernels.cuda.launch import launches
+from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == latent.WIDE_CAPABILITY

@@ -18,7 +18,7 @@ from emulated import emulated
 from kernel_cases import Case, check_steps
 from test_cuda import fragment
 
-from hf_lowbit_kv import backends
+from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
 
 pytestmark = [

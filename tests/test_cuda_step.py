@@ -55,7 +55,7 @@ CASES = [
 
 @pytest.fixture
 def launch():
-    from hf_lowbit_kv.triton_kernels.cuda import launch
+    from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
 
     return launch
 

@@ -12,18 +12,18 @@ import torch
 from kernel_cases import Case
 from test_cuda import fragment
 
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import backends
+from hf_lowbit_kv.backends import choice as backends
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import parse_format
-from hf_lowbit_kv.pages import LayerSpec
-from hf_lowbit_kv.transforms import Fused
+from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.transforms import Fused
 
 
 @pytest.fixture
 def compile_module():
     if importlib.util.find_spec("cuda") is None:
         pytest.skip("cuda-bindings is not installed")
-    return pytest.importorskip("hf_lowbit_kv.triton_kernels.cuda.compile")
+    return pytest.importorskip("hf_lowbit_kv.triton_kernels.cuda.nvrtc")
 
 
 def test_missing_bindings(monkeypatch):
@@ -152,7 +152,7 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
 
 
 def test_source_is_one_text():
-    from hf_lowbit_kv.triton_kernels.cuda.compile import source
+    from hf_lowbit_kv.triton_kernels.cuda.nvrtc import source
 
     text = source("attend.cu")
     assert "#include" not in text

@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibration_lookup
-from hf_lowbit_kv.calibrated_model import describe_model
-from hf_lowbit_kv.calibration import packed_sizes
+from hf_lowbit_kv.calibration.calibrate import packed_sizes
+from hf_lowbit_kv.calibration_files import calibration_lookup
+from hf_lowbit_kv.calibration_files.model_description import describe_model
 
 #: presets that need a calibration, and options that make a plain one need one
 PRESETS = {"eigen-2": {}, "vecinfer-2": {}, "kivi-2": {"transform": "smooth"}}

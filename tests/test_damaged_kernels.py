@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from hf_lowbit_kv.triton_kernels.cuda import compile, disk
+from hf_lowbit_kv.triton_kernels.cuda import kernel_store, nvrtc
 
 NAME, OTHER = "attend-sm_90-0a.cubin", "append-sm_90-0b.cubin"
 KERNEL = bytes(range(256)) * 3
@@ -23,24 +23,24 @@ KERNEL = bytes(range(256)) * 3
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
-    monkeypatch.delenv(disk.OLD_VARIABLE, raising=False)
-    disk._warn.cache_clear()
+    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
+    monkeypatch.delenv(kernel_store.OLD_VARIABLE, raising=False)
+    kernel_store._warn.cache_clear()
     return tmp_path / "kernels"
 
 
 def whole(folder: Path) -> bytes:
     """What a file has that keeps `KERNEL`."""
-    disk.keep(NAME, KERNEL)
+    kernel_store.keep(NAME, KERNEL)
     return (folder / NAME).read_bytes()
 
 
 def refused(folder: Path, log: Callable[[], str]) -> bool:
     """Whether what stands in the kernel's place is not loaded, the log names it, and the kernel can be kept again."""
-    loaded = disk.load(NAME)
+    loaded = kernel_store.load(NAME)
     named = str(folder / NAME) in log()
-    disk.keep(NAME, KERNEL)
-    return loaded is None and named and disk.load(NAME) == KERNEL
+    kernel_store.keep(NAME, KERNEL)
+    return loaded is None and named and kernel_store.load(NAME) == KERNEL
 
 
 def test_bytes_that_were_changed(folder, caplog):
@@ -61,7 +61,7 @@ def test_bytes_that_were_changed(folder, caplog):
 
 def test_a_kernel_under_the_name_of_another(folder, caplog):
     """Of another kernel or architecture: it would run, and be wrong."""
-    disk.keep(OTHER, b"append")
+    kernel_store.keep(OTHER, b"append")
     (folder / OTHER).rename(folder / NAME)
     assert refused(folder, lambda: caplog.text)
 
@@ -87,10 +87,10 @@ def test_a_folder_in_the_place_of_a_kernel(folder, caplog):
     whole(folder)
     (folder / NAME).unlink()
     (folder / NAME).mkdir()
-    assert disk.load(NAME) is None
+    assert kernel_store.load(NAME) is None
     assert str(folder / NAME) in caplog.text
-    disk.keep(NAME, KERNEL)  # cannot replace it, and says so
-    assert disk.load(NAME) is None
+    kernel_store.keep(NAME, KERNEL)  # cannot replace it, and says so
+    assert kernel_store.load(NAME) is None
     assert "keeps no CUDA kernels" in caplog.text
     assert [path.name for path in folder.iterdir()] == [NAME]  # nothing half written is left
 
@@ -105,9 +105,9 @@ def test_a_file_that_cannot_be_read(folder, caplog, monkeypatch):
         broken.setattr(Path, "read_bytes", fail)
         broken.setattr(Path, "open", fail)
         broken.setattr(os, "open", fail)
-        assert disk.load(NAME) is None
+        assert kernel_store.load(NAME) is None
     assert f"{folder / NAME} cannot be read: Input/output error" in caplog.text
-    assert disk.load(NAME) == KERNEL
+    assert kernel_store.load(NAME) == KERNEL
 
 
 def test_a_link_to_itself(folder, caplog):
@@ -118,31 +118,31 @@ def test_a_link_to_itself(folder, caplog):
 
 
 def test_no_file_is_no_damage(folder, caplog):
-    assert disk.load(NAME) is None
+    assert kernel_store.load(NAME) is None
     whole(folder)
-    assert disk.load(OTHER) is None
+    assert kernel_store.load(OTHER) is None
     assert caplog.text == ""
 
 
 def test_a_place_whose_name_is_too_long(monkeypatch, caplog):
-    monkeypatch.setenv(disk.VARIABLE, "/" + "x" * 5000)
-    assert disk.load(NAME) is None
-    disk.keep(NAME, KERNEL)
+    monkeypatch.setenv(kernel_store.VARIABLE, "/" + "x" * 5000)
+    assert kernel_store.load(NAME) is None
+    kernel_store.keep(NAME, KERNEL)
     assert "File name too long" in caplog.text
 
 
 @pytest.mark.parametrize("kernel", [b"", b"\0", b"x" * 2**20])
 def test_what_is_kept_is_loaded(kernel):
-    disk.keep(NAME, kernel)
-    assert disk.load(NAME) == kernel
+    kernel_store.keep(NAME, kernel)
+    assert kernel_store.load(NAME) == kernel
 
 
 def test_a_damaged_kernel_is_compiled_again(folder, monkeypatch, caplog):
     compiled = []
-    monkeypatch.setattr(compile, "_bindings", lambda: (None, Version))
-    monkeypatch.setattr(compile, "_compile", lambda *args: (compiled.append(args) or KERNEL, ""))
-    monkeypatch.setattr(compile, "source", lambda name: "source of " + name)
-    ask = lambda: compile.binary("attend.cu", (("NT", "1"),), "sm_90")  # noqa: E731
+    monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, Version))
+    monkeypatch.setattr(nvrtc, "_compile", lambda *args: (compiled.append(args) or KERNEL, ""))
+    monkeypatch.setattr(nvrtc, "source", lambda name: "source of " + name)
+    ask = lambda: nvrtc.binary("attend.cu", (("NT", "1"),), "sm_90")  # noqa: E731
     assert ask() == KERNEL
     (file,) = folder.iterdir()
     with file.open("r+b") as opened:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_lowbit_kv import determinism, kmeans
+from hf_lowbit_kv.calibration import kmeans
 from hf_lowbit_kv.eval.benchmarks import packed_layer
+from hf_lowbit_kv.machine import determinism
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli, cpu, toolchain
+from hf_lowbit_kv import cli
+from hf_lowbit_kv.backends import cpu
+from hf_lowbit_kv.machine import toolchain
 
 doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 

@@ -11,7 +11,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, ti
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.transforms import Hadamard
+from hf_lowbit_kv.storage.transforms import Hadamard
 
 pytestmark = pytest.mark.host
 

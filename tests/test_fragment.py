@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, Fp8, fragment, parse_format
-from hf_lowbit_kv.pages import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerSpec
 
 
 @pytest.mark.parametrize("layout", fragment.LAYOUTS)

@@ -10,8 +10,8 @@ from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, growing, ours,
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import call_options, compiling
-from hf_lowbit_kv.kept import kept_caches
+from hf_lowbit_kv.generation import call_options, compiling
+from hf_lowbit_kv.generation.kept_caches import kept_caches
 
 pytestmark = pytest.mark.host
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_bytes.json").read_text())
 HEADS, TOKENS = 2, 420

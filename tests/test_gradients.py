@@ -7,7 +7,7 @@ import torch
 from cases import tiny_models
 from transformers import DynamicCache
 
-from hf_lowbit_kv import gradients
+from hf_lowbit_kv.calibration import gradients
 
 SEED = 3
 

@@ -8,7 +8,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend
+from hf_lowbit_kv.backends import operations
 
 pytestmark = pytest.mark.host
 
@@ -146,8 +146,8 @@ def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation
             raise _Interruption
         return real(*args, **options)
 
-    real = getattr(backend, operation)
-    monkeypatch.setattr(backend, operation, interrupted)
+    real = getattr(operations, operation)
+    monkeypatch.setattr(operations, operation, interrupted)
     with pytest.raises(_Interruption), torch.no_grad():
         model(left_padded(1, 20)[0], past_key_values=cache)
     monkeypatch.undo()

@@ -19,10 +19,12 @@ from kernel_cases import Case
 from sequence_operations import LATENTS
 from test_cuda import fragment
 
-from hf_lowbit_kv import cpu, determinism, reference
-from hf_lowbit_kv.backends import BACKENDS, Served, storage_spec
-from hf_lowbit_kv.pages import LayerSpec
-from hf_lowbit_kv.triton_kernels.cuda import registry
+from hf_lowbit_kv.backends import cpu
+from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
+from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.triton_kernels.cuda import format_structs
 
 CASES = cases()
 
@@ -57,7 +59,7 @@ def _has_cuda_kernels(case: Case) -> bool:
         spec.validate(*case.dims)
     except ValueError:
         return False
-    return registry.why_not(*spec.formats) is None
+    return format_structs.why_not(*spec.formats) is None
 
 
 CUDA = [case for case in CASES if _has_cuda_kernels(case)]
@@ -83,7 +85,7 @@ def test_triton(case):
 @kernels.needs_gpu
 @pytest.mark.parametrize("case", CUDA, ids=str)
 def test_cuda(case, monkeypatch):
-    from hf_lowbit_kv.triton_kernels.cuda import launch
+    from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
 
     monkeypatch.setenv(determinism.VARIABLE, "1")  # sums in one order, so that results can be equal
     check(launch, fragment(case), "cuda", kernels.SEED)

@@ -12,8 +12,8 @@ from cases import left_padded, tiny_models
 from generation_cases import GREEDY, growing, ours
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import kept
-from hf_lowbit_kv.kept import kept_caches
+from hf_lowbit_kv.generation import kept_caches as kept
+from hf_lowbit_kv.generation.kept_caches import kept_caches
 
 pytestmark = pytest.mark.host
 

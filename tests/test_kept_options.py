@@ -13,8 +13,8 @@ from generation_cases import GREEDY, SMALL_PAGES, ours
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
-from hf_lowbit_kv.kept import kept_caches
-from hf_lowbit_kv.transforms import Hadamard
+from hf_lowbit_kv.generation.kept_caches import kept_caches
+from hf_lowbit_kv.storage.transforms import Hadamard
 
 pytestmark = pytest.mark.host
 

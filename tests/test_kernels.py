@@ -45,9 +45,9 @@ from kernel_matrix import (
 )
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.transforms import parse_transform
-from hf_lowbit_kv.triton_kernels import launch, prompt, read
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.storage.transforms import parse_transform
+from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the tests themselves run here")
@@ -150,7 +150,7 @@ def compile_only(kernel, grid, *args, device, **constants):
         if "PDL" in kernel.arg_names:
             values |= {(kernel.arg_names.index("PDL"),): capability >= 90}
         source = ASTSource(kernel, signature, values, attributes)
-        compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **launch.OPTIONS})
+        compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **entry_points.OPTIONS})
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -169,20 +169,20 @@ def compile_only(kernel, grid, *args, device, **constants):
 )
 def test_compiles(case, monkeypatch):
     """Every kernel gets through Triton's compiler for sm80 and sm90, without a GPU: the interpreter accepts more."""
-    for module in (launch, prompt, read):
+    for module in (entry_points, prompt, read):
         monkeypatch.setattr(module, "_launch", compile_only)
-    monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
-    monkeypatch.setattr(launch, "_chained", lambda device: False)  # `compile_only` decides
+    monkeypatch.setattr(entry_points, "_takes_ptx", lambda device: True)
+    monkeypatch.setattr(entry_points, "_chained", lambda device: False)  # `compile_only` decides
     monkeypatch.setattr(read, "takes_ptx", lambda device: True)
     gen = generator(case, SEED)
     store, step = store_for(case, "cpu"), random_step(case, gen)
-    launch.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
-    launch.append(step.k, step.v, step.mask, store.state, case.spec)
+    entry_points.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
+    entry_points.append(step.k, step.v, step.mask, store.state, case.spec)
     for backend in ("triton", "cuda"):
-        launch.read(store.state, ops.storage_spec(case.spec, backend), 50)
-    launch.transform(step.q, step.k, parse_transform("hadamard"), ())
+        entry_points.read(store.state, ops.storage_spec(case.spec, backend), 50)
+    entry_points.transform(step.q, step.k, parse_transform("hadamard"), ())
     factors = torch.ones(case.heads, 48)
-    launch.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))
+    entry_points.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))
 
 
 @needs_interpreter

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from hf_lowbit_kv.triton_kernels.cuda import compile, disk
+from hf_lowbit_kv.triton_kernels.cuda import kernel_store, nvrtc
 
 KERNEL = b"a kernel"
 NAME, OLD_NAME = "HF_LOWBIT_KV_CACHE", "HF_LOWBIT_KV_CACHE_DIR"
@@ -60,17 +60,17 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     found = Compiler()
-    monkeypatch.setattr(compile, "_bindings", lambda: (None, found))
-    monkeypatch.setattr(compile, "source", lambda name: "source of " + name)
-    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, found))
+    monkeypatch.setattr(nvrtc, "source", lambda name: "source of " + name)
+    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
     monkeypatch.delenv(OLD_NAME, raising=False)
-    disk._warn.cache_clear()
-    disk._warn_of_old_name.cache_clear()
+    kernel_store._warn.cache_clear()
+    kernel_store._warn_of_old_name.cache_clear()
     return found
 
 
 def kernel() -> bytes:
-    return compile.binary("attend.cu", (("NT", "1"),), "sm_90")
+    return nvrtc.binary("attend.cu", (("NT", "1"),), "sm_90")
 
 
 def test_kept_for_the_user_alone(compiler, tmp_path):
@@ -88,15 +88,15 @@ def test_kept_for_the_user_alone(compiler, tmp_path):
 def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(disk.VARIABLE, "")
+    monkeypatch.setenv(kernel_store.VARIABLE, "")
     monkeypatch.setenv(OLD_NAME, "")
     kernel()
-    assert disk.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
+    assert kernel_store.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
 
 
 def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
-    from hf_lowbit_kv import calibration_lookup
+    from hf_lowbit_kv.calibration_files import calibration_lookup
     from hf_lowbit_kv.eval import local_models
 
     monkeypatch.setattr(local_models, "package_folder", lambda *_: tmp_path)
@@ -105,7 +105,7 @@ def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for root in (tmp_path / "chosen", tmp_path / "cache" / "hf-lowbit-kv"):
         monkeypatch.setenv(NAME, str(root) if root.name == "chosen" else "")
-        assert disk.cache_directory() == root / "kernels"
+        assert kernel_store.cache_directory() == root / "kernels"
         assert calibration_lookup.user_folder() == root / "calibrations"
         assert local_models.bundled_model().parent == root
 
@@ -128,7 +128,7 @@ def test_kernels_of_the_old_name_are_used(compiler, monkeypatch, tmp_path):
         assert [kernel(), kernel()] == [KERNEL, KERNEL]
     assert len(caught) == 1
     assert compiler.compiled == 1
-    compile.binary("append.cu", (), "sm_90")
+    nvrtc.binary("append.cu", (), "sm_90")
     assert len(files(old / "kernels")) == 2
     assert not (tmp_path / "cache").exists()
     monkeypatch.setenv(NAME, str(old))  # what the message says
@@ -146,9 +146,9 @@ def test_the_new_name_wins_and_takes_over_what_is_used(compiler, monkeypatch, tm
     monkeypatch.setenv(OLD_NAME, str(old))
     with pytest.warns(FutureWarning, match=re.escape(f"kernels in {old / 'kernels'} are still used")):
         assert kernel() == KERNEL
-    compile.binary("append.cu", (), "sm_90")
+    nvrtc.binary("append.cu", (), "sm_90")
     assert compiler.compiled == 2
-    assert disk.cache_directory() == new / "kernels"
+    assert kernel_store.cache_directory() == new / "kernels"
     assert (len(files(old)), len(files(new))) == (1, 2)
     monkeypatch.delenv(OLD_NAME)
     assert kernel() == KERNEL
@@ -203,7 +203,7 @@ def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkey
     folder = tmp_path / "kernels"
     folder.chmod(mode)
     (file,) = folder.iterdir()
-    file.write_bytes(disk._digest(file.name, b"hostile") + b"hostile")
+    file.write_bytes(kernel_store._digest(file.name, b"hostile") + b"hostile")
     if other:
         user = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: user)
@@ -211,15 +211,15 @@ def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkey
     assert compiler.compiled == 3
     assert file.read_bytes().endswith(b"hostile")
     assert caplog.text.count(reason) == 1
-    assert disk.VARIABLE in caplog.text
+    assert kernel_store.VARIABLE in caplog.text
 
 
 def test_a_folder_that_users_share(compiler, monkeypatch, tmp_path):
     """Kernels of another user are neither read nor in the way."""
     kernel()
     (file,) = (tmp_path / "kernels").iterdir()
-    file.write_bytes(disk._digest(file.name, b"hostile") + b"hostile")
-    monkeypatch.setattr(disk, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
+    file.write_bytes(kernel_store._digest(file.name, b"hostile") + b"hostile")
+    monkeypatch.setattr(kernel_store, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
     assert [kernel(), kernel()] == [KERNEL, KERNEL]
     assert compiler.compiled == 2
     assert files(tmp_path / f"kernels-{os.getuid()}") == [file.name]
@@ -233,7 +233,7 @@ def test_no_directory(compiler, tmp_path, caplog):
 
 def test_an_unwritable_place(compiler, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(disk.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path / "file"))
     assert kernel() == KERNEL
     assert "it cannot be written" in caplog.text
 
@@ -254,25 +254,25 @@ def test_a_damaged_file_is_compiled_again(change, compiler, tmp_path, caplog):
 def test_what_cannot_be_loaded_is_compiled_once_more(failures, compiler, monkeypatch):
     results = [1] * failures + [0]
     driver = SimpleNamespace(cuModuleLoadData=lambda data: (results.pop(0), data))
-    monkeypatch.setattr(compile, "_bindings", lambda: (driver, compiler))
-    monkeypatch.setattr(compile, "_enter_context", lambda device: None)
+    monkeypatch.setattr(nvrtc, "_bindings", lambda: (driver, compiler))
+    monkeypatch.setattr(nvrtc, "_enter_context", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     kernel()
     device = torch.device("cuda", 0)
     if failures == 2:
         with pytest.raises(RuntimeError, match="CUDA call failed"):
-            compile.Module("attend.cu", (("NT", "1"),), device)
+            nvrtc.Module("attend.cu", (("NT", "1"),), device)
     else:
-        assert compile.Module("attend.cu", (("NT", "1"),), device)._module == KERNEL
+        assert nvrtc.Module("attend.cu", (("NT", "1"),), device)._module == KERNEL
     assert compiler.compiled == 2
 
 
 def test_a_program_is_destroyed_whatever_happens(compiler):
     kernel()
     compiler.status = 6
-    with pytest.raises(compile.CompileError, match="mistakes"):
-        compile.binary("append.cu", (), "sm_90")
+    with pytest.raises(nvrtc.CompileError, match="mistakes"):
+        nvrtc.binary("append.cu", (), "sm_90")
     assert (compiler.created, compiler.destroyed) == (2, 2)
 
 
@@ -286,36 +286,36 @@ def test_compiled_ahead(compiler, monkeypatch):
         return compiled(*args)
 
     monkeypatch.setattr(compiler, "nvrtcCompileProgram", slow)
-    monkeypatch.setattr(compile, "_arch", lambda device: "sm_90")
+    monkeypatch.setattr(nvrtc, "_arch", lambda device: "sm_90")
     for keeps in (True, False):
         if not keeps:
-            monkeypatch.setattr(disk, "keep", lambda *args: None)
+            monkeypatch.setattr(kernel_store, "keep", lambda *args: None)
         compiler.compiled = 0
         for event in (begun, may_end):
             event.clear()
         macros = (("NT", "1"), ("KEEPS", str(keeps)))
-        compile.ahead("attend.cu", macros, torch.device("cpu"))
+        nvrtc.ahead("attend.cu", macros, torch.device("cpu"))
         assert begun.wait(20)
         found: list[bytes] = []
-        other = threading.Thread(target=lambda: found.append(compile.binary("attend.cu", macros, "sm_90")))  # noqa: B023
+        other = threading.Thread(target=lambda: found.append(nvrtc.binary("attend.cu", macros, "sm_90")))  # noqa: B023
         other.start()
         other.join(0.2)
         assert not found
         may_end.set()
         other.join(20)
         assert (found, compiler.compiled) == ([KERNEL], 1)
-    assert not compile._early
+    assert not nvrtc._early
 
 
 def test_an_error_ahead_is_left_to_the_one_who_needs_the_kernel(compiler, monkeypatch):
-    monkeypatch.setattr(compile, "_arch", lambda device: "sm_90")
+    monkeypatch.setattr(nvrtc, "_arch", lambda device: "sm_90")
     monkeypatch.setattr(threading, "excepthook", lambda args: pytest.fail(str(args)))
     compiler.status = 6
     before = threading.active_count()
-    compile.ahead("attend.cu", (("NT", "1"),), torch.device("cpu"))
+    nvrtc.ahead("attend.cu", (("NT", "1"),), torch.device("cpu"))
     while threading.active_count() > before:
         pass
-    with pytest.raises(compile.CompileError):
+    with pytest.raises(nvrtc.CompileError):
         kernel()
     compiler.status = 0
     assert kernel() == KERNEL

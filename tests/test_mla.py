@@ -28,8 +28,8 @@ from mla_cases import (
 )
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import mla
-from hf_lowbit_kv.layer import LowBitLayer
+from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
+from hf_lowbit_kv.storage import mla
 
 pytestmark = [
     pytest.mark.host,

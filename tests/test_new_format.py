@@ -19,8 +19,9 @@ import codebook
 from cases import left_padded, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend, formats
-from hf_lowbit_kv.pages import LayerSpec, read_pages
+from hf_lowbit_kv import formats
+from hf_lowbit_kv.backends import operations as backend
+from hf_lowbit_kv.storage.paged_store import LayerSpec, read_pages
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sequence_operations import Setting
 from sequences import Machine
 
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 LAYERS = 2
 #: with a tail, and straight into pages

@@ -9,7 +9,7 @@ import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.overrun import OverrunError
+from hf_lowbit_kv.cache.pass_checks import OverrunError
 
 LOST = r"max_cache_len=100 was too small: (\d+) tokens of a row .* are lost"
 WAYS = [lambda cache: cache.summary(), lambda cache: cache.get_seq_length(), lambda cache: cache.nbytes]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.backends import BACKENDS
+from hf_lowbit_kv.backends.choice import BACKENDS
+from hf_lowbit_kv.storage import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,10 +10,10 @@ import torch
 from cases import FORMATS
 from kernel_cases import records_for
 
-from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
-from hf_lowbit_kv.pages import LayerSpec, PagedStore
-from hf_lowbit_kv.reference import read, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.reference import read, read_pages
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
 #: the same formats in the order in which tensor cores take them

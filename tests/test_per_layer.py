@@ -9,7 +9,7 @@ import torch
 from cases import left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.records import Parameter
+from hf_lowbit_kv.formats.records import Parameter
 
 pytestmark = pytest.mark.host
 

@@ -10,8 +10,8 @@ from cases import left_padded, tiny_models
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import prefill
-from hf_lowbit_kv.prefill import GRANULE, Need
+from hf_lowbit_kv.generation import prefill
+from hf_lowbit_kv.generation.prefill import GRANULE, Need
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 TOKENS = 900

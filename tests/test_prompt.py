@@ -20,11 +20,11 @@ from interpreted import PARTS, run_part
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import reference
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import parse_format
-from hf_lowbit_kv.pages import PagedStore
-from hf_lowbit_kv.triton_kernels import common, config, launch, prompt
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.triton_kernels import common, config, entry_points, prompt
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 needs_gpu = pytest.mark.skipif(not kernels.GPU, reason="needs a GPU")
@@ -178,7 +178,7 @@ def test_small_read(name, head_dim):
     ref, dev = filled(case, generator(case, kernels.SEED), "cpu")
     for a, b in zip(
         reference.read(ref.state, case.spec, 135),
-        launch.read(dev.state, case.spec, 135),
+        entry_points.read(dev.state, case.spec, 135),
         strict=True,
     ):
         assert torch.equal(a, b)

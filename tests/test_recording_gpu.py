@@ -11,7 +11,8 @@ from cases import left_padded, random_parameters, tiny_models
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import determinism, recording
+from hf_lowbit_kv.generation import recording
+from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.presets import get_preset, preset_names
 
 pytestmark = [

@@ -15,8 +15,10 @@ from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, SMALL_PAGES
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import calibrated_model, calibration_file, calibration_lookup, kept, staleness
-from hf_lowbit_kv.calibration import packed_sizes
+from hf_lowbit_kv.calibration.calibrate import packed_sizes
+from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup, model_description
+from hf_lowbit_kv.generation import kept_caches
+from hf_lowbit_kv.machine import staleness
 
 pytestmark = pytest.mark.host
 
@@ -44,7 +46,7 @@ def factors(number: float) -> torch.Tensor:
 
 def calibration_of(model, number: float) -> lb.Calibration:
     tensors = {f"layers.{layer}.keys.smooth.factors": factors(number) for layer in range(2)}
-    return lb.Calibration(tensors, calibrated_model.describe_model(model, packed_sizes(model)))
+    return lb.Calibration(tensors, model_description.describe_model(model, packed_sizes(model)))
 
 
 def written(model, tokens=60, **options) -> lb.LowBitCache:
@@ -158,7 +160,7 @@ def test_outdated_caches_do_not_pile_up(model, source):
     for number in range(2, 5):
         source.set(number)
         check(model, number, **source.options)
-    assert len(kept.kept_caches(model).entries) == kept.KEPT_CACHES
+    assert len(kept_caches.kept_caches(model).entries) == kept_caches.KEPT_CACHES
     gc.collect()
     assert first() is None
 
@@ -181,7 +183,7 @@ def test_a_kept_cache_does_not_refer_to_what_was_given(model, source):
     with pytest.raises(KeyError):
         written(model, **source.options)
     handle.remove()
-    (entry,) = kept.kept_caches(model).entries
+    (entry,) = kept_caches.kept_caches(model).entries
     source.set(3)
     assert entry.cache.packed_layers[1].store is None
     with torch.no_grad():

@@ -12,8 +12,8 @@ from test_mla import Adapted, Int8Linear
 from transformers import CompileConfig, LogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import mla
-from hf_lowbit_kv.staleness import Seen
+from hf_lowbit_kv.machine.staleness import Seen
+from hf_lowbit_kv.storage import mla
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates

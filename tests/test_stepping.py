@@ -16,9 +16,9 @@ from generation_cases import GREEDY, ours
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import stepping
-from hf_lowbit_kv.cache_argument import NAME, as_argument
-from hf_lowbit_kv.overriding import original, overridden
+from hf_lowbit_kv.generation import decoding_loop
+from hf_lowbit_kv.generation.overriding import original, overridden
+from hf_lowbit_kv.machine.cache_argument import NAME, as_argument
 
 pytestmark = pytest.mark.host
 
@@ -90,7 +90,7 @@ sys.path.insert(0, sys.argv[1])
 from cases import tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import recording, stepping
-from hf_lowbit_kv.cache_argument import as_argument
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 model = tiny_models("llama")[0]
 ids = torch.arange(1, 40)[None]
@@ -209,7 +209,7 @@ def test_the_callable_depends_on_the_cache_it_is_called_with(models, monkeypatch
     model = models[0]
     monkeypatch.setattr(type(model), "get_compiled_call", compiled_for_another)
     cache, other = (lb.from_preset("kivi-2", model, max_cache_len=64) for _ in range(2))
-    with stepping.decoding_with(model, cache, lambda model, **inputs: ("ours", model)):
+    with decoding_loop.decoding_with(model, cache, lambda model, **inputs: ("ours", model)):
         assert model._valid_auto_compile_criteria(as_argument(cache), GenerationConfig()) is True
         assert model._valid_auto_compile_criteria(as_argument(other), GenerationConfig()) is False
         call = model.get_compiled_call("config")

@@ -12,7 +12,7 @@ from generation_cases import GREEDY, MODES, Collect, ours
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import stepping
+from hf_lowbit_kv.generation import decoding_loop
 
 pytestmark = pytest.mark.host
 
@@ -39,7 +39,7 @@ def test_late_only_inside_and_for_this_cache():
     before = vars(utils.DeferredStopCheck)["is_supported"]
     cache, other = preallocated(), preallocated()
     assert not late(cache)
-    with stepping.late_stop_check(cache, CUDA):
+    with decoding_loop.late_stop_check(cache, CUDA):
         assert late(cache)
         assert not late(other)
         assert not late(None)
@@ -52,7 +52,7 @@ def test_late_only_inside_and_for_this_cache():
 
 def test_a_cache_that_cannot_be_cropped_is_late_only_if_nobody_gets_it():
     cache = preallocated("gemma3_text")
-    with stepping.late_stop_check(cache, CUDA):
+    with decoding_loop.late_stop_check(cache, CUDA):
         assert not late(cache)
         assert late(cache, returned=False)
 
@@ -60,9 +60,9 @@ def test_a_cache_that_cannot_be_cropped_is_late_only_if_nobody_gets_it():
 def test_recorded_steps_of_recurrent_layers_wait():
     cache = preallocated("qwen3_next")
     model = tiny_models("qwen3_next")[0]
-    with stepping.late_stop_check(cache, CUDA):
+    with decoding_loop.late_stop_check(cache, CUDA):
         assert late(cache, returned=False)
-        with stepping.decoding_with(model, cache, lambda model, **inputs: model(**inputs)):
+        with decoding_loop.decoding_with(model, cache, lambda model, **inputs: model(**inputs)):
             assert not late(cache, returned=False)
 
 
@@ -73,7 +73,7 @@ def test_each_thread_is_asked_for_its_own_cache(first_leaves_first):
     turn = threading.Barrier(2, timeout=30)
 
     def work(index):
-        with stepping.late_stop_check(caches[index], CUDA):
+        with decoding_loop.late_stop_check(caches[index], CUDA):
             turn.wait()
             answers = [late(cache) for cache in caches]
             turn.wait()
@@ -115,13 +115,13 @@ def test_a_transformers_without_the_check(model, monkeypatch, change):
         monkeypatch.delattr(utils.DeferredStopCheck, "is_supported")
     else:
         monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(lambda device, store: False))
-    monkeypatch.setattr(stepping, "_told", set())
-    assert "DeferredStopCheck.is_supported(device, cache" in stepping.lacking()["steps that do not wait"]
+    monkeypatch.setattr(decoding_loop, "_told", set())
+    assert "DeferredStopCheck.is_supported(device, cache" in decoding_loop.lacking()["steps that do not wait"]
     cache = preallocated()
     told = pytest.warns(UserWarning, match="no steps that do not wait: transformers .* Decoding gives the same tokens")
-    with told, stepping.late_stop_check(cache, CUDA):
+    with told, decoding_loop.late_stop_check(cache, CUDA):
         assert hasattr(utils.DeferredStopCheck, "is_supported") == (change != "gone")
-    with stepping.late_stop_check(cache, CUDA):  # says nothing
+    with decoding_loop.late_stop_check(cache, CUDA):  # says nothing
         pass
     missing = [each for each in lb.doctor("cpu")["missing"] if "is_supported" in each["what"]]
     assert [each["for"] for each in missing] == ["steps that do not wait"]

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_lowbit_kv.process_wide import ProcessWide
-from hf_lowbit_kv.sync_watch import watch
+from hf_lowbit_kv.generation.process_wide import ProcessWide
+from hf_lowbit_kv.generation.sync_watch import watch
 
 CUDA = torch.device("cuda")
 

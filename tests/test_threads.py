@@ -17,7 +17,8 @@ from generation_cases import GREEDY
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import determinism, recording, sync_watch
+from hf_lowbit_kv.generation import recording, sync_watch
+from hf_lowbit_kv.machine import determinism
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

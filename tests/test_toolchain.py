@@ -19,13 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import SMALL_PAGES, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import backends, reference, toolchain
+from hf_lowbit_kv.backends import choice
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.machine import toolchain
+from hf_lowbit_kv.storage import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-COMPILER = backends.why_no_compiler
+COMPILER = choice.why_no_compiler
 
 
 @pytest.fixture
@@ -104,15 +106,15 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(ops, "choose_backend", lambda asked, device, *rest: real["choose_backend"](asked, gpu, *rest))
     monkeypatch.setattr(
         ops, "describe", lambda asked, chosen, device, *rest: real["describe"](asked, chosen, gpu, *rest)
     )
     monkeypatch.setattr(ops, "_module", lambda *chosen: reference)
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: None)
 
 
 def _summary(dtype=torch.float16) -> str:
@@ -127,14 +129,14 @@ def test_summary_of_the_default(on_a_gpu):
 
 
 def test_summary_without_bindings(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "why_no_compiler", COMPILER.__wrapped__)
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    monkeypatch.setattr(choice, "why_no_compiler", COMPILER.__wrapped__)
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton (cuda needs cuda-bindings: pip install 'cuda-bindings==13.*')" in _summary()
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: "needs NVRTC, which is not there")
+    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: "needs NVRTC, which is not there")
     assert "triton (cuda needs NVRTC, which is not there)" in _summary()
 
 
@@ -143,13 +145,13 @@ def test_summary_where_cuda_does_not_serve_the_model(on_a_gpu):
 
 
 def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "Triton needs a C compiler")
     assert "cuda (slower with long chunks: Triton needs a C compiler)" in _summary()
 
 
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(backends, "why_not_launched", lambda: "Triton needs a C compiler")
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: "needs NVRTC")
+    monkeypatch.setattr(choice, "why_not_launched", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: "needs NVRTC")
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):
@@ -157,7 +159,7 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
 
 
 def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
-    from hf_lowbit_kv import call_options
+    from hf_lowbit_kv.generation import call_options
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
@@ -170,11 +172,11 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
 def test_preallocated_steps_without_a_compiler(monkeypatch):
     """The host is told not to compile them, and they give the text of a growing cache."""
-    from hf_lowbit_kv import layer
+    from hf_lowbit_kv.cache import low_bit_layer
 
     model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
     texts, kept = [], []
-    monkeypatch.setattr(layer, "why_not_launched", lambda: "there is no Python.h")
+    monkeypatch.setattr(low_bit_layer, "why_not_launched", lambda: "there is no Python.h")
     for options in ({}, {"max_cache_len": 128}):
         cache = lb.from_preset("kivi-2", model, **SMALL_PAGES, **options)
         texts.append(model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False))

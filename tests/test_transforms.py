@@ -10,9 +10,9 @@ from cases import FORMATS, cache_of, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.formats import HEAD_DIMS
-from hf_lowbit_kv.pages import LayerSpec
-from hf_lowbit_kv.reference import read
-from hf_lowbit_kv.transforms import hadamard, rotated
+from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.reference import read
+from hf_lowbit_kv.storage.transforms import hadamard, rotated
 
 PAGES = {"page_size": 32, "residual": 32}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

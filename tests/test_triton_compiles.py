@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hf_lowbit_kv.backends import storage_spec
-from hf_lowbit_kv.pages import PagedStore
-from hf_lowbit_kv.triton_kernels import launch, prompt, read
+from hf_lowbit_kv.backends.choice import storage_spec
+from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
@@ -58,7 +58,9 @@ def run_all(case: Case) -> None:
     state = store_for(case, "cpu", poison=False).state
     for tokens in (1, 40):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        launch.step(step.q, step.k, step.v, step.mask, state, case.spec, step.scaling, case.softcap, step.sinks, 100)
+        entry_points.step(
+            step.q, step.k, step.v, step.mask, state, case.spec, step.scaling, case.softcap, step.sinks, 100
+        )
     read.read(state, case.spec, 100)
 
 
@@ -103,14 +105,14 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
 )
 def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
     """A decode step looks entries up in shared memory and multiplies them where they lie: else a hundred shuffles and more."""
-    monkeypatch.setattr(launch, "_takes_ptx", lambda device: True)
-    monkeypatch.setattr(launch, "_chained", lambda device: True)
+    monkeypatch.setattr(entry_points, "_takes_ptx", lambda device: True)
+    monkeypatch.setattr(entry_points, "_chained", lambda device: True)
     case = Case(keys, values, **{"head_dim": 128, "page_size": 128, "lengths": (300, 130)} | options)
     gen = torch.Generator().manual_seed(0)
     state = store_for(case, "cpu", poison=False).state
     for tokens in (1, 9):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        launch.attend(step.q, step.k, step.v, None, state, case.spec, step.scaling)
+        entry_points.attend(step.q, step.k, step.v, None, state, case.spec, step.scaling)
         if tokens == 1 and values.startswith("vq") and case.page_size == 128:
             assert compiled["attend_kernel"].asm["ptx"].count("shfl.sync.idx") < 20
 
@@ -124,7 +126,7 @@ def test_latents_compile(content, layout, compiled):
     prompt.attend(filled.q, filled.k, filled.v, None, state, spec, case.scaling)
     read.read(state, spec, 100)
     if layout == "triton":
-        launch.append(filled.k, filled.v, None, state, spec)
-        launch.step(*(x[:, :, :1] for x in (filled.q, filled.k, filled.v)), None, state, spec, case.scaling)
+        entry_points.append(filled.k, filled.v, None, state, spec)
+        entry_points.step(*(x[:, :, :1] for x in (filled.q, filled.k, filled.v)), None, state, spec, case.scaling)
         assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
     assert {"prompt_kernel", "read_pages_kernel"} <= set(compiled)

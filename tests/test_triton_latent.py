@@ -17,8 +17,8 @@ import test_kernels as kernels
 from interpreted import PARTS, run_part
 from latent_cases import Case, Filled, check_append, check_attend, check_steps, exact
 
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.triton_kernels import common, launch, prompt
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.triton_kernels import common, entry_points, prompt
 
 SEED = 0
 
@@ -60,20 +60,20 @@ def test_small_float32():
     )
     given = filled.q, filled.k, filled.v, None, filled.store.state, filled.case.spec, filled.case.scaling
     truth = exact(filled)
-    assert (launch.attend(*given) - truth).norm() < 1e-5 * truth.norm()
+    assert (entry_points.attend(*given) - truth).norm() < 1e-5 * truth.norm()
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_small_steps(content):
-    check_steps(launch, Case(lengths=(62, 0), heads=2, content=content, layout="triton"), 3, kernels.DEVICE, SEED)
+    check_steps(entry_points, Case(lengths=(62, 0), heads=2, content=content, layout="triton"), 3, kernels.DEVICE, SEED)
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_small_append(content):
     padded = Case(lengths=(30, 3), padded=True, dtype=torch.float16, rank=192, content=content, layout="triton")
-    check_append(launch, padded, [20, 70], kernels.DEVICE, SEED)
+    check_append(entry_points, padded, [20, 70], kernels.DEVICE, SEED)
 
 
 @kernels.needs_interpreter
@@ -81,7 +81,7 @@ def test_small_append(content):
 def test_small_read(layout):
     filled = Filled(Case(lengths=(70, 3), layout=layout, dtype=torch.float16), kernels.DEVICE, SEED)
     state, spec = filled.store.state, filled.case.spec
-    for found, expected in zip(launch.read(state, spec, 80), reference.read(state, spec, 80), strict=True):
+    for found, expected in zip(entry_points.read(state, spec, 80), reference.read(state, spec, 80), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -92,4 +92,4 @@ def test_small_read(layout):
 def test_at_deepseek_sizes(tokens, content):
     sizes = {"heads": 16, "rank": 512, "rope": 64, "page_size": 128}
     case = Case(lengths=(1000, 65, 1), tokens=tokens, content=content, layout="triton", **sizes)
-    check_attend(launch, case, kernels.DEVICE, SEED)
+    check_attend(entry_points, case, kernels.DEVICE, SEED)

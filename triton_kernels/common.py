@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..pages import LayerState
-from ..spec import LayerSpec
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import LayerState
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 

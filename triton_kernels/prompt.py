@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..pages import LayerSpec, LayerState
+from ..storage.paged_store import LayerSpec, LayerState
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, dot_type, padded_width
 from .common import launch as _launch

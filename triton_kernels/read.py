@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..pages import LayerSpec, LayerState
+from ..storage.paged_store import LayerSpec, LayerState
 from .common import constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader

@@ -37,7 +37,7 @@ from ..formats.dense import Dense
 from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
-from ..spec import LayerSpec
+from ..storage.layer_spec import LayerSpec
 from . import (
     affine,
     boosted,

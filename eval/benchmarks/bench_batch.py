@@ -35,7 +35,14 @@ from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import Contender, low_bit_cache, make
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.benchmarks.timing import profile_steps
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 
 CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
 #: first guess of what a run takes beside weights and caches, and the factor to the next smaller batch

@@ -19,7 +19,14 @@ from rich.table import Table
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 
 #: texts, and tokens of each: more than a calibration reads
 TEXTS, TOKENS = 8, 32768

@@ -32,8 +32,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from hf_lowbit_kv.backend import choose_backend, storage_spec
-from hf_lowbit_kv.determinism import fixed_order
+from hf_lowbit_kv.backends.operations import choose_backend, storage_spec
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     SHAPES,
     Case,
@@ -46,7 +45,15 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
 )
 from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_behind, time_interleaved
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
+from hf_lowbit_kv.machine.determinism import fixed_order
 from hf_lowbit_kv.presets import get_preset
 
 PRESETS = (

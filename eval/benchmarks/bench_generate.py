@@ -36,7 +36,14 @@ from transformers import CompileConfig, LogitsProcessor
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b, random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
 from hf_lowbit_kv.eval.benchmarks.timing import profile_steps, read_bandwidth
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 
 #: what a plain run measures: `name[:backend]/mode`
 CONTENDERS = ("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned")

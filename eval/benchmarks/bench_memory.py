@@ -26,8 +26,15 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:

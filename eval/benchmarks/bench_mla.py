@@ -23,13 +23,20 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_lowbit_kv import reference
-from hf_lowbit_kv.backends import BACKENDS, Served, storage_spec
+from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.pages import LayerSpec, PagedStore
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
 
 RANK, ROPE = 512, 64
 #: rows x tokens of each

@@ -19,9 +19,16 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: DeepSeek-V2-Lite (its published configuration)
 V2_LITE = {

@@ -23,14 +23,21 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hf_lowbit_kv import backend as ops
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.eval.benchmarks.bench_decode import WrongResultError
 from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, attend_error, build
 from hf_lowbit_kv.eval.benchmarks.peers import Inputs
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, time_interleaved
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.pages import PagedStore
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 HEADS, KV_HEADS = 32, 8
 console = wide_console()

@@ -16,11 +16,11 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache_argument import as_argument
-from hf_lowbit_kv.compiling import compile_config
+from hf_lowbit_kv.cache.progress import Progress
 from hf_lowbit_kv.eval.benchmarks.packed_layer import fill, random_parameters
+from hf_lowbit_kv.generation.compiling import compile_config
+from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.progress import Progress
 
 #: tokens that a cache can take beyond those it is filled with
 HEADROOM = 512

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration_lookup import asked_of, bundled_folder
+from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
+from hf_lowbit_kv.calibration_files.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
@@ -29,7 +30,6 @@ from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
-from hf_lowbit_kv.layer import ATTENTION_NAME, LowBitLayer
 
 OUT = results_path("accuracy", "smollm2")
 TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"

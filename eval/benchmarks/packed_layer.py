@@ -15,11 +15,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from hf_lowbit_kv import backend as ops
-from hf_lowbit_kv import determinism, reference
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Format
-from hf_lowbit_kv.pages import LayerSpec, LayerState, PagedStore
-from hf_lowbit_kv.transforms import NONE
+from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.storage.transforms import NONE
 
 #: numbers encoded at a time when pages are filled
 SLAB = 2**26

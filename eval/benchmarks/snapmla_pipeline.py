@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
-from hf_lowbit_kv.pages import LayerSpec, LayerState, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, read_pages
 
 #: tokens whose weights share a scale
 BLOCK = 64

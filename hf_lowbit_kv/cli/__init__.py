@@ -12,7 +12,10 @@ from rich.text import Text
 from ..eval.demo import Continuation, compare, default_prompt
 from ..presets import Preset, get_preset, preset_names
 from .calibrate import calibrate
-from .common import (
+from .doctor import doctor
+from .evaluate import eval_app
+from .recommend import recommend
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,
@@ -26,9 +29,6 @@ from .common import (
     progress,
     resolve_presets,
 )
-from .doctor import doctor
-from .evaluate import eval_app
-from .recommend import recommend
 
 app = typer.Typer(
     help="Packed low-bit KV caches for transformers: what the presets store, and what they do to a model.",

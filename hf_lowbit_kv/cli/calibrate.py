@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..calibrated_model import describe_model
-from ..calibration import calibrate as run
-from ..calibration import packed_sizes
-from ..calibration_lookup import user_file
-from ..calibration_target import add_to_file, try_file, try_user_files
+from ..calibration.calibrate import calibrate as run
+from ..calibration.calibrate import packed_sizes
+from ..calibration.calibration_target import add_to_file, try_file, try_user_files
+from ..calibration.steps_shown import log_line
+from ..calibration_files.calibration_lookup import user_file
+from ..calibration_files.model_description import describe_model
 from ..eval.local_models import calibration_texts, model_name
-from ..steps_shown import log_line
-from .common import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
+from .shared_options import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
 
 
 def calibrate(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..doctor import doctor as examine
-from .common import DeviceOption
+from .shared_options import DeviceOption
 
 
 def doctor(

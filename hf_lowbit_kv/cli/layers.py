@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..eval.layer_errors import run
+from ..eval.layer_errors import run as measure_layers
 from ..eval.local_models import default_texts
-from .common import (
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,
@@ -48,7 +48,9 @@ def layers(
     names = names or all_presets(loaded, changes)
     source = text or default_texts()[0]
     with progress(loaded.config.get_text_config().num_hidden_layers) as report:
-        rows = run(names, source, loaded, tokenizer, context, start, changes, lambda layer: report(f"layer {layer}"))
+        rows = measure_layers(
+            names, source, loaded, tokenizer, context, start, changes, lambda layer: report(f"layer {layer}")
+        )
     if as_json:
         print_json(rows)
         return

@@ -10,7 +10,7 @@ import typer
 
 from ..eval.chunked_reader import FULL
 from ..presets import get_preset
-from .common import (
+from .shared_options import (
     DTYPES,
     CalibrationOption,
     DeviceOption,
@@ -54,10 +54,10 @@ def lm_eval(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError("this command needs lm-eval: pip install 'hf-lowbit-kv[eval]'")
-    names = [name for name in _split(preset) if name != FULL]
+    names = [name for name in _options_of_lm_eval(preset) if name != FULL]
     for name in names:
         get_preset(name)
-    if not (chosen := _split(tasks)):
+    if not (chosen := _options_of_lm_eval(tasks)):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
@@ -91,6 +91,6 @@ def lm_eval(
     print_table(f"lm-eval: {', '.join(chosen)}; means with standard errors", comparison(rows), numbers_from=2)
 
 
-def _split(options: list[str]) -> list[str]:
+def _options_of_lm_eval(options: list[str]) -> list[str]:
     """Names from repeated and comma-separated options, each once."""
     return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))

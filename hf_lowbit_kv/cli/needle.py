@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..eval import needle as task
-from .common import (
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,

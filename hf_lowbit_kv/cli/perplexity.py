@@ -10,7 +10,7 @@ import typer
 from ..eval.local_models import default_texts
 from ..eval.perplexity import run
 from ..eval.texts import Text, dataset_text
-from .common import (
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,
@@ -88,10 +88,10 @@ def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
     """One row a preset, one column a range of positions."""
-    for measure in ("kl", "top1"):
+    for metric in ("kl", "top1"):
         cells = [
             {"preset": row["preset"]}
-            | {f"{bucket['from']:.0f} to {bucket['to']:.0f}": bucket[measure] for bucket in row["by_position"]}
+            | {f"{bucket['from']:.0f} to {bucket['to']:.0f}": bucket[metric] for bucket in row["by_position"]}
             for row in rows
         ]
-        print_table(f"{measure} by position", cells)
+        print_table(f"{metric} by position", cells)

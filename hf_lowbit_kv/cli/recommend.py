@@ -11,7 +11,7 @@ from rich.console import Console
 from ..eval.local_models import default_texts
 from ..eval.preset_search import Budget, parse_size
 from ..eval.preset_search import recommend as measure
-from .common import (
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,

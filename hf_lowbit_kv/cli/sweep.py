@@ -11,7 +11,8 @@ from rich.console import Console
 from ..eval import preset_search
 from ..eval.local_models import default_texts
 from ..eval.preset_search import plot
-from .common import (
+from .perplexity import TextOption
+from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,
@@ -22,7 +23,6 @@ from .common import (
     print_json,
     print_table,
 )
-from .perplexity import TextOption
 
 
 def sweep(

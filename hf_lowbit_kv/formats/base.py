@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from ..records import FIELD_ALIGNMENT as FIELD_ALIGNMENT
-from ..records import Field as Field
-from ..records import Parameter as Parameter
-from ..records import Parametrized, place, size, views
+from .records import FIELD_ALIGNMENT as FIELD_ALIGNMENT
+from .records import Field as Field
+from .records import Parameter as Parameter
+from .records import Parametrized, place, size, views
 
 #: head sizes the kernels are specialised for
 HEAD_DIMS = (64, 80, 96, 128, 256)

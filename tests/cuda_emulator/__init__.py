@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hf_lowbit_kv.triton_kernels.cuda.compile import source
+from hf_lowbit_kv.triton_kernels.cuda.nvrtc import source
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / "hf-lowbit-kv-emulated"

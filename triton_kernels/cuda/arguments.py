@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...pages import LayerSpec, LayerState
-from ...transforms import Fused
+from ...storage.paged_store import LayerSpec, LayerState
+from ...storage.transforms import Fused
 from ..common import format_records
 
 #: the formats' parameters, see `tables`

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ...formats import fragment
-from ...pages import LayerSpec
-from ...transforms import Fused, base_order, hadamard
-from . import registry
+from ...storage.paged_store import LayerSpec
+from ...storage.transforms import Fused, base_order, hadamard
+from . import format_structs
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
 from .needs import Needs
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[Needs, Needs]:
     """What keys and values need."""
     return (
-        registry.needs(spec.key_format, head_dim_k, spec.page_size, dtype, False),
-        registry.needs(spec.value_format, head_dim_v, spec.page_size, dtype, True),
+        format_structs.needs(spec.key_format, head_dim_k, spec.page_size, dtype, False),
+        format_structs.needs(spec.value_format, head_dim_v, spec.page_size, dtype, True),
     )
 
 
@@ -114,7 +114,7 @@ def why_not(
     spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
 ) -> str | None:
     """What keeps the kernels from serving a layer, or `None`. widths: head_dim of keys and of values. `None`: any."""
-    if (reason := registry.why_not(*spec.formats)) is not None or widths is None:
+    if (reason := format_structs.why_not(*spec.formats)) is not None or widths is None:
         return reason
     stored = spec.with_layouts(*fragment.LAYOUTS)
     try:

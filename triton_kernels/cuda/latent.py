@@ -1,4 +1,4 @@
-"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.reference`.
+"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.storage.reference`.
 
 `latent.cu` attends for few query rows. `latent_wide.cu` attends for many on Hopper GPUs, and quantizes queries and weights too
 (`eval/benchmarks/snapmla_pipeline.py` defines that).
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from ... import reference
 from ...formats import Dense, Fp8, bricks
-from ...pages import LayerSpec, LayerState
-from ...toolchain import why_no_launcher
+from ...machine.toolchain import why_no_launcher
+from ...storage import reference
+from ...storage.paged_store import LayerSpec, LayerState
 from .. import prompt
 from .. import read as unpacking
-from .compile import Module, load
-from .launch import _address, _rows, launches
+from .cuda_entry_points import _address, _rows, launches
 from .modules import properties
+from .nvrtc import Module, load
 
 #: query tokens that the kernels attend for
 TOKENS = 8

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...pages import LayerSpec
-from ...transforms import Fused
-from .compile import Module, ahead, load
+from ...storage.paged_store import LayerSpec
+from ...storage.transforms import Fused
 from .geometry import Choice, attend_defines, can_store, choose
+from .nvrtc import Module, ahead, load
 
 
 class AttendKernel(NamedTuple):

@@ -1,0 +1,343 @@
+"""The backends, what each of them covers, and which one a layer gets.
+
+The `backend=` argument of a cache chooses, else the environment variable `HF_LOWBIT_KV_BACKEND`, else what fits the device: on
+an NVIDIA GPU `cuda` where it serves the layer and `triton` where not, on an AMD GPU `triton`, on a CPU `cpu`, elsewhere
+`torch`. A cache's `summary()` says which, and why not a faster one. Nothing falls back silently: what was asked for and cannot
+run raises, and where nothing was asked for a cache warns that it runs on the slow `torch`.
+
+A new backend is a class derived from `Backend` and a line in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from abc import ABC, abstractmethod
+from types import ModuleType
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ..formats import bricks, fragment
+from ..machine.toolchain import (
+    INSTALL_TRITON,
+    install_bindings,
+    install_nvrtc,
+    triton_serves,
+    why_no_launcher,
+    why_not_launched,
+)
+from ..storage.paged_store import LayerSpec
+
+VARIABLE = "HF_LOWBIT_KV_BACKEND"
+
+
+class Served(NamedTuple):
+    """What a backend is asked to serve."""
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    """the model's; `None`: any"""
+    spec: LayerSpec | None = None
+    """of the layer; `None`: any"""
+    widths: tuple[int, int] | None = None
+    """channels of the two streams; `None`: any"""
+
+    @property
+    def reading(self) -> str:
+        return self.spec.reading.name if self.spec is not None else "separate"
+
+
+class Backend(ABC):
+    """Code that runs the operations of layers. Instances are immutable."""
+
+    name: ClassVar[str]
+    #: by reading, orders of bytes inside pages of the two streams that its kernels read
+    layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
+    #: by reading, the module with `attend`, `append` and `read` as in `reference`; perhaps `step`, which does the first two,
+    #: and `expect_steps`, which hears of a prompt that steps may follow
+    modules: ClassVar[dict[str, str]]
+    #: what an error advises
+    advice: ClassVar[str] = ""
+
+    @abstractmethod
+    def why_not(self, served: Served) -> str | None:
+        """What keeps it from serving a layer, or `None`."""
+
+    def missing(self) -> str | None:
+        """What is not installed, or `None`."""
+        return None
+
+    def operations(self, reading: str = "separate") -> ModuleType:
+        """The module of that reading."""
+        return importlib.import_module(self.modules[reading])
+
+    def check(self, served: Served, source: str) -> None:
+        """Raise `ValueError` where it cannot serve; source: the argument that asked for it."""
+        if (reason := self.why_not(served)) is not None:
+            raise ValueError(f"{source}={self.name!r} {reason}{self.advice if served.device.type == 'cuda' else ''}")
+
+
+class Torch(Backend):
+    """The reference: any device, everything."""
+
+    name = "torch"
+    modules: ClassVar[dict[str, str]] = dict.fromkeys(("separate", "latent"), "hf_lowbit_kv.storage.reference")
+
+    def why_not(self, served: Served) -> str | None:
+        return None
+
+
+class Cpu(Backend):
+    """CPUs, with PyTorch's own attention."""
+
+    name = "cpu"
+    modules: ClassVar[dict[str, str]] = dict.fromkeys(("separate", "latent"), "hf_lowbit_kv.backends.cpu")
+
+    def why_not(self, served: Served) -> str | None:
+        found = served.device.type
+        return None if found == "cpu" else f"needs the model on the CPU, and it is on {found!r}"
+
+
+class Triton(Backend):
+    """GPUs that Triton supports."""
+
+    name = "triton"
+    modules: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("separate", "latent"), "hf_lowbit_kv.triton_kernels.entry_points"
+    )
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return f"Triton is not installed: {INSTALL_TRITON}, or use backend='torch' (slow reference)"
+        return None
+
+    def why_not(self, served: Served) -> str | None:
+        if served.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'"
+        if not triton_serves(served.device):
+            where = served.device.type
+            return f"needs a GPU that Triton supports, and the model is on {where!r}; allowed there: 'torch'"
+        if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
+            return reason
+        if served.spec is None:
+            return None
+        from hf_lowbit_kv.triton_kernels.registry import why_not
+
+        return why_not(served.spec.formats)
+
+    @staticmethod
+    def _why_not_launched() -> str | None:
+        if (reason := why_not_launched()) is None:
+            return None
+        return (
+            f"cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, or backend='torch' "
+            "(slow reference)"
+        )
+
+    def check(self, served: Served, source: str) -> None:
+        if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
+            raise RuntimeError(f"{source}={self.name!r} {reason}")
+        super().check(served, source)
+
+
+class Cuda(Backend):
+    """NVIDIA GPUs, compute capability 8.0 and later; models in float16 or bfloat16; pages in a layout of its own."""
+
+    name = "cuda"
+    layouts: ClassVar[dict[str, tuple[str, str]]] = {
+        "separate": fragment.LAYOUTS,
+        "latent": (bricks.LAYOUT, bricks.LAYOUT),
+    }
+    #: each also has `why_not(spec, widths, dtype, device)`: what keeps its kernels from serving a layer, or `None`
+    modules: ClassVar[dict[str, str]] = {
+        "separate": "hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points",
+        "latent": "hf_lowbit_kv.triton_kernels.cuda.latent",
+    }
+    advice = "; use backend='triton'"
+    #: lowest compute capability that the kernels are written for
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+    #: dtypes of models
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+
+    def missing(self) -> str | None:
+        if torch.version.hip is None and not has_cuda_bindings():  # on ROCm nothing that can be installed helps
+            return f"cuda-bindings is not installed: {install_bindings()}, or use backend='triton'"
+        return None
+
+    def why_not(self, served: Served) -> str | None:
+        device = served.device
+        if device.type != "cuda":
+            return f"needs an NVIDIA GPU, and the model is on {device.type!r}"
+        if is_rocm(device):
+            return f"needs an NVIDIA GPU, and this is a ROCm build of torch ({torch.cuda.get_device_name(device)})"
+        if (found := torch.cuda.get_device_capability(device)) < self.capability:
+            return f"needs compute capability {self.capability}, and {torch.cuda.get_device_name(device)} has {found}"
+        if served.dtype not in (None, *self.dtypes):
+            return f"computes in {self.dtypes}, not in {served.dtype}"
+        if importlib.util.find_spec("triton") is None:
+            return f"needs Triton for long prompts: {INSTALL_TRITON}"
+        if served.spec is not None:
+            module = self.operations(served.reading)
+            if (reason := module.why_not(served.spec, served.widths, served.dtype, device)) is not None:
+                return reason
+        return why_no_compiler(found)
+
+
+#: every backend, by name
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
+#: where nothing is asked for, by reading: the first on a GPU that serves the layer; the last must
+ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
+
+
+def of_environment() -> str | None:
+    return os.environ.get(VARIABLE) or None  # set to nothing is not set
+
+
+def is_rocm(device: torch.device) -> bool:
+    """Whether it is an AMD GPU: builds of torch for ROCm call these "cuda" too."""
+    return device.type == "cuda" and torch.version.hip is not None
+
+
+def has_cuda_bindings() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+@functools.cache
+def why_no_compiler(capability: tuple[int, int]) -> str | None:
+    """What keeps CUDA kernels from being compiled and loaded here, or `None`."""
+    if not has_cuda_bindings():
+        return f"needs cuda-bindings: {install_bindings()}"
+    try:
+        from cuda.bindings import driver, nvrtc
+
+        status, version, _ = nvrtc.nvrtcVersion()
+        _, architectures = nvrtc.nvrtcGetSupportedArchs()
+        _, supported = driver.cuDriverGetVersion()
+    except (ImportError, OSError, RuntimeError) as error:  # the bindings without the libraries, or with unfit ones
+        return f"needs NVRTC and the driver's library ({error}): {install_nvrtc()}"
+    if int(status) != 0:
+        return f"needs NVRTC, which fails ({status!r})"
+    if 10 * capability[0] + capability[1] not in architectures:
+        return f"needs an NVRTC that knows this GPU, and {version} knows {architectures}"
+    if version > supported // 1000:
+        return f"needs a driver for CUDA {version}, and this one is for {supported // 1000}"
+    return None
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise for a name that does not exist, or for a backend that is not installed. Called when a cache is made."""
+    asked, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
+    if asked is None:
+        return
+    if asked not in BACKENDS:
+        raise ValueError(f"{source}={asked!r} is not known; allowed: {tuple(BACKENDS)}")
+    if (missing := BACKENDS[asked].missing()) is not None:
+        raise ImportError(f"{source}={asked!r} was asked for and {missing}")
+
+
+def choose_backend(
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    spec: LayerSpec | None = None,
+    widths: tuple[int, int] | None = None,
+) -> str:
+    """The name of the backend for a layer, see `Served`. Raises where it cannot serve the layer."""
+    check_backend(backend)
+    served, asked = Served(device, dtype, spec, widths), backend or of_environment()
+    source = VARIABLE if backend is None and asked else "backend"
+    chosen = asked or _default_backend(served)
+    BACKENDS[chosen].check(served, source)
+    return chosen
+
+
+def _default_backend(served: Served) -> str:
+    if served.device.type != "cuda":
+        return "cpu" if served.device.type == "cpu" else "torch"
+    *first, last = ON_GPU[served.reading]
+    for name in first:
+        if BACKENDS[name].why_not(served) is None:
+            return name
+    if (missing := BACKENDS[last].missing()) is not None:
+        raise ImportError(f"on this GPU backend {last!r} is the default, and {missing}")
+    return last
+
+
+def reason_for(
+    backend: str | None,
+    chosen: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    spec: LayerSpec | None,
+    widths: tuple[int, int] | None = None,
+) -> str | None:
+    """Why the default on this device is not a faster backend; `None` where there is none, or where `backend` or the environment
+    chose."""
+    served = Served(device, dtype, spec, widths)
+    if backend or of_environment() or device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        triton = BACKENDS["triton"]
+        if triton.missing() is None and triton.why_not(served) is None:
+            return f"no kernels are tested on {device.type!r}; backend='triton' may run there"
+        return f"no kernels for {device.type!r}"
+    first = ON_GPU[served.reading][0]
+    return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
+
+
+def why_reference(
+    backend: str | None,
+    chosen: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    spec: LayerSpec | None,
+    widths: tuple[int, int] | None = None,
+) -> str | None:
+    """Why the default is the slow reference; `None` where it is not."""
+    return reason_for(backend, chosen, device, dtype, spec, widths) if chosen == "torch" else None
+
+
+_WARNED: set[str] = set()
+
+
+def warn_of_reference(reason: str | None) -> None:
+    """Warn, once in a process for each reason, that a cache runs on the reference (`why_reference`); `None`: it does not."""
+    if reason is None or reason in _WARNED:
+        return
+    _WARNED.add(reason)
+    warnings.warn(
+        f"a low-bit cache runs on the slow PyTorch reference: {reason}. It saves memory, not time; backend='torch' asks for "
+        "that without this warning",
+        stacklevel=3,
+    )
+
+
+def describe(
+    backend: str | None,
+    chosen: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    spec: LayerSpec | None,
+    widths: tuple[int, int] | None = None,
+) -> str:
+    """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest, and whether anybody has
+    tested it on such a device."""
+    notes = []
+    if chosen == "triton" and is_rocm(device):
+        notes.append("not tested on AMD GPUs")
+    elif chosen == "triton" and device.type not in ("cpu", "cuda"):
+        notes.append(f"not tested on {device.type!r}")
+    if (reason := reason_for(backend, chosen, device, dtype, spec, widths)) is not None:
+        notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
+    elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
+        notes.append(f"slower with long chunks: {reason}")
+    return f"{chosen} ({'; '.join(notes)})" if notes else chosen
+
+
+def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
+    """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
+    return spec.with_layouts(*BACKENDS[backend].layouts[spec.reading.name])

@@ -1,0 +1,117 @@
+"""The backend for CPUs: unpacks what a layer stores once a step, and calls PyTorch's own attention.
+
+`storage/reference.py` defines the results. It passes over every score several times in float32, which a GPU forgives and a CPU does
+not. Here `scaled_dot_product_attention` does that work. Memory: one layer's history is unpacked to float32 at a time, row by
+row where the batch is large. Storing tokens, reading them back and transforms are the reference's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..storage.paged_store import LayerSpec, LayerState
+from ..storage.reference import QUERY_BLOCK, append, history, plain_attention, read, transformed, with_transforms
+
+__all__ = ["append", "attend", "read"]
+
+#: numbers of unpacked history held at a time (float32), unless a single row has more
+BUFFER_NUMBERS = 2**26
+#: scores held at a time where PyTorch's attention cannot serve (softcap, sinks)
+SCORES = 2**24
+
+
+@with_transforms(transformed)
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.attend`: q `[B, Hq, S, head_dim]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, head_dim_v]`."""
+    batch, heads, tokens, _ = k.shape
+    stored = int(state.length.max()) + tokens
+    rows = max(BUFFER_NUMBERS // (stored * heads * (k.shape[-1] + v.shape[-1])), 1)
+    if rows >= batch:
+        return _attend(q, k, v, mask, state, spec, scaling, softcap, sinks)
+    parts = []
+    for first in range(0, batch, rows):
+        part = slice(first, first + rows)
+        some = state.rows(part)
+        padding = None if mask is None else mask[part]
+        parts.append(_attend(q[part], k[part], v[part], padding, some, spec, scaling, softcap, sinks))
+    return torch.cat(parts)
+
+
+def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling: float, softcap, sinks) -> torch.Tensor:
+    """As `attend`, for rows whose unpacked history fits into memory together."""
+    tokens, q = q.shape[2], q.float()
+    keys, values, valid = _gathered(k, v, mask, state, spec)
+    before = keys.shape[2] - tokens
+    block = QUERY_BLOCK
+    if softcap is not None or sinks is not None:
+        block = max(min(block, SCORES // (q.shape[0] * q.shape[1] * keys.shape[2])), 1)
+    blocks = []
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        allowed = _allowed(start, stop, before, mask, valid)
+        chunk = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
+        blocks.append(_attention(*chunk, allowed, scaling, softcap, sinks).to(k.dtype))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def _gathered(k, v, mask, state: LayerState, spec: LayerSpec):
+    """What is stored, in any order, and behind it the chunk: keys and values float32 `[B, H, n, D]`, and which of the stored
+    tokens belong to each row, bool `[B, n - S]`; `None`: all do."""
+    keys, values, valid = [], [], []
+    for some_keys, some_values, some_valid in history(state, spec):
+        used = some_valid.any(0)
+        if not used.all():
+            some_keys, some_values, some_valid = some_keys[:, :, used], some_values[:, :, used], some_valid[:, used]
+        keys.append(_zero_where(~some_valid, some_keys.float()))
+        values.append(_zero_where(~some_valid, some_values.float()))
+        valid.append(some_valid)
+    padding = None if mask is None else ~mask
+    for parts, chunk in ((keys, k), (values, v)):
+        parts.append(chunk.float() if padding is None else _zero_where(padding, chunk.float()))
+    belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
+    streams = spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    return *streams, None if belonging.all() else belonging
+
+
+def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`: what stands there may be NaN, which no mask keeps out of a sum."""
+    return x.masked_fill(unused[:, None, :, None], 0.0) if unused.any() else x
+
+
+def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | None:
+    """What query tokens `start` to `stop` of the chunk attend to: bool `[B or 1, 1, stop - start, before + stop]`, the stored
+    tokens first; `None`: everything."""
+    if stop == 1 and mask is None and valid is None:
+        return None
+    position = torch.arange(stop)
+    chunk = (position <= position[start:, None])[None]
+    if mask is not None:
+        chunk = chunk & mask[:, None, :stop]
+    stored = torch.ones(1, 1, before, dtype=torch.bool) if valid is None else valid[:, None]
+    rows = max(chunk.shape[0], stored.shape[0])
+    return torch.cat([part.expand(rows, stop - start, -1) for part in (stored, chunk)], dim=-1)[:, None]
+
+
+def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks) -> torch.Tensor:
+    """Attention in float32, `[B, S, Hq, head_dim_v]`; zero where a query may attend to nothing."""
+    if softcap is not None or sinks is not None:
+        return plain_attention(q, k, v, allowed, scaling, softcap, sinks)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    ).transpose(1, 2)
+    if allowed is None:
+        return out
+    nothing = ~allowed.any(-1)[:, 0, :, None, None]
+    return out.masked_fill(nothing, 0.0) if nothing.any() else out

@@ -1,0 +1,1 @@
+"""The cache, its layers, and what transformers calls of them."""

@@ -1,0 +1,139 @@
+"""The attention function and the mask function that are registered with the host library as `lowbit_kv`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from ..storage.reference import plain_attention
+from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
+from .low_bit_layer import LayerView
+
+
+def lowbit_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | LayerView,
+    value: torch.Tensor | LayerView,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention for `attn_implementation="lowbit_kv"`.
+
+    Layers that a low-bit cache holds arrive as a `LayerView` and are attended to packed. Plain tensors (sliding layers,
+    other caches, no cache) are attended to as the host does.
+
+    Args:
+        query: `[B, Hq, S, D]`. attention_mask: from `lowbit_mask`. scaling: factor on q.k (default `D ** -0.5`).
+        softcap: bound of the scores (Gemma 2). s_aux: sink logits `[Hq]` (gpt-oss).
+
+    Returns:
+        `([B, S, Hq, D], None)`.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not isinstance(key, LayerView):
+        return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
+    layer = key.layer
+    if (reason := _why_not(module, key, attention_mask)) is not None:
+        raise ValueError(reason)
+    out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
+    return refuse_backward(out, query), None
+
+
+def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:
+    """What keeps a packed layer from attending, or `None`."""
+    if module.training and torch.is_grad_enabled() and view.key.requires_grad:
+        return NO_GRADIENTS
+    if mask is not None and mask.dim() != 2:
+        return (
+            f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "
+            "only causal attention with a two-dimensional padding mask is. Another implementation takes any mask "
+            "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors"
+        )
+    if torch.compiler.is_compiling():
+        return None
+    if (reason := view.layer.side.why_not(module)) is not None:
+        return reason
+    running = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    expected = getattr(view.layer.config, "num_hidden_layers", None)
+    if None not in (running, expected) and running != expected:
+        return f"the model has num_hidden_layers={running}, and the cache was made for {expected}"
+    return None
+
+
+def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):
+    if mask is not None and mask.dim() == 2:  # from `lowbit_mask`: the keys are the chunk's own
+        tokens = mask.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+        mask = causal & mask[:, None, None, :]
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if mask is None and query.shape[2] > 1:
+        # no mask from the host means what it means to its SDPA: the first query is that of the first key. Behind the last
+        # query a preallocated layer may have slots that hold no token yet
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return plain_attention(query, key, value, mask, scaling, softcap, sinks), None
+
+
+def lowbit_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function=causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask for `lowbit_attention`.
+
+    Causal layers whose keys are the chunk itself (low-bit layers say so, see `LowBitLayer.get_mask_sizes`): the chunk's
+    padding, bool `[B, q_length]`, or `None` without padding. Anything else: the host's SDPA mask.
+    """
+    if mask_function is not causal_mask_function or kv_length != q_length:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,  # type: ignore[arg-type]
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if attention_mask is None:
+        return None
+    chunk = _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
+    if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
+        return None
+    # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
+    return chunk.clone(memory_format=torch.contiguous_format)
+
+
+def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
+    """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all that
+    a preallocated cache has room for, or what `lowbit_mask` returned."""
+    columns = mask.shape[1]
+    if columns == tokens:
+        return mask
+    if isinstance(offset, torch.Tensor) and columns > tokens:
+        first = offset.to(mask.device).clamp(max=columns - tokens)
+        return mask.index_select(1, first[None] if tokens == 1 else first + torch.arange(tokens, device=mask.device))
+    if columns < offset + tokens:
+        raise ValueError(
+            f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
+            f"(padding counted) and of the {tokens} that came in"
+        )
+    return mask[:, offset : offset + tokens]
+
+
+def register() -> None:
+    """Make `attn_implementation="lowbit_kv"` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, lowbit_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lowbit_mask)

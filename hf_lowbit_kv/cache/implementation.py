@@ -1,0 +1,139 @@
+"""The attention implementation of the model that runs: what to say where it is not ours, and why gradients stop here."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..storage.readings import Side
+
+#: the name under which the attention function is registered
+ATTENTION_NAME = "lowbit_kv"
+
+NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+
+UNATTACHED = (
+    "the low-bit cache was made from a configuration that no model uses (its attention implementation is unset), so it "
+    "returns dense tensors, which is slow; make it from the model or from model.config"
+)
+
+SLOW = (
+    "the low-bit cache was made from a model with attn_implementation={!r}, which does not read packed pages: every step "
+    f"dequantizes all stored tokens, and is slow. Call model.set_attn_implementation({ATTENTION_NAME!r}) first"
+)
+
+CHANGED = (
+    f"the low-bit cache holds tokens that were stored under attn_implementation={ATTENTION_NAME!r}, and the model has {{!r}} "
+    "now, which does not read packed pages: every step dequantizes all stored tokens, and is slow. lb.generate selects "
+    f"{ATTENTION_NAME!r} for the length of its calls alone: go on with lb.generate, or call "
+    f"model.set_attn_implementation({ATTENTION_NAME!r}) first"
+)
+
+OTHER_MODEL = (
+    "the low-bit cache was made from another copy of this model: that copy has "
+    f"attn_implementation={ATTENTION_NAME!r}, and the model that runs has {{!r}}. Make the cache from the model that runs, or "
+    f"call set_attn_implementation({ATTENTION_NAME!r}) on it"
+)
+
+COMPUTED = (
+    "keys and values of a low-bit cache {}: this architecture computes with them between the cache and the attention "
+    f"function, which attn_implementation={ATTENTION_NAME!r} cannot serve. Use another implementation "
+    "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
+)
+
+
+def selected_everywhere(model: Any) -> dict[str, str]:
+    """Attention implementations in force, by sub-configuration, as `set_attn_implementation` takes them."""
+    config = model.config
+    subs = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
+    return {"": config._attn_implementation, **found}
+
+
+def select(model: Any) -> None:
+    """Let the text model attend with `lowbit_kv`. What else a composite model has, such as a vision tower, keeps its own."""
+    text = model.config.get_text_config(decoder=True)
+    subs = {name for name in model.config.sub_configs if getattr(model.config, name, None) is text}
+    model.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
+
+
+@contextlib.contextmanager
+def selected(model: Any) -> Iterator[None]:
+    """Inside, the text model attends with `lowbit_kv`; on leaving, what was in force before is selected again. The model is
+    one object, so every thread sees it."""
+    if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
+        yield
+        return
+    before = selected_everywhere(model)
+    try:
+        select(model)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def warn_if_dense(config: Any, holds_tokens: bool) -> None:
+    """Warn where the model with this configuration makes its low-bit cache return dense tensors. holds_tokens: whether the
+    cache got tokens under `lowbit_kv`."""
+    now = config._attn_implementation
+    if now is None:
+        warnings.warn(UNATTACHED, stacklevel=3)
+    elif now != ATTENTION_NAME:
+        warnings.warn((CHANGED if holds_tokens else SLOW).format(now), stacklevel=3)
+
+
+def describe(config: Any) -> str:
+    """The attention implementation in words, for `summary()`."""
+    selected = config._attn_implementation
+    if selected == ATTENTION_NAME:
+        return f"{selected} (reads packed pages)"
+    return (
+        f"{selected} (slow: reads dense tensors; model.set_attn_implementation({ATTENTION_NAME!r}) reads packed pages)"
+    )
+
+
+def why_not_usable(what: str, side: Side | None = None) -> str:
+    """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
+    them. what: what that code did, e.g. "cannot be indexed". side: of the layer, if known."""
+    module = _running_module(sys._getframe(1))
+    if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
+        return OTHER_MODEL.format(running)
+    other = side.why_not(module) if side is not None and module is not None else None
+    return other or COMPUTED.format(what)
+
+
+def _running_module(frame: FrameType | None) -> Any:
+    """The innermost module with an attention implementation whose method is being called, or `None`. Only the module that
+    attends can tell: a cache is not told which model calls it."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
+        if hasattr(config, "_attn_implementation"):
+            return module
+        frame = frame.f_back
+    return None
+
+
+def refuse_backward(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`out`, but going back through it raises: what the cache holds was detached, and its part of the gradients would
+    silently be missing. source: the tensor whose gradients are wanted. Without gradients, `out` itself."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and source.requires_grad):
+        return out
+    return _WithoutGradient.apply(out, source)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(NO_GRADIENTS)

@@ -1,0 +1,297 @@
+"""The caches a user makes and passes to `generate(past_key_values=...)`."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from ..backends import operations as ops
+from ..calibration_files import calibration_file, calibration_lookup
+from ..formats import Format, parse_format
+from ..per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
+from ..presets import SINK_TOKENS
+from ..storage.arguments import check_count
+from ..storage.paged_store import LayerSpec
+from ..storage.readings import DIRECT, sides_of
+from ..storage.transforms import Transform, parse_transform
+from .accounting import Accounted
+from .accounting import CacheBytes as CacheBytes
+from .implementation import warn_if_dense
+from .interruption import Watched
+from .ledger import Ledger
+from .low_bit_layer import LowBitLayer
+from .models import unwrap
+from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers
+from .pass_checks import OverrunWatch
+from .served_models import check_reading, text_config, tp_size
+
+
+class LowBitCache(Accounted, Watched):
+    """A KV cache that keeps old tokens packed. Everything `generate` does with a stock cache works with it.
+
+    Args:
+        model_or_config: the model it will be used with, or `model.config`.
+        key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
+            Without them it is the preset `kivi-4-sink`; without one of them that one is `kivi-4`'s.
+        sink: first tokens of a row kept in the model's dtype: 0, or without formats 32.
+        residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
+        page_size: tokens packed together.
+        transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`, `"hadamard"`,
+            `"smooth"`, `"matrix"`, several joined by `+`. Attention is what it is without.
+        max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
+            the step; `None`: grow by blocks of pages.
+        backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or
+            what fits the device.
+        dense_layers: indices of layers to keep in the model's dtype: `per_layer` of dense formats.
+        per_layer: other choices for single layers, e.g. `{0: "dense", -1: {"key_format": "int4-channel"}}`, or a function
+            `(index, config)`; see `per_layer.PerLayer` and `docs/per-layer.md`.
+        parameters: what calibration found: by layer index, tensors by full name (`"key_format.codebook"`); or an object with a
+            method `for_layer(index)`. See `LayerSpec.parameters` for the names, shapes and dtypes that a layer takes.
+        preset: name to show.
+        calibration: where `parameters` come from instead: a file that `hf-lowbit-kv calibrate` made for the model, a folder or
+            hub repository with one, or what `calibrate` returned. `None`: the user's own and the bundled ones are looked up.
+        reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
+
+    Raises:
+        ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface), for the configuration
+            alone of a model with MLA (latents need the model itself), and for arguments out of range.
+        ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
+    """
+
+    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
+    text: torch.Tensor | None = None
+    #: whether it has said, since the last reset, that another attention implementation makes it slow
+    _warned = False
+
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        key_format: str | Format | None = None,
+        value_format: str | Format | None = None,
+        *,
+        sink: int | None = None,
+        residual: int = 128,
+        page_size: int = 128,
+        transform: str | Transform | None = None,
+        value_transform: str | Transform | None = None,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+        dense_layers: Sequence[int] = (),
+        per_layer: PerLayer | None = None,
+        parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None = None,
+        preset: str | None = None,
+        reading: str | None = None,
+        calibration: calibration_file.Calibration | str | Path | None = None,
+    ):
+        if isinstance(model_or_config, torch.nn.Module):
+            model_or_config = unwrap(model_or_config)
+        config = text_config(model_or_config)
+        ops.check_backend(backend)
+        check_count("max_cache_len", max_cache_len, optional=True)
+        if sink is None:
+            sink = SINK_TOKENS if key_format is None and value_format is None else 0
+        formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
+        transforms = parse_transform(transform), parse_transform(value_transform)
+        spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
+        found = sides_of(model_or_config, config)
+        layers = own_layers(config, max_cache_len)
+        packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        if not packed:
+            raise ValueError(
+                f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
+            )
+        sides = {index: found.get(index, DIRECT) for index in packed}
+        check_reading(reading, config, sides)
+        specs = layer_specs(spec, per_layer, dense_layers, config, sides)
+        sizes = {
+            index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
+        }  # may differ (Gemma 4)
+        self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
+        if parameters is None:
+            parameters = calibration_lookup.parameters_for(
+                calibration, model_or_config, specs, self.packed_sizes, preset
+            )
+        elif calibration is not None:
+            raise ValueError("parameters= and calibration= exclude each other: give one of them")
+        given = layer_parameters(parameters, specs)
+        ranks = tp_size(model_or_config)
+        for index, side in sides.items():
+            check_layer(index, specs[index], sizes[index], given[index])
+            made = specs[index], config, sizes[index].heads, max_cache_len, backend, ranks, side, given[index]
+            layers[index] = LowBitLayer(*made)
+        super().__init__(layers=layers)
+        counted = collections.Counter(specs.values())
+        self.spec = max(
+            specs.values(), key=lambda found: counted[found]
+        )  # what most layers store; of equals, the first
+        self.preset, self.config = preset, config
+        self._first_packed, self._overrun = packed[0], OverrunWatch()
+        # the first that has no room left, where they differ: all get the same tokens
+        self._narrowest = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
+        self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
+        self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
+
+    # ---- what it holds --------------------------------------------------------------------------------------------
+
+    @property
+    def packed_layers(self) -> list[LowBitLayer]:
+        """The layers that are packed; the others are the host's."""
+        return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
+
+    @property
+    def _first(self) -> LowBitLayer:
+        return self.layers[self._first_packed]  # type: ignore[return-value]
+
+    def check_overrun(self, wait: bool = True) -> None:
+        """Raise where a preallocated cache got tokens for which it had no room, as compiled and recorded steps do.
+
+        Args:
+            wait: for the steps that are queued on the device. Else the newest count that has arrived decides.
+
+        Raises:
+            OverrunError: tokens are lost. `reset()` makes the cache usable again.
+        """
+        layer: Any = self.layers[self._narrowest]
+        if layer.store is not None and layer.length.fixed:
+            self._overrun.check(layer.store.state.lost, layer.length.capacity, wait)
+
+    # ---- the host's contract --------------------------------------------------------------------------------------
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
+            )
+        if torch.compiler.is_compiling():
+            self._ledger = None
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
+        if layer_idx == self._first_attending:
+            self._check_whole()
+        new = layer is self._first and not layer.is_initialized
+        if layer is self._first and not self._warned and not layer.attends_packed:
+            layer.check(tokens, {})  # what is refused gets no warning
+            self._warned = True
+            warn_if_dense(layer.config, layer.holds_packed)
+        if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
+            self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
+        make_anew_for_other_rows(layer, rows)
+        taken = self._first.taken
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if new:
+            ops.warn_of_reference(self._first.why_reference)
+        if layer_idx == self._first_packed and self._ledger is not None:
+            self._ledger.packed(taken, tokens)
+        return out
+
+    def get_seq_length(self, layer_idx: int = 0):
+        """Padded tokens seen so far: an integer, or of a preallocated cache a tensor. Raises as `check_overrun` does."""
+        if not torch.compiler.is_compiling():
+            self.check_overrun(wait=False)
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int):
+        if not torch.compiler.is_compiling():
+            self.check_overrun(wait=False)
+            # transformers asks for these sizes before it runs a compiled or recorded step
+            for layer in self.packed_layers:
+                layer.refresh()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            if layer_idx < self._first_packed:
+                try:
+                    self._first.check(None, {"batch size": conv_states.shape[0]})
+                except ValueError:
+                    if self._ledger is not None:
+                        self._ledger.takes_back(layer_idx)
+                    raise
+            make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of every row, padding counted.
+
+        Raises:
+            ValueError: a positive number, more than are stored, or a layer of the host's that cannot be cropped (sliding
+                ones that are preallocated or have dropped tokens, recurrent ones). Nothing has changed then.
+        """
+        count = self._first.check_crop(tokens_to_remove)
+        able = [can_crop(layer) for layer in self.layers]
+        if count and not all(able):
+            index = able.index(False)
+            raise ValueError(
+                f"tokens_to_remove={-count} is not possible: layer {index}, a "
+                f"{type(self.layers[index]).__name__}, does not keep what it would need"
+            )
+        interrupted = self._first.storing
+        self._first.storing |= count > 0  # memory may run out between layers: `_check_whole` finds it so
+        for layer in itertools.compress(self.layers, able):
+            layer.crop(-count)  # type: ignore[union-attr]
+        self._first.storing = interrupted
+        if self._ledger is not None:
+            self._ledger.crop(count)
+        if count and self.text is not None:
+            self.text = self.text[:, : int(self._first.get_seq_length())]
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in that order; packed pages are shared."""
+        first = self._first
+        indices = torch.as_tensor(indices, device=first.device if first.is_initialized else None)
+        if indices.dim() != 1 or indices.is_floating_point():
+            raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
+        if indices.dtype == torch.bool:
+            if first.is_initialized and len(indices) != first.batch_size:
+                raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
+            indices = indices.nonzero()[:, 0]
+        interrupted = first.storing
+        text = None if self.text is None else self.text[indices.to(self.text.device)]
+        # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
+        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
+            layer.reorder_cache(indices)
+            first.storing = True  # until all layers have these rows
+        first.storing, self.text = interrupted, text
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times; packed pages are shared."""
+        first = self._first
+        if first.is_initialized:
+            rows = torch.arange(first.batch_size, device=first.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
+        anew = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
+        if (
+            not torch.is_inference_mode_enabled()
+        ):  # what transformers made inside that mode cannot be emptied outside it
+            anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
+        if anew:  # transformers' own reset of growing layers keeps the length in 5.17
+            new = own_layers(self.config, self._first.length.capacity)
+            for index in anew:
+                self.layers[index] = new[index]
+        super().reset()
+        self._overrun.forget()
+        self._ledger, self.text, self._warned = Ledger(), None, False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
+        """Independent, for the same model: its configuration tells which attention is selected, and is not copied."""
+        given = memo.setdefault(id(self.config), self.config)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if given is self.config:
+            del memo[id(self.config)]  # what else is copied along is not ours to share
+        return new

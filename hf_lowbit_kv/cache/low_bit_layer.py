@@ -1,0 +1,287 @@
+"""One layer of a low-bit cache, as the host library sees it (host knowledge: see also `cache/low_bit_cache.py` and `cache/attention_function.py`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..backends import operations as ops
+from ..machine.toolchain import why_not_launched
+from ..storage.paged_store import LayerSpec, PagedStore
+from ..storage.readings import DIRECT, Side
+from ..storage.reference import as_made, unpack_into_tail
+from .implementation import ATTENTION_NAME, refuse_backward
+from .layer_checks import Checked, properties_of
+from .progress import Counted
+from .token_counts import FixedLength, Length
+from .view import LayerView as LayerView
+
+
+class LowBitLayer(Counted, Checked, CacheLayerMixin):
+    """Stores one layer's keys and values packed. Made by `LowBitCache`.
+
+    Args:
+        spec: formats and window.
+        config: the model's text configuration; tells which attention implementation is selected.
+        num_kv_heads: expected number of KV heads, or `None`.
+        max_cache_len: tokens to preallocate for, or `None` to grow.
+        backend: see `backend.choose_backend`.
+        tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
+        side: the model's side of the layer's reading.
+        parameters: tensors by full name, see `LayerSpec.parameters`.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        config: Any,
+        num_kv_heads: int | None = None,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+        tp_size: int = 1,
+        side: Side = DIRECT,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ):
+        super().__init__()
+        self.side = side
+        self.parameters = dict(parameters or {})
+        # what they were made into, and for which heads, head sizes and device
+        self._prepared: tuple[Any, list[torch.Tensor]] | None = None
+        self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
+        self.requested_backend = backend
+        self.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
+        self.why_not_compiled = why_not_launched() if self.length.fixed else None
+        self.is_compileable = self.length.fixed and self.why_not_compiled is None
+        self.store: PagedStore | None = None
+        self._forget()
+
+    # ---- the host's contract --------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # state is made outside of graphs
+    @torch.inference_mode(False)  # what is made inside inference mode must be writable outside it
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
+        heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
+        if self.num_kv_heads is not None and heads not in (self.num_kv_heads, self.num_kv_heads / self.tp_size):
+            raise ValueError(
+                f"num_kv_heads={heads} came in, and the cache was made for a model with {self.num_kv_heads}: "
+                "make the cache from the model it is used with"
+            )
+        self.spec.validate(*head_dims)
+        asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec, head_dims)
+        self.backend = ops.choose_backend(asked, *served)
+        self.backend_shown = ops.describe(asked, self.backend, *served)
+        self.why_reference = ops.why_reference(asked, self.backend, *served)
+        self.spec = ops.storage_spec(self.spec, self.backend)
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.store = PagedStore(
+            self.spec,
+            self.batch_size,
+            heads,
+            *head_dims,
+            self.dtype,
+            self.device,
+            self.length.capacity,
+            self._records(heads, head_dims),
+        )
+        self.length.place(self.device)
+        self.is_initialized = True
+
+    def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
+        """The layer's parameters on its device, those of this process's KV heads (`heads` of them). A growing layer that was
+        reset finds what it made before."""
+        made_for = heads, head_dims, self.device
+        if self._prepared is None or self._prepared[0] != made_for:
+            total = self.num_kv_heads or heads
+            first = torch.distributed.get_rank() % (total // heads) * heads if heads < total else 0
+            local = slice(first, first + heads)
+            self._prepared = made_for, self.spec.records(self.parameters, head_dims, total, local, self.device)
+        return self._prepared[1]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
+        yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
+        update = self._update if self.length.fixed else self._update_growing
+        return update(key_states, value_states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        mode, found = self._current_mode(), properties_of(key_states, value_states)
+        if self.is_initialized and self._misfits(found) and int(self.get_seq_length()) == 0:
+            self.is_initialized = False  # nothing stored: allocate anew
+        self.check(key_states.shape[2], found)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if mode == "packed":
+            self.side.begin(stays=self.length.fixed)
+            view = LayerView(self, key_states, value_states)
+            return view, view
+        return self._update_dense(key_states, value_states)
+
+    # a growing cache changes with its length: whoever compiles a model around it gets these parts eagerly
+    _update_growing = torch.compiler.disable(_update)
+
+    @property
+    def attends_packed(self) -> bool:
+        """Whether the model's attention implementation is ours, now."""
+        return self.config._attn_implementation == ATTENTION_NAME
+
+    @property
+    def holds_packed(self) -> bool:
+        """Whether tokens came in under our attention implementation since the last reset."""
+        return self._mode == "packed"
+
+    def _current_mode(self) -> str:
+        return "packed" if self.attends_packed else "dense"
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Padded tokens seen so far; true row lengths are in `store.state.length`."""
+        return self.length.seen if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.length.capacity is None else self.length.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
+        """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone.
+
+        The first that a cache hears of a forward pass: a chunk without room, or without a token, is refused here, before any
+        layer has stored it.
+        """
+        seen = self.get_seq_length()
+        if query_length == 0:
+            raise ValueError(
+                f"no new token came in, and the cache holds {int(seen)}: a prompt must be the whole text so far and go on "
+                "behind it; call reset() to begin another text"
+            )
+        if not torch.compiler.is_compiling():
+            self._check_capacity(query_length)
+        if self.attends_packed:
+            return query_length, seen
+        return int(seen) + query_length, 0
+
+    def refresh(self) -> None:
+        """Look whether weights have changed, before a step that may be compiled or replayed and cannot look."""
+        if self.is_initialized and self.length.fixed and self.attends_packed:
+            self.side.refresh(self.dtype)
+
+    def reset(self) -> None:
+        """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
+        self._forget()
+        self.side.end()
+        self.length.set(0)
+        if not self.length.fixed:
+            self.store, self.is_initialized = None, False
+        elif self.store is not None:
+            self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
+        the tail; packed tokens that become part of an open page again are read back into the tail."""
+        count = self.check_crop(tokens_to_remove)
+        if count == 0 or not self.is_initialized:
+            return
+        state, spec = self.store.state, self.spec
+        end = self.length.ask()
+        state.length.sub_(self._padding.real_among_last(count, end)).clamp_(min=0)
+        self._padding.cut(end - count)
+        if spec.direct:
+            state.paged.copy_((state.length - spec.sink).clamp(min=0))
+            self.store.own_pages()
+        elif count > self._in_tail:
+            unpack_into_tail(state, spec)
+            self.store.own_pages()
+        self._in_tail = max(self._in_tail - count, 0)
+        self.length.set(end - count)
+        self.taken -= count
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` `[n]`, in that order."""
+        if self.is_initialized:
+            padding = copy.copy(self._padding)
+            padding.select(indices)
+            try:
+                self.store.select_rows(indices.to(self.device))
+            except torch.OutOfMemoryError:
+                self.storing |= self.length.fixed  # its tensors are written in place; a growing store is as it was
+                raise
+            self.batch_size, self._padding = self.store.batch_size, padding
+
+    def offload(self) -> None:
+        raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
+
+    def prefetch(self) -> None:
+        self.offload()
+
+    def __repr__(self) -> str:
+        return f"LowBitLayer({self.spec.key_format}, {self.spec.value_format}, length={int(self.get_seq_length())})"
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
+        """Attend, then store (called by the attention function).
+
+        Args:
+            query: `[B, Hq, S, D]`. key, value: the chunk `[B, H, S, D]`.
+            mask: bool `[B, S]`, False for padding, or `None`.
+            sinks: `[Hq]` or `None`.
+
+        Returns:
+            `[B, S, Hq, D]`.
+        """
+        step = self._step if self.length.fixed else self._step_growing
+        return step(query, key, value, mask, scaling, softcap, sinks)
+
+    def _step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
+        tokens = key.shape[2]
+        first = not torch.compiler.is_compiling() and self.length.at_least == 0
+        self._make_room(tokens, "packed")
+        state = self.store.state
+        if first and tokens > 1:
+            ops.expect_steps(query, key, value, state, self.spec, softcap, sinks, self.backend)
+        if first and tokens > 1 and mask is None and softcap is None and sinks is None:
+            # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
+            out = self.side.prompt(query, key, value, scaling)
+            ops.append(key, value, mask, state, self.spec, self.backend)
+        else:
+            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
+            seen = None if tokens == 1 or torch.compiler.is_compiling() else self.length.at_least - tokens
+            options = scaling, softcap, sinks, self.backend, seen
+            query = self.side.queries(query)
+            out = ops.step(query, key, value, mask, state, self.spec, *options)
+            out = self.side.outputs(out)
+        if not torch.compiler.is_compiling():
+            self._note_tail(tokens, mask)
+            self.storing = False
+        return out
+
+    _step_growing = torch.compiler.disable(_step)
+
+    def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        past = self.length.ask()
+        self._make_room(key_states.shape[2], "dense")
+        store = self.store
+        out = (key_states, value_states)
+        if past:
+            keys, values = ops.read(store.state, self.spec, past, self.backend)
+            keys, values = as_made(keys, values, store.state, self.spec)
+            out = (
+                refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
+                refuse_backward(torch.cat([values, value_states], dim=2), value_states),
+            )
+        ops.append(key_states.detach(), value_states.detach(), None, store.state, self.spec, self.backend)
+        self._note_tail(key_states.shape[2], None)
+        self.storing = False
+        return out

@@ -1,0 +1,144 @@
+"""Caches by preset, and named after the methods that they come from: choices of formats, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..formats import Affine, Boosted, Format, parse_format
+from ..formats.boosted import Score
+from ..presets import SINK_TOKENS, VECINFER_TRANSFORM, get_preset
+from .low_bit_cache import LowBitCache
+
+#: arguments of `from_preset` that change a format's parameters, and these
+KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
+VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
+
+
+def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
+    """A cache by name, e.g. `from_preset("kivi-2", model, sink=32)`.
+
+    Args:
+        name: see `preset_names`.
+        model_or_config: as for `LowBitCache`.
+        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers; `boost`
+            (share of key channels) and `score` for those of Kitty.
+
+    Raises:
+        ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
+    """
+    preset = get_preset(name)
+    fields = ("sink", "residual", "transform", "value_transform")
+    options: dict[str, Any] = {field: getattr(preset, field) for field in fields}
+    options |= {"preset": preset.name, "reading": preset.reading, **overrides}
+    names = ("group_size", "bits_k", "bits_v", "boost", "score")
+    given = {name: value for name in names if (value := options.pop(name, None)) is not None}
+    keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
+    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", given, KEY_PARAMETERS)
+    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", given, VALUE_PARAMETERS)
+    return LowBitCache(model_or_config, keys, values, **options)
+
+
+def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str, str]) -> Format:
+    """`fmt` with what is `given` of its parameters; `what` tells which format it is."""
+    able = [name for name, parameter in parameters.items() if parameter in fmt.tunable]
+    changes = {name: value for name, value in given.items() if name in parameters}
+    if unable := [name for name in changes if name not in able]:
+        allowed = ", ".join(able) or "none"
+        raise ValueError(
+            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {what} has no such parameter; allowed: {allowed}"
+        )
+    return dataclasses.replace(fmt, **{parameters[name]: value for name, value in changes.items()}) if changes else fmt  # type: ignore[type-var]
+
+
+class KIVICache(LowBitCache):
+    """KIVI (arXiv 2402.02750): keys per channel, values per token, first and newest tokens in full precision.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
+        sink: first tokens of a row in full precision. The paper has none: `sink=0`.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self, model_or_config, bits=4, *, bits_k=None, bits_v=None, group_size=None, sink=SINK_TOKENS, **options
+    ):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, sink=sink, **options)
+
+
+class KittyCache(LowBitCache):
+    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values per
+    token; sink and newest tokens in full precision.
+
+    Args:
+        boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
+        score: which channels, see `formats.Boosted`.
+        bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self, model_or_config, boost=0.125, *, score: Score = "magnitude", bits_v=2, group_size=None, sink=32, **options
+    ):
+        keys, values = Boosted(boost, score), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, sink=sink, **options)
+
+
+class IntCache(LowBitCache):
+    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
+
+    Args:
+        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        group_size: 32, 64 or 128 channels; `None`: the whole head.
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(self, model_or_config, bits=8, *, bits_k=None, bits_v=None, group_size=None, **options):
+        bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
+        keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
+        super().__init__(model_or_config, keys, values, **options)
+
+
+class MLAFP8Cache(LowBitCache):
+    """SnapMLA (paper section 3.1) for models with multi-head latent attention: the latent in FP8 (e4m3) with a float32 scale a
+    token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/mla.md`.
+
+    Args:
+        model: the model, not its configuration: its attention layers are reached through it.
+        **options: as for `LowBitCache`. There is no 16-bit window, unless `residual` asks for one.
+
+    Raises:
+        ValueError: a model without MLA, with sparse MLA, or with a latent rank that is no multiple of 64.
+    """
+
+    def __init__(self, model, *, residual=0, **options):
+        super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)
+
+
+class VecInferCache(LowBitCache):
+    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys rotated.
+
+    Args:
+        calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one, or what
+            `calibrate` returned; `None`: the user's and the bundled calibrations are looked through.
+        key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
+        transform: of keys, as for `LowBitCache`. The default is that of the presets; the paper's is "smooth+hadamard".
+        **options: as for `LowBitCache`.
+    """
+
+    def __init__(
+        self,
+        model_or_config,
+        *,
+        calibration=None,
+        key_format="vq-d4b8",
+        value_format="vq-d4b8",
+        transform=VECINFER_TRANSFORM,
+        sink=32,
+        **options,
+    ):
+        options = {"calibration": calibration, "transform": transform, "sink": sink, **options}
+        super().__init__(model_or_config, key_format, value_format, **options)

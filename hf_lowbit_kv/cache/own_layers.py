@@ -1,0 +1,70 @@
+"""The layers of a cache that stay transformers' own (sliding, linear, recurrent): made, counted, cropped, allocated anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
+
+from .low_bit_layer import LowBitLayer
+from .sliding import RecordableSlidingLayer
+
+#: transformers' layers that count their tokens, and those that keep a state in place of tokens
+SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+RECURRENT = LinearAttentionCacheLayerMixin
+
+
+@torch.inference_mode(False)  # their counters must be writable outside it
+def own_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
+    """The layers that transformers itself would make."""
+    if max_cache_len is None:
+        return list(DynamicCache(config=config).layers)
+    layers = list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+    for layer in layers:
+        if type(layer) is StaticSlidingWindowLayer:
+            layer.__class__ = RecordableSlidingLayer
+    return layers
+
+
+def make_anew_for_other_rows(layer: Any, rows: int) -> None:
+    """Let one of transformers' layers that was emptied allocate for another number of rows, as the packed ones do."""
+    if isinstance(layer, LowBitLayer):
+        return
+    if isinstance(layer, RECURRENT):
+        held, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
+        if held is not None and empty and held.shape[0] != rows:
+            for initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                initialized.update(dict.fromkeys(initialized, False))
+    elif layer.is_initialized and layer.keys.shape[0] != rows and int(layer.get_seq_length()) == 0:
+        layer.is_initialized = False
+
+
+def can_crop(layer: Any) -> bool:
+    """Whether a layer can forget its newest tokens."""
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window:
+        return layer.record_past
+    if isinstance(layer, RECURRENT):
+        return layer.is_croppable and layer.record_past
+    return layer.is_croppable
+
+
+def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one of transformers' layers; recurrent ones keep theirs in dictionaries."""
+    for value in vars(layer).values():
+        for tensor in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def made_in_inference_mode(layer: Any) -> bool:
+    """Whether one of transformers' layers has tensors that only inference mode may write to."""
+    return not isinstance(layer, LowBitLayer) and any(tensor.is_inference() for tensor in tensors_of(layer))

@@ -1,0 +1,63 @@
+"""Which models a low-bit cache can serve, and what it needs to know of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..storage.readings import Side, parse_reading
+
+
+def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's configuration, after checking that a low-bit cache can serve the model."""
+    if isinstance(model_or_config, PreTrainedModel):
+        config = model_or_config.config
+        cls: Any = type(model_or_config)
+    elif isinstance(model_or_config, PreTrainedConfig):
+        config = model_or_config
+        mapping: Any = AutoModelForCausalLM._model_mapping
+        cls = mapping.get(type(config), None)  # None: code from a hub repository
+    else:
+        raise TypeError(f"model_or_config must be a transformers model or configuration, not {type(model_or_config)}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder model; only decoders are supported")
+    if cls is not None and not uses_attention_interface(cls):
+        raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"model_type={config.model_type!r} has cross-attention layers, whose keys the model itself reads from its cache"
+        )
+    return config
+
+
+def check_reading(asked: str | None, config: PreTrainedConfig, sides: dict[int, Side]) -> None:
+    """Raise where a layer is not read as `asked`."""
+    if asked is None or all(side.reading == parse_reading(asked) for side in sides.values()):
+        return
+    if asked == "latent":
+        raise ValueError(
+            f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
+            "one, e.g. from_preset('fp8', model), from_preset('kv8', model) or KIVICache(model)"
+        )
+    raise ValueError(
+        f"model_type={config.model_type!r} caches a latent (MLA), and this preset is for keys and values; use "
+        "from_preset('snapmla', model) or MLAFP8Cache(model)"
+    )
+
+
+def uses_attention_interface(cls: type) -> bool:
+    """Whether the architecture calls the registered attention function. The host's flag says so of most that do, but of
+    few with linear layers (Qwen 3.5, Jamba), whose code tells."""
+    return getattr(cls, "_supports_attention_backend", False) or hasattr(
+        sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+def tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:
+    """Ranks that tensor parallelism splits the model's heads over; 1 without, whatever else is distributed. The host notes it
+    in the configuration of a model that it has loaded so."""
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1

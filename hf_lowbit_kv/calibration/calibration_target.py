@@ -1,0 +1,97 @@
+"""The file that a calibration goes to. It is tried before the work begins, and what was made is kept wherever it can be."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from ..calibration_files.calibration_file import FILE_NAME, Calibration
+from ..calibration_files.calibration_lookup import user_folder
+
+
+def try_file(path: Path, shown: str) -> Calibration | None:
+    """Find out whether a calibration can be written to `path`, and added to what is there. Its folder is made.
+
+    Args:
+        shown: how messages name the file.
+
+    Returns:
+        The calibration that is there; `None`: there is no file yet.
+
+    Raises:
+        ValueError: a folder or a device, or a file to which nothing can be added: damaged, of another version.
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        raise ValueError(f"{shown} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{shown} is no regular file; name another one")
+    _try_folder(path.parent, shown)
+    if not path.exists():
+        return None
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{shown} is not writable")
+    try:
+        return Calibration.load(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{shown} exists, and nothing can be added to it: {error}. Delete it, or name another file"
+        ) from error
+
+
+def try_user_files(model_name: str) -> None:
+    """As `try_file`, for the files of the user's folder that a model of this name may get: which one it is depends on its
+    weights, which are not loaded yet."""
+    _try_folder(user_folder(), "the user's folder of calibrations")
+    pattern = re.compile(re.escape(model_name) + r"-[0-9a-f]{16}\.safetensors")
+    for path in sorted(user_folder().iterdir()):
+        if pattern.fullmatch(path.name):
+            try_file(path, repr(str(path)))
+
+
+def _try_folder(folder: Path, shown: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise OSError(f"{shown} cannot be written: {error}") from error
+
+
+def add_to_file(calibration: Calibration, path: Path) -> Calibration:
+    """Write a calibration to `path`, together with what the file there holds by now.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        OSError: that failed. The calibration is in another file then, which the message names: beside `path`, or in the folder
+            for temporary files.
+    """
+    try:
+        if path.exists():
+            calibration = Calibration.load(path).merged(calibration)
+        calibration.save(path)
+    except Exception as error:  # whatever it is, minutes of work must not be lost
+        raise OSError(f"{str(path)!r} could not be written: {error}. {_rescued(calibration, path)}") from error
+    return calibration
+
+
+def _rescued(calibration: Calibration, path: Path) -> str:
+    """Write it to a new file, and say which."""
+    reasons = []
+    for folder in (path.parent, Path(tempfile.gettempdir())):
+        other: Path | None = None
+        try:
+            handle, name = tempfile.mkstemp(dir=folder, prefix=f"{path.stem}-", suffix=".safetensors")
+            os.close(handle)
+            other = Path(name)
+            calibration.save(other)
+            return f"The result is in {name!r}: calibration={name!r} takes it"
+        except Exception as error:
+            reasons.append(str(error))
+            if other is not None:
+                other.unlink(missing_ok=True)
+    return f"It could not be written elsewhere either, and is lost: {'; '.join(reasons)}"

@@ -1,0 +1,121 @@
+"""What errors in stored keys and values cost: gradients of a model's predictions, through queries that read packed pages.
+
+A cache keeps the newest tokens exact, so what a query makes of its near neighbours does not matter. Here a window goes through
+the model in chunks of a page. Where a query attends to keys at least a page behind its own, a zero is added to them, and the
+gradient with respect to that zero is what they are worth as packed keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..machine.cache_argument import as_argument
+from .calibration_windows import longest_window
+from .calibrator import PAGE
+
+#: windows, by device, and tokens of a window
+SAMPLES = {"cpu": 8, "cuda": 32}
+LENGTH = 1024
+#: keys count from the chunk so many chunks behind their own; 0: for all queries
+DISTANCE = 2
+
+
+def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
+    """How many windows, and of how many tokens each: the second length where texts have no window of the first.
+
+    Raises:
+        ValueError: the model's context is too short for a query that reads a page packed.
+    """
+    lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
+    if not (enough := [length for length in lengths if length > DISTANCE * page_size]):
+        raise ValueError(
+            f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
+            "gradients=False (--no-gradients) does without"
+        )
+    return SAMPLES.get(model.device.type, SAMPLES["cuda"]), enough
+
+
+class _Watched(DynamicCache):
+    """A full-precision cache whose packed layers add zeros to old keys and values, and keep those zeros."""
+
+    def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int, page_size: int):
+        super().__init__(config=config)
+        self._layers, self._sides, self._tokens, self.page_size = layers, sides, tokens, page_size
+        self.zeros: dict[tuple[int, int], torch.Tensor] = {}
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        streams = list(super().update(key_states, value_states, layer_idx, *args, **kwargs))
+        seen = streams[0].shape[2] - key_states.shape[2]
+        old = min(seen + self.page_size - DISTANCE * self.page_size, streams[0].shape[2])
+        if layer_idx in self._layers and old > 0:
+            for side in self._sides:
+                x = streams[side]
+                if (zeros := self.zeros.get((layer_idx, side))) is None:
+                    zeros = x.new_zeros(*x.shape[:2], self._tokens, x.shape[3], requires_grad=True)
+                    self.zeros[layer_idx, side] = zeros
+                streams[side] = torch.cat([x[:, :, :old] + zeros[:, :, :old], x[:, :, old:]], 2)
+        return tuple(streams)
+
+
+def read_gradients(
+    model: Any,
+    windows: Sequence[torch.Tensor],
+    layers: Collection[int],
+    sides: Sequence[int],
+    see: Callable[[int, int, torch.Tensor], None],
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    page_size: int = PAGE,
+) -> None:
+    """Let the model read each window, and call `see(layer, side, gradients [1, H, S, D])`: those of the sum, over positions, of
+    log p(a token drawn from the model's distribution there).
+
+    Args:
+        windows: tokens, int64 `[S]`. layers: those that are packed. sides: 0 for keys, 1 for values.
+        page_size: tokens of a page, in which the model reads.
+
+    Raises:
+        ValueError: the model cannot be differentiated; says what to do.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:  # nothing is kept for gradients that nobody asks for
+        parameter.requires_grad_(False)
+    try:
+        for number, window in enumerate(windows):
+            cache = _Watched(model.config, layers, sides, len(window), page_size)
+            for (layer, side), gradient in _gradients(model, window, cache, generator).items():
+                see(layer, side, gradient)
+            if progress is not None:
+                progress(number + 1)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _gradients(model: Any, window: torch.Tensor, cache: _Watched, generator: torch.Generator) -> dict:
+    ids = window[None].to(model.device)
+    total = torch.zeros((), device=model.device)
+    with torch.enable_grad():
+        for first in range(0, len(window), cache.page_size):
+            chunk = ids[:, first : first + cache.page_size]
+            logits = model(chunk, **as_argument(cache), use_cache=True).logits[0]
+            if not cache.zeros:
+                continue  # these predictions depend on nothing that is watched
+            log_p = logits.float().log_softmax(-1)
+            uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
+            drawn = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)
+            total = total + log_p.gather(-1, drawn[:, None]).sum()
+        try:
+            found = torch.autograd.grad(total, list(cache.zeros.values()))
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"the model's keys and values cannot be differentiated: gradients=False (--no-gradients) does without ({error})"
+            ) from error
+    return dict(zip(cache.zeros, found, strict=True))

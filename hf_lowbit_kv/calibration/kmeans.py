@@ -1,0 +1,93 @@
+"""k-means for codebooks: by faiss on a CPU; on a GPU, where faiss is not at hand, by Lloyd's algorithm in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..machine.determinism import deterministic
+
+#: points used for a centroid, at most
+MOST_POINTS = 256
+#: iterations, at most (VecInfer, section 4.1)
+ITERATIONS = 30
+#: distances that a GPU computes at a time
+_CHUNK = 1 << 27
+
+
+def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS) -> torch.Tensor:
+    """Centroids `[count, dim]` of points `[n, dim]`, float32, on the device of `x`. At most 256 points a centroid are used.
+
+    Raises:
+        ValueError: fewer points than centroids, or points that are not finite. ImportError: no faiss, on a CPU.
+    """
+    check_points(len(x), count)
+    if not bool(x.isfinite().all()):
+        raise ValueError("the sub-vectors are not all finite")
+    x = x.float()
+    if len(x) > MOST_POINTS * count:
+        generator = torch.Generator().manual_seed(seed)
+        x = x[torch.randperm(len(x), generator=generator)[: MOST_POINTS * count].to(x.device)]
+    if x.device.type == "cpu":
+        return _faiss(x, count, seed, iterations)
+    with deterministic():  # sums in a fixed order: the same codebooks each time
+        return _lloyd(x, count, seed, iterations)
+
+
+def check_points(points: int, count: int) -> None:
+    """Raise `ValueError` where there are fewer points than centroids."""
+    if points < count:
+        raise ValueError(f"{points} sub-vectors are too few for {count} centroids")
+
+
+def check_kmeans(device: str) -> None:
+    """Raise `ImportError` where `kmeans` lacks the package that it needs for points on this type of device."""
+    if device == "cpu":
+        _faiss_package()
+
+
+def _faiss_package() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError("calibration on a CPU needs faiss: pip install 'hf-lowbit-kv[calibrate]'") from error
+    return faiss
+
+
+def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
+    trainer = _faiss_package().Kmeans(
+        x.shape[1],
+        count,
+        niter=iterations,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=MOST_POINTS,
+    )
+    trainer.train(x.contiguous().numpy())
+    return torch.from_numpy(trainer.centroids)
+
+
+def _lloyd(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
+    """Centroids begin as points drawn at random. One that is nobody's nearest begins again as a point far from its own."""
+    drawn = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
+    centroids = x[drawn.to(x.device)].clone()
+    for _ in range(iterations):
+        code, distance = _assign(x, centroids)
+        size = torch.bincount(code, minlength=count)
+        moved = torch.zeros_like(centroids).index_add_(0, code, x) / size.clamp(min=1)[:, None]
+        far = x[distance.topk(count).indices]
+        empty = size == 0
+        centroids = torch.where(empty[:, None], far[(empty.cumsum(0) - 1).clamp(min=0)], moved)
+    return centroids
+
+
+def _assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest centroid of each point, int64 `[n]`, and its squared distance, float32 `[n]`."""
+    squares = (centroids * centroids).sum(-1)
+    codes, distances = [], []
+    for part in x.split(max(_CHUNK // len(centroids), 1)):
+        distance, code = torch.addmm(squares, part, centroids.T, alpha=-2).min(-1)
+        codes.append(code)
+        distances.append(distance + (part * part).sum(-1))
+    return torch.cat(codes), torch.cat(distances)

@@ -1,0 +1,241 @@
+"""Calibrations on disk: tensors by layer, side, transform and format, with what they were made from. Never pickled.
+
+A file carries a digest of its content, so one that was altered is refused. Files of earlier releases have none.
+
+One file serves several presets: those that share a transform and a format share the tensors. Names of tensors are
+
+    layers.<index>.<keys|values>.<transform>.<parameter>              of a transform, e.g. layers.3.keys.smooth+hadamard.scale
+    layers.<index>.<keys|values>.<transform>.<format>.<parameter>     of a format that stores what the transform gives
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import reprlib
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..machine.staleness import digest
+from .model_description import check_description, difference
+
+#: of the file's layout; another one is refused
+VERSION = 1
+FILE_NAME = "calibration.safetensors"
+#: a larger file is damaged, and is not read: that of a model of 400B has some 100 MB
+MOST_BYTES = 2**33
+
+
+@dataclass(eq=False)
+class Calibration:
+    """Parameters of transforms and formats for one model.
+
+    Attributes:
+        tensors: by name, see the module's description.
+        model: what they were made for: `name`, `model_type`, `layers`, `marks` (see `describe_model`).
+        source: what they were made from, one entry for each run of `calibrate`: presets, samples, length, seed, versions, and
+            the names of its `tensors`. A dict, as in older files, becomes one entry with the names of all tensors.
+        path: where it was loaded from.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    model: dict[str, Any]
+    source: list[dict[str, Any]] = field(default_factory=list)
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, dict):
+            self.source = [{**self.source, "tensors": sorted(self.tensors)}] if self.source else []
+
+    def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
+        """One tensor. Raises `ValueError` where the calibration does not hold it."""
+        *what, parameter = names
+        name = ".".join(("layers", str(layer), side, *what, parameter))
+        if (found := self.tensors.get(name)) is None:
+            raise ValueError(
+                f"calibration{self._where()} holds no {parameter} for {side} of {'.'.join(what)} ({name}); it holds "
+                f"{', '.join(self.contents()) or 'nothing'}"
+            )
+        return found
+
+    def contents(self) -> list[str]:
+        """What it was made for: `keys of smooth+hadamard.vq-d4b8`, ..."""
+        found = {tuple(name.split(".")[2:-1]) for name in self.tensors}
+        return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in found)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, which appears whole or not at all. Raises `OSError` where that fails."""
+        path = Path(path)
+        metadata = {
+            "format": "hf-lowbit-kv calibration",
+            "version": str(VERSION),
+            "model": json.dumps(self.model),
+            "source": json.dumps(self.source),
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(self.tensors.items())}
+        metadata["digest"] = _digest(tensors, metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except SafetensorError as error:
+            raise OSError(f"calibration cannot be written to {str(path)!r}: {error}") from error
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, source: str | Path) -> Calibration:
+        """Read a file, or the file `calibration.safetensors` of a folder or of a hub repository.
+
+        Raises:
+            ValueError: no calibration, truncated, altered, of another version, or with numbers that are not finite.
+            TypeError: no path. OSError: there is nothing of that name, or it cannot be opened.
+        """
+        path, shown = find_file(source), f"calibration={str(source)!r}"
+        with opened(path, shown) as file:
+            tensors = {name: file.read(name) for name in file.names}
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or tensor.itemsize < 2:
+                raise ValueError(
+                    f"{shown} holds {tensor.dtype} in {name}, and not 16-bit or wider floating-point numbers"
+                )
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{shown} holds numbers that are not finite, in {name}: make it again")
+        stated = file.metadata.get("digest")
+        if stated is not None and stated != _digest(tensors, file.metadata):
+            raise ValueError(f"{shown} was altered: its content is not what was saved. Make it again")
+        return cls(tensors, file.model, file.source, str(path))
+
+    def merged(self, other: Calibration) -> Calibration:
+        """With the tensors of `other`, made for the same model, put in the place of those of the same names. A run
+        of which no tensor is left has no entry in `source` any more."""
+        if (reason := difference(self.model, other.model)) is not None:
+            raise ValueError(f"calibrations for different models cannot be joined: {reason}")
+        runs = [
+            {**run, "tensors": [x for x in run.get("tensors", []) if x not in other.tensors]} for run in self.source
+        ]
+        source = [*(run for run in runs if run["tensors"]), *other.source]
+        return Calibration(self.tensors | other.tensors, self.model, source, self.path)
+
+    def check(self, model: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where `model` (`describe_model`) is not the one it was made for."""
+        if (reason := difference(self.model, model)) is not None:
+            raise ValueError(f"calibration{self._where()} was made for another model ({self.model['name']}): {reason}")
+
+    def _where(self) -> str:
+        return f"={self.path!r}" if self.path else ""
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """64 hexadecimal digits that tell the content of a file from others."""
+    said = [metadata[key] for key in ("format", "version", "model", "source")]
+    content = [(name, digest(tensor).hex()) for name, tensor in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps([said, content]).encode()).hexdigest()
+
+
+class OpenFile(NamedTuple):
+    """A calibration file that is open, its header read: what it says of the model and of its source."""
+
+    handle: Any
+    metadata: dict[str, str]
+    model: dict[str, Any]
+    source: Any
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.handle.keys())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.handle.get_tensor(name)
+
+
+@contextmanager
+def opened(path: Path, shown: str) -> Iterator[OpenFile]:
+    """Open a calibration file of this version. shown: what messages call it.
+
+    Raises:
+        ValueError: no calibration, truncated, of another version, or nothing said of the model. OSError: it cannot be opened.
+    """
+    try:
+        at = path.stat()
+        if not (stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)):  # a pipe would be waited for
+            raise OSError("it is no file")
+        if at.st_size > MOST_BYTES:
+            raise ValueError(
+                f"{shown} has {at.st_size} bytes, and a calibration has {MOST_BYTES} at most: make it again"
+            )
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != "hf-lowbit-kv calibration":
+                raise ValueError(f"{shown} is a safetensors file, but no calibration")
+            if metadata.get("version") != str(VERSION):
+                raise ValueError(
+                    f"{shown} has version {metadata.get('version')!r}, and this release reads {VERSION}: make it again with "
+                    "`hf-lowbit-kv calibrate`"
+                )
+            try:
+                model, source = json.loads(metadata["model"]), json.loads(metadata["source"])
+                check_description(model)
+                if not isinstance(source, dict) and not _are_runs(source):
+                    raise ValueError(f"source {reprlib.repr(source)} is no list of runs with their tensors")
+            except (KeyError, ValueError, RecursionError) as error:
+                raise ValueError(f"{shown} does not say what it was made for: {error!r}") from error
+            yield OpenFile(file, metadata, model, source)
+    except SafetensorError as error:
+        raise ValueError(f"{shown} cannot be read, it may be truncated: {error}") from error
+    except OSError as error:
+        raise type(error)(f"{shown} cannot be opened: {error}") from error
+
+
+def _are_runs(source: Any) -> bool:
+    """Whether this is what `Calibration.source` holds."""
+    return isinstance(source, list) and all(
+        isinstance(run, dict)
+        and isinstance(names := run.get("tensors"), list)
+        and all(isinstance(x, str) for x in names)
+        for run in source
+    )
+
+
+#: by name of a hub repository, its file: each is asked for once a process
+_of_hub: dict[str, Path] = {}
+
+
+def find_file(source: str | Path) -> Path:
+    """The file that `calibration=` names: itself, or the one of a folder or of a hub repository."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"calibration must be a path, a hub repository or a Calibration, not {type(source).__name__}")
+    path = Path(source)
+    if path.is_dir():
+        path = path / FILE_NAME
+    if path.is_file():
+        return path
+    text = str(source)
+    if text in _of_hub and _of_hub[text].is_file():
+        return _of_hub[text]
+    if text.count("/") == 1 and not path.is_absolute() and not text.startswith(".") and path.suffix != ".safetensors":
+        from transformers.utils import cached_file
+
+        try:
+            found = cached_file(text, FILE_NAME)
+        except OSError as error:
+            raise OSError(
+                f"calibration={text!r} is no file here, and no hub repository that can be read: {error}"
+            ) from error
+        if found is not None:
+            _of_hub[text] = Path(found)
+            return _of_hub[text]
+    raise FileNotFoundError(f"calibration={text!r} is neither a file, nor a folder or hub repository with {FILE_NAME}")

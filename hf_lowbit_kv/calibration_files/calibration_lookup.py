@@ -1,0 +1,222 @@
+"""The calibration of a cache: the one that the user names, else one from the user's folder, else one of the package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..machine.folders import cache_root
+from ..machine.staleness import ReadOnce, converted
+from ..presets import get_preset, preset_names
+from .calibration_file import Calibration, find_file, opened
+from .model_description import describe_model, difference
+
+T = TypeVar("T")
+#: calibrations that were loaded for caches, and the models that files were made for
+_loaded: ReadOnce[Calibration] = ReadOnce(most=8)
+_made_for: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """`calibration=` of a cache that nobody else sees before it has copied its tensors. Until then it may share them with other
+    caches, so a file is read only once while it does not change."""
+
+    source: Calibration | str | Path | None
+
+
+@torch.inference_mode(False)  # of tensors made inside it, PyTorch does not count changes
+def _load_once(source: str | Path) -> Calibration:
+    """As `Calibration.load`; whoever gets the result shares it, and must not change it."""
+    return _loaded.get(find_file(source), lambda: Calibration.load(source))
+
+
+def user_folder() -> Path:
+    """Where calibrations are looked for, below `folders.cache_root`."""
+    return cache_root() / "calibrations"
+
+
+def user_file(model: Mapping[str, Any]) -> Path:
+    """The file of a model in that folder: its name and a hash of what `describe_model` says of it."""
+    marks = json.dumps([model["model_type"], model["layers"], [f"{x:.2g}" for x in model.get("marks", [])]])
+    return user_folder() / f"{model['name']}-{hashlib.sha256(marks.encode()).hexdigest()[:16]}.safetensors"
+
+
+def bundled_folder() -> Path:
+    """Calibrations that come with the package."""
+    return Path(__file__).parent.parent / "bundled"
+
+
+def find(model: Mapping[str, Any], load: Callable[[Path], Calibration] = Calibration.load) -> Iterator[Calibration]:
+    """Calibrations made for `model`: the user's, then the bundled ones. Both folders are looked through each time. A file that
+    cannot be used is skipped, with a warning, until it is mended."""
+    if "marks" not in model:  # a configuration alone does not tell models apart
+        return
+    for folder in (user_folder(), bundled_folder()):
+        for path in sorted(folder.glob("*.safetensors")):
+            made_for = _usable(path, lambda path=path: _made_for.get(path, lambda: _model_of(path)))  # type: ignore[misc]
+            if made_for is None or difference(made_for, model) is not None:
+                continue
+            if (calibration := _usable(path, lambda path=path: load(path))) is not None:  # type: ignore[misc]
+                yield calibration
+
+
+def _model_of(path: Path) -> dict[str, Any]:
+    """What a file says of the model that it was made for."""
+    with opened(path, "the file") as file:
+        return file.model
+
+
+#: files that a warning has named
+_skipped: set[Path] = set()
+_skipping = threading.Lock()
+
+
+def _usable(path: Path, read: Callable[[], T]) -> T | None:
+    """What `read` returns of a file in a folder that is looked through. `None` where the file is damaged, which the first time
+    warns, or was removed meanwhile."""
+    try:
+        return read()
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return None
+        reason = "it is a link to nothing"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    _skip(path, reason)
+    return None
+
+
+def _skip(path: Path, reason: str) -> None:
+    """Warn, once for each file, that it is not used."""
+    with _skipping:
+        known = path in _skipped
+        _skipped.add(path)
+    if not known:
+        warnings.warn(
+            f"calibration {str(path)!r} is skipped: {reason}. Delete it, or make it again with `hf-lowbit-kv calibrate`",
+            stacklevel=2,
+        )
+
+
+class _WrongTensorError(ValueError):
+    """A calibration's tensor is not of the shape that the layer asks for."""
+
+
+def parameters_for(
+    calibration: Calibration | str | Path | Borrowed | None,
+    model_or_config: Any,
+    specs: Mapping[int, Any],
+    sizes: Mapping[int, tuple[int | None, ...]],
+    preset: str | None,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """By layer, the tensors that its `LayerSpec` asks for, by their full names (`LayerSpec.parameters`).
+
+    Args:
+        calibration: given by the user; `None`: the user's own files, then the bundled ones, are looked through.
+        specs, sizes: of each packed layer, its spec, and its KV heads and their size.
+        preset: name to show in messages.
+
+    Raises:
+        ValueError: there is none, it was made for another model, or it does not hold what a layer asks for, in its shape.
+    """
+    load: Callable[[Any], Calibration] = Calibration.load
+    convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
+    if isinstance(calibration, Borrowed):
+        calibration, load, convert = calibration.source, _load_once, converted
+    asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
+    shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in asked}
+    if calibration is None and not asked:
+        return {}
+    model = describe_model(model_or_config, sizes)
+    name = getattr(model_or_config, "name_or_path", "") or "NAME"
+    if calibration is not None:
+        given = calibration if isinstance(calibration, Calibration) else load(calibration)
+        given.check(model)
+        try:
+            return _taken(given, asked, shapes, convert)
+        except ValueError as error:
+            raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
+    reasons = []
+    for found in find(model, load):
+        try:
+            return _taken(found, asked, shapes, convert)
+        except _WrongTensorError as error:
+            _skip(Path(found.path or ""), str(error))
+            reasons.append(str(error))
+        except ValueError as error:
+            reasons.append(str(error))
+    layer, spec = next((layer, specs[layer]) for layer in asked)
+    what = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
+    if len(asked) < len(specs) and not (preset and list(asked_of(get_preset(preset).spec()))):
+        what, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
+    raise ValueError(
+        f"{what} needs a calibration for {model['name']}, and none was given: {_how_to_make(asked, specs, name, preset)}"
+        + (f" ({'; '.join(reasons)})" if reasons else "")
+    )
+
+
+def _how_to_make(
+    asked: Mapping[int, Iterable[Any]],
+    specs: Mapping[int, Any],
+    model: str,
+    preset: str | None,
+    path: str | None = None,
+) -> str:
+    """The command for what layers ask for, or the call where no preset has it; path: of a file to add to."""
+    made = {name: set(asked_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())}
+    found = [next((name for name, what in made.items() if what.issuperset(wanted)), None) for wanted in asked.values()]
+    if None in found:
+        own = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in asked))
+        return f"calibration=lb.calibrate(model, tokenizer, texts, [{own}]) makes it"
+    file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, found)))
+    command = f"hf-lowbit-kv calibrate --model {model} --text FILE --preset {names} -o {file}"
+    return f"{command}, then calibration={file!r} (--calibration {file})"
+
+
+def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:
+    """What a spec asks for: full name, side, names in the file, and dtype."""
+    for side, role in (("keys", "key"), ("values", "value")):
+        transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
+        for parameter in transform.parameters(64, 1):
+            yield f"{role}_transform.{parameter.name}", side, (transform.name, parameter.name), parameter.dtype
+        for parameter in fmt.parameters(64, 1):
+            yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
+
+
+def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a spec asks for, by full name; none where the configuration does not tell the layer's sizes."""
+    heads, *dims = size
+    if heads is None or None in dims:
+        return {}
+    return {parameter.name: parameter.shape for parameter in spec.parameters(*dims, heads)}
+
+
+def _taken(
+    calibration: Calibration,
+    asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
+    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
+    convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+) -> dict[int, dict[str, torch.Tensor]]:
+    taken: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, wanted in asked.items():
+        taken[layer] = {}
+        for name, side, names, dtype in wanted:
+            tensor = calibration.get(layer, side, names)
+            shape = shapes[layer].get(name)
+            if shape is not None and tuple(tensor.shape) not in (shape, (1, *shape[1:])):
+                where = f"calibration={calibration.path!r}" if calibration.path else "calibration"
+                raise _WrongTensorError(
+                    f"{where} holds {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, and the "
+                    f"layer needs {shape}" + (f", or {(1, *shape[1:])} for all KV heads" if shape[0] > 1 else "")
+                )
+            taken[layer][name] = convert(tensor, dtype)
+    return taken

@@ -1,0 +1,154 @@
+"""Options and output that commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..calibration_files.calibration_file import Calibration
+from ..eval.local_models import load_model
+from ..eval.preset_search import fitting_presets
+from ..presets import get_preset
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: columns of the tables whose name in JSON is longer than what 80 columns hold
+HEADINGS = {"bits_per_value": "bits", "residual": "tail"}
+
+PresetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--preset",
+        "-p",
+        help="Preset; repeat it or separate several by commas.",
+        show_default="all that serve the model",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help="Hub name or folder of the model.", show_default="the bundled SmolLM2-135M-Instruct")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="E.g. cpu, cuda:1.", show_default="the GPU, if there is one")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="float32 on the CPU, else bfloat16")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Argument of from_preset for every preset, e.g. residual=64; repeatable."
+    ),
+]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        help="For presets that need one: a file of `hf-lowbit-kv calibrate`, or a folder or hub repository with one.",
+        show_default="looked up for the model",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
+
+
+def resolve_presets(options: list[str] | None) -> list[str]:
+    """Names from repeated and comma-separated options, checked; none where there are none."""
+    names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
+    if options and not names:
+        raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
+    return [get_preset(name).name for name in dict.fromkeys(names)]
+
+
+def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
+    """The listed presets that serve the model. Which do not, and why, is told on standard error."""
+    names, reasons = fitting_presets(model, overrides)
+    for name, reason in reasons.items():
+        Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    if not names:
+        raise ValueError(f"no preset serves this model: {next(iter(reasons.values()))}")
+    return names
+
+
+def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
+    """`--set` and `--calibration` as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text.
+    The calibration is read once."""
+    overrides: dict[str, Any] = {}
+    for option in options or []:
+        name, equals, value = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
+        if name == "calibration" and calibration is not None:
+            raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
+        try:
+            overrides[name] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[name] = value
+    return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
+
+
+def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer, from the options of the same names."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
+
+
+def check_device(name: str | None) -> torch.device | None:
+    """The device of that name, after trying it."""
+    try:
+        where = None if name is None else torch.device(name)
+        if where is not None:
+            torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return where
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Any]:
+    """A bar on standard error; yields a function to call with the name of each step as it begins."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = 0
+
+        def report(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=name, completed=begun)
+            begun += 1
+            if not console.is_terminal:  # a log has no moving bar
+                console.print(f"{begun}/{total} {name}")
+
+        yield report
+
+
+def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
+    """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, (column, cell) in enumerate(rows[0].items()):
+        right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
+        table.add_column(HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
+    console = Console()
+    console.print(
+        title, style="italic", markup=False, highlight=False, soft_wrap=True
+    )  # a table would wrap it to its own width
+    console.print(table)
+
+
+def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
+    """Rows as a JSON list, or an object, on standard output."""
+    print(json.dumps(rows, indent=2, ensure_ascii=False))

@@ -1,0 +1,131 @@
+"""What the caller of `generate` gave, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..machine.toolchain import why_not_launched
+from ..storage.arguments import check_count
+
+#: how a decoding step may run
+STEPS = ("recorded", "compiled", "eager")
+
+
+def prompt_of(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The prompt, as keyword arguments; those among `options` are taken out of them."""
+    named: dict[str, Any] = {name: options.pop(name) for name in ("input_ids", "inputs_embeds") if name in options}
+    if inputs is None:
+        return named
+    if named:
+        raise ValueError(f"inputs and {next(iter(named))} are both given; give one of them")
+    return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+
+
+def cache_of(past_key_values: Any, options: dict[str, Any]) -> Any:
+    """The cache to go on with: `past_key_values`, or `cache`, as transformers calls it since 5.24; taken out of the options."""
+    cache = options.pop("cache", None)
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
+    return past_key_values if cache is None else cache
+
+
+def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
+    """How the steps are to run, after checking that they can."""
+    if step not in (None, *STEPS):
+        raise ValueError(f"step={step!r} is not known; allowed: {', '.join(map(repr, STEPS))}")
+    configured = getattr(options.get("generation_config"), "compile_config", None)
+    if options.get("compile_config") is not None or configured is not None:
+        if step not in (None, "compiled"):
+            raise ValueError(f"step={step!r} and compile_config are both given; compile_config is for step='compiled'")
+        step = "compiled"
+    step = step or "recorded"
+    if step != "compiled":
+        return step
+    if setting(model, options, "disable_compile"):
+        raise ValueError("step='compiled' and disable_compile=True are both given; step='recorded' needs no compiler")
+    if model.device.type == "cuda" and (reason := why_not_launched()) is not None:
+        raise RuntimeError(f"the step cannot be compiled: {reason}; step='recorded' works without a compiler")
+    return step
+
+
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise for what cannot run on a preallocated cache, before anything is allocated."""
+    for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
+        if setting(model, options, argument) is not None:
+            raise ValueError(
+                f"{argument} is not allowed: its steps are of several tokens; use model.generate with a growing cache"
+            )
+    if (beams := setting(model, options, "num_beams")) not in (None, 1):
+        raise ValueError(
+            f"num_beams={beams} is not allowed: a preallocated cache does not serve beam search; "
+            "use model.generate with a growing cache"
+        )
+    if setting(model, options, "use_cache") is False:
+        raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
+
+
+def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """A generation setting: of the call, else of its generation configuration, else of the model's."""
+    if options.get(name) is not None:
+        return options[name]
+    for config in (options.get("generation_config"), model.generation_config):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
+
+
+def options_of_cache(given: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
+    """The options of a new cache: those given, and the calibration that stands beside them."""
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"cache_options={given!r} is not allowed; it must be a dict of options, or None")
+    if calibration is None:
+        return given
+    if (other := (given or {}).get("calibration")) is not None:
+        one, two = (repr(x) if isinstance(x, (str, os.PathLike)) else type(x).__name__ for x in (calibration, other))
+        raise ValueError(f"calibration={one} and cache_options['calibration']={two} are both given; give one of them")
+    return {**(given or {}), "calibration": calibration}
+
+
+def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
+    return setting(model, options, "num_return_sequences") or 1
+
+
+def new_tokens_of(model: Any, given: int | None, options: dict[str, Any], tokens: int) -> int:
+    """Tokens to write, at most. The call's `max_length` is taken out of the options, and becomes this."""
+    length = options.pop("max_length", None)
+    if given is not None and length is not None:
+        raise ValueError(f"max_new_tokens={given} and max_length={length} are both given; give one of them")
+    config = options.get("generation_config")
+    if given is None and length is None:
+        given = getattr(config, "max_new_tokens", None)
+        length = getattr(config, "max_length", None) if given is None else None
+    if length is not None:
+        check_count("max_length", length)
+        if length <= tokens:
+            raise ValueError(f"max_length={length} leaves nothing to write: the prompt has {tokens} tokens")
+        given = length - tokens
+    if given is None:
+        given = model.generation_config.max_new_tokens
+    if given is None:
+        raise ValueError(
+            "max_new_tokens=None: the cache is allocated before the first step, so give the most tokens to write"
+        )
+    check_count("max_new_tokens", given)
+    return given
+
+
+def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of the prompt."""
+    prompt = inputs.get("input_ids")
+    if prompt is None:
+        prompt = inputs.get("inputs_embeds")
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2 or 0 in prompt.shape:
+        raise ValueError(
+            "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids': "
+            "tokenizers return them with return_tensors='pt'"
+        )
+    return prompt.shape[0], prompt.shape[1]

@@ -1,0 +1,129 @@
+"""Decoding steps compiled by torch: settings, and the first compilation of a cache's step before the text starts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import CompileConfig, GenerationConfig
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..machine.cache_argument import as_argument
+from .kept_caches import capacity
+
+#: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
+COMPILED_STEPS = 64
+
+#: how inductor compiles the step (docs/log/generation.md has the times); transformers' own choice is the first of these alone
+STEP_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": True,
+    # one row: products with weights become reductions, whose tiles are searched for, from the best of several beginnings: from
+    # one alone the search may end where a product takes twice as long (docs/log/generation.md)
+    "coordinate_descent_tuning": True,
+    "max_autotune_pointwise": True,
+    # reductions that read the same activations (q, k, v) in one launch
+    "combo_kernels": True,
+    "combo_kernel_allow_mixed_sizes": 2,
+    # a kernel starts while the one before it ends
+    "triton.enable_pdl": True,
+}
+
+#: what has been compiled for a cache, by its first packed layer
+_compiled: weakref.WeakKeyDictionary[LowBitLayer, set[tuple]] = weakref.WeakKeyDictionary()
+#: models that this module had compiled
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def compile_config() -> CompileConfig:
+    """How `generate` compiles the step where the caller does not say: `STEP_OPTIONS`, as far as this torch knows them."""
+    import torch._inductor
+
+    known = set(torch._inductor.list_options())
+    return CompileConfig(mode=None, options={key: value for key, value in STEP_OPTIONS.items() if key in known})  # type: ignore
+
+
+def forget(model: Any) -> None:
+    """Drop what was compiled for this model. torch cannot forget that of one model alone: everything that was compiled in this
+    process is compiled again when it is next used."""
+    if model in _models:
+        _models.discard(model)
+        for name in ("_compiled_call", "_last_compile_config"):
+            vars(model).pop(name, None)
+        torch.compiler.reset()
+
+
+def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
+    """Raise where transformers would not compile the step: it would run eagerly, and say so in a log."""
+    config = GenerationConfig(compile_config=options["compile_config"])
+    if not hasattr(model, "_valid_auto_compile_criteria"):
+        raise ValueError(
+            f"step='compiled' is not possible: transformers {transformers.__version__} has no _valid_auto_compile_criteria, "
+            "which tells whether it compiles a step; use step='recorded'"
+        )
+    if model._valid_auto_compile_criteria(as_argument(cache), config):
+        return
+    quantizer = getattr(model, "hf_quantizer", None)
+    why = "its weights are offloaded" if quantizer is None or quantizer.is_compileable else "its weights are quantized"
+    raise ValueError(
+        f"step='compiled' is not possible: transformers does not compile this {type(model).__name__}, probably because {why}; "
+        "use step='recorded'"
+    )
+
+
+def compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], progress: bool) -> None:
+    """Compile the step for this cache, on a prompt of a few tokens, unless that has been done or the cache is in use.
+
+    The host's step differs with padding in the prompt and with what it shall return; a step that was not compiled here
+    is compiled by the call itself.
+    """
+    mask = options.get("attention_mask")
+    padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
+    outputs = ("output_hidden_states", "output_attentions", "compile_config")
+    same = {name: options[name] for name in outputs if options.get(name) is not None}
+    key = (padded, repr(sorted(same.items())))
+    done = _compiled.setdefault(cache.packed_layers[0], set())
+    if key in done:
+        return
+    what = f"{cache.preset or 'the cache'}, {rows} x {capacity(cache)} tokens"
+    if progress:
+        print(f"Compiling the decoding step of {type(model).__name__} for {what} (once)", file=sys.stderr, flush=True)
+    done.add(key)
+    _models.add(model)
+    if cache.packed_layers[0].is_initialized and int(cache.get_seq_length()):
+        return  # the call's own first steps will do it: nothing may be added to what is stored
+    begin = time.perf_counter()
+    prompt = torch.zeros(rows, 4, dtype=torch.long, device=model.device)
+    prompt_mask = torch.ones_like(prompt)
+    if padded:
+        prompt_mask[:, 0] = 0
+    # three steps: CUDA graphs are warmed up, recorded and replayed
+    fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):  # a seed set before the first call gives what it gives later
+            model.generate(prompt, attention_mask=prompt_mask, **as_argument(cache), **fixed, **same)
+    except BaseException:
+        done.discard(key)
+        raise
+    finally:
+        cache.reset()
+    if progress:
+        print(f"Compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def compile_limit(step: str) -> Iterator[None]:
+    """Inside, as many steps as are kept may be compiled for one model."""
+    if step != "compiled":
+        yield
+        return
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=max(config.recompile_limit, COMPILED_STEPS)):
+        yield

@@ -1,0 +1,181 @@
+"""What transformers' decoding loop does with a cache of ours: which callable it takes its steps from, when it stops.
+
+Inside `decoding_with` a cache is decoded with a callable in place of the model, whether or not transformers would compile the
+step (it never compiles that of some quantized models). transformers asks the model for it, in two methods, which are overridden
+on this model alone. The stop check belongs to no object: it is replaced while any call needs that, and decides for that call's
+cache alone. For every other cache all three ask the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..machine.cache_argument import cache_in
+from .overriding import original, overridden
+from .process_wide import ProcessWide
+
+#: of the call that runs in this thread: the cache whose stop check may be late, and the cache with what takes its steps
+_late: contextvars.ContextVar[Any] = contextvars.ContextVar("late", default=None)
+_stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.ContextVar("stepped", default=(None, None))
+
+
+# ---- the callable of a step -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside, `generate` calls of this thread take the steps of this cache from `step`.
+
+    transformers makes a step's masks before it calls the model then, as it does for caches that it compiles for: in the model
+    they would be made from Python numbers, which a recording would repeat.
+
+    Args:
+        model: a transformers model, unwrapped. cache: a preallocated one.
+        step: called as `step(model, **inputs)`; `None`: nothing changes.
+    """
+    if step is None or _lacks("recorded steps", _why_no_steps()):
+        yield
+        return
+    layers = cache.packed_layers
+    before = [layer.is_compileable for layer in layers]
+    token = _stepped.set((cache, step))
+    try:
+        for layer in layers:
+            layer.is_compileable = True
+        with overridden(model, _valid_auto_compile_criteria, get_compiled_call):
+            yield
+    finally:
+        _stepped.reset(token)
+        for layer, able in zip(layers, before, strict=True):
+            layer.is_compileable = able
+
+
+def _step_of(cache: Any) -> Callable[..., Any] | None:
+    """What takes the steps of this cache in this thread, if anything does."""
+    stepped, step = _stepped.get()
+    return step if cache is stepped else None
+
+
+def _valid_auto_compile_criteria(self: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> bool:
+    """transformers' question whether `get_compiled_call` gives the steps."""
+    if _step_of(cache_in(model_kwargs)) is not None:
+        return True
+    return original(self, "_valid_auto_compile_criteria")(model_kwargs, *args, **kwargs)
+
+
+def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable:
+    """transformers' question for what it calls in place of the model. It does not say for which cache."""
+    compiled = functools.partial(original(self, "get_compiled_call"), *args, **kwargs)
+    return compiled() if _stepped.get()[1] is None else functools.partial(_decode, self, compiled)
+
+
+def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:
+    step = _step_of(cache_in(inputs))
+    return compiled()(**inputs) if step is None else step(model, **inputs)
+
+
+# ---- the stop check ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
+    """Inside, this thread's `generate` with this cache learns whether all rows are finished one step late, and so never waits
+    for the GPU.
+
+    transformers has this check and uses it on one kind of device alone; elsewhere it reads a flag back in every step, and
+    the time to launch a step is then added to the step's time. The extra step it costs at the end is undone.
+    """
+    if device.type == "cuda":
+        _lacks("steps that do not wait", _why_no_late_check())
+    token = _late.set(cache)
+    try:
+        with _replaced():
+            yield
+    finally:
+        _late.reset(token)
+
+
+#: what transformers passes to its question whether the stop check may be late
+_ASKED = ("device", "cache", "cache_is_returned", "is_assistant")
+
+
+def _stop_check() -> Any:
+    """transformers' class of the late check, or `None` where it has none, or asks otherwise."""
+    check = getattr(sys.modules[GenerationMixin.__module__], "DeferredStopCheck", None)
+    asks = getattr(check, "is_supported", None)
+    return check if asks is not None and set(_ASKED) <= set(inspect.signature(asks).parameters) else None
+
+
+@contextlib.contextmanager
+def _stop_check_replaced() -> Iterator[None]:
+    if (check := _stop_check()) is None:
+        yield
+        return
+    before, asks = vars(check)["is_supported"], check.is_supported
+    signature = inspect.signature(asks)
+
+    @functools.wraps(asks)
+    def is_supported(*args: Any, **kwargs: Any) -> bool:
+        asked = signature.bind(*args, **kwargs).arguments
+        device, cache, returned, assistant = (asked[name] for name in _ASKED)
+        if device.type == "cuda" and cache is not None and cache is _late.get() and not _moves(cache):
+            return not assistant and (cache.is_croppable or not returned)
+        return asks(*args, **kwargs)
+
+    ours = check.is_supported = staticmethod(is_supported)
+    try:
+        yield
+    finally:
+        if vars(check).get("is_supported") is ours:
+            check.is_supported = before
+
+
+_replaced = ProcessWide(_stop_check_replaced)
+
+
+def _moves(cache: Any) -> bool:
+    """Whether steps are recorded although layers, recurrent ones, keep what a step replaced in memory that is new each time."""
+    return _step_of(cache) is not None and any(hasattr(layer, "record_past") for layer in cache.layers)
+
+
+# ---- what the transformers that runs lacks -------------------------------------------------------------------------------
+
+_told: set[str] = set()
+
+
+def lacking() -> dict[str, str]:
+    """What this transformers has no place for, and why: "recorded steps", "steps that do not wait". Empty: nothing."""
+    reasons = {"recorded steps": _why_no_steps(), "steps that do not wait": _why_no_late_check()}
+    return {what: reason for what, reason in reasons.items() if reason is not None}
+
+
+def _why_no_steps() -> str | None:
+    for base, function in ((GenerationMixin, _valid_auto_compile_criteria), (PreTrainedModel, get_compiled_call)):
+        if not hasattr(base, function.__name__):
+            return f"transformers {transformers.__version__} has no {base.__name__}.{function.__name__}"
+    return None
+
+
+def _why_no_late_check() -> str | None:
+    if _stop_check() is not None:
+        return None
+    return f"transformers {transformers.__version__} has no DeferredStopCheck.is_supported({', '.join(_ASKED)})"
+
+
+def _lacks(what: str, reason: str | None) -> bool:
+    """Whether there is a reason; it is told once."""
+    if reason is not None and what not in _told:
+        _told.add(what)
+        warnings.warn(f"no {what}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)
+    return reason is not None

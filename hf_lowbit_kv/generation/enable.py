@@ -1,0 +1,198 @@
+"""`enable`: every `generate` call of a model decodes with a low-bit cache, pipelines included."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import transformers
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..cache.implementation import select, selected_everywhere
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.method_caches import from_preset
+from ..cache.models import unwrap
+from ..machine.cache_argument import NAME, cache_in
+from ..presets import DEFAULT_PRESET
+from . import recording
+from .decoding_loop import decoding_with, late_stop_check
+from .generate import lend_cache
+from .kept_caches import kept_caches
+from .overriding import original, put_on, take_off
+
+#: attribute of an enabled model: what is enabled, the one in force last
+_ENABLED = "_lowbit_enabled"
+#: decoding loops of one token a step, which a preallocated cache serves
+_ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+#: options that each call looks at anew
+_LIVE = ("calibration", "parameters")
+
+
+class _Call(NamedTuple):
+    """A `generate` call of an enabled model."""
+
+    model: Any
+    undone: contextlib.ExitStack
+    """what is undone when it ends"""
+
+
+#: the one that runs in this thread
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+
+
+class _Stack(list):
+    """What is enabled for a model, the one in force last. A deep copy has its own, a pickled model's is empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Stack:
+        return _Stack(copy.deepcopy(each, memo) for each in self)
+
+    def __reduce__(self):
+        return _Stack, ()
+
+
+@dataclass(eq=False)
+class Enabled:
+    """What `enable` returns: a context manager that undoes it."""
+
+    model: Any
+    preset: str
+    options: dict[str, Any]
+    implementations: dict[str, str] = field(default_factory=dict)
+    """attention implementations to restore, by sub-configuration"""
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        stack = vars(self.model).get(_ENABLED, [])
+        if self not in stack:  # undone by `disable`
+            return
+        index = stack.index(self)
+        if index + 1 < len(stack):  # not the one in force: what it would restore, the next one restores
+            stack[index + 1].implementations = self.implementations
+        else:
+            with kept_caches(self.model).lock:
+                self.model.set_attn_implementation(self.implementations)
+        stack.remove(self)
+        if not stack:
+            _take_off(self.model)
+
+
+def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> Enabled:
+    """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
+
+        lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
+        with lb.enable(model, "kivi-2"): ...        # or inside a block
+
+    Calls that bring `past_key_values` or `cache_implementation` keep theirs. On a GPU the decoding steps of greedy search and
+    sampling are recorded, as in `lb.generate`; beam search and assisted decoding get a growing cache. The attention
+    implementation becomes `lowbit_kv`, and is restored at the end; both wait until calls of `lb.generate` in other threads have
+    ended. Of two calls the later one is in force; leaving its
+    block restores the earlier one.
+
+    Options are taken as they are now: dicts and lists that change later do not matter. `calibration` and `parameters` are
+    looked at in each `generate` call instead, so a file that is calibrated anew is in force in the next call.
+
+    Args:
+        model: a causal language model; PEFT or `torch.compile` may wrap it.
+        preset: see `preset_names`.
+        **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
+
+    Raises:
+        ValueError: an unknown preset, an option out of range, or a model that low-bit caches cannot serve. TypeError: no
+            transformers model. RuntimeError: a transformers that makes caches in another place. Nothing has changed then.
+    """
+    inner: Any = unwrap(model)
+    if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
+            "overrides; use lb.generate, or model.generate(past_key_values=lb.from_preset(...))"
+        )
+    if "max_cache_len" in cache_options:
+        raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
+    from_preset(preset, inner, **cache_options)  # raises for what cannot be served
+    options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
+    with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
+        enabled = Enabled(inner, preset, options, selected_everywhere(inner))
+        select(inner)
+    stack = vars(inner).setdefault(_ENABLED, _Stack())
+    if not stack:
+        put_on(inner, generate, _prepare_cache_for_generation)
+    stack.append(enabled)
+    return enabled
+
+
+def disable(model: Any) -> None:
+    """Undo every `enable` of this model.
+
+    Raises:
+        ValueError: none is in force.
+    """
+    inner: Any = unwrap(model)
+    stack = vars(inner).get(_ENABLED, [])
+    if not stack:
+        raise ValueError(f"this {type(inner).__name__} is not enabled: there is nothing to disable")
+    with kept_caches(inner).lock:
+        inner.set_attn_implementation(stack[0].implementations)
+    stack.clear()
+    _take_off(inner)
+
+
+def _take_off(model: Any) -> None:
+    vars(model).pop(_ENABLED, None)
+    take_off(model, generate, _prepare_cache_for_generation)
+
+
+def _copied(option: Any) -> Any:
+    """The same with dicts, lists and sets of its own."""
+    if isinstance(option, Mapping):
+        return {key: _copied(x) for key, x in option.items()}
+    if isinstance(option, (list, tuple)):
+        return [_copied(x) for x in option]
+    return set(option) if isinstance(option, (set, frozenset)) else option
+
+
+# ---- what is overridden on an enabled model -----------------------------------------------------------------------------
+
+
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate`. What the cache of this call needs lasts as long as the call."""
+    with contextlib.ExitStack() as stack:
+        token = _call.set(_Call(self, stack))
+        try:
+            return original(self, "generate")(*args, **kwargs)
+        finally:
+            _call.reset(token)
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+) -> None:
+    """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
+    given = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
+    stack = vars(self).get(_ENABLED)
+    if given or generation_config.use_cache is False or not stack:
+        own = original(self, "_prepare_cache_for_generation")
+        own(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
+    enabled, call = stack[-1], _call.get()
+    # where its class's `generate` was called, nobody would undo what steps need
+    if (
+        call is None
+        or call.model is not self
+        or generation_mode not in _ONE_TOKEN
+        or recording.graphs_for(self.device) is None
+    ):
+        model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
+        return
+    rows = batch_size * (generation_config.num_return_sequences or 1)
+    cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
+    call.undone.enter_context(late_stop_check(cache, self.device))
+    call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device)))
+    model_kwargs[NAME] = cache

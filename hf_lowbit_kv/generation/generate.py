@@ -1,0 +1,250 @@
+"""`generate`: a model's own `generate` on a preallocated cache that is sized, recorded or compiled for, and kept.
+
+What is added to transformers: the size of the cache, one cache per kind of call that later calls use again, decoding steps
+that are recorded in CUDA graphs (`generation/recording.py`) or compiled, and steps that do not wait for the device (`generation/decoding_loop.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from ..backends import choice
+from ..cache.implementation import selected
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.method_caches import from_preset
+from ..cache.models import generates, unwrap
+from ..calibration_files.calibration_lookup import Borrowed
+from ..machine.cache_argument import as_argument
+from ..presets import DEFAULT_PRESET
+from ..storage.arguments import check_count
+from . import compiling, recording
+from .call_options import (
+    cache_of,
+    check_options,
+    new_tokens_of,
+    options_of_cache,
+    prompt_of,
+    prompt_shape,
+    return_sequences,
+    setting,
+    which_step,
+)
+from .decoding_loop import decoding_with, late_stop_check
+from .kept_caches import cache_length, capacity, kept_caches
+from .prefill import check_chunk_size, read_prompt
+
+
+def generate(
+    model: Any,
+    inputs: torch.Tensor | Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    max_new_tokens: int | None = None,
+    *,
+    step: Literal["recorded", "compiled", "eager"] | None = None,
+    past_key_values: LowBitCache | None = None,
+    max_cache_len: int | None = None,
+    cache_options: Mapping[str, Any] | None = None,
+    calibration: Any = None,
+    progress: bool = True,
+    **options: Any,
+) -> Any:
+    """`model.generate` with a preallocated low-bit cache; on a GPU each decoding step is one CUDA graph.
+
+        tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to("cuda"), max_new_tokens=256)
+
+    A further turn takes the cache along, and the whole conversation as ids, as always in transformers:
+
+        first = lb.generate(model, ids, max_new_tokens=256, max_cache_len=8192, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, more_ids], dim=1)
+        second = lb.generate(model, ids, max_new_tokens=256, past_key_values=first.past_key_values)
+
+    Args:
+        model: a causal language model; PEFT or `torch.compile` may wrap it. If it has another attention implementation than
+            `lowbit_kv`, that one is selected for the length of the call, which other threads see, and put back afterwards.
+        inputs: token ids `[B, S]`, or what a tokenizer returns (`input_ids`, `attention_mask`); ragged rows padded on the
+            left. May be given as keyword arguments instead.
+        preset: see `preset_names`; `None`: `kivi-4-sink`, or with `past_key_values` the cache's own. Another one than that is
+            refused.
+        max_new_tokens: tokens to write, at most; or `max_length`, the prompt counted. Taken from the generation
+            configuration where it has one of them.
+        step: how a decoding step runs on a GPU. `"recorded"` (default): as the model runs it, recorded in a CUDA graph;
+            ready within seconds. `"compiled"`: compiled by torch, the fastest, after a minute or two. `"eager"`: as the
+            model runs it. On a CPU every step is eager.
+        past_key_values: a preallocated cache to go on with; or `cache=`, the name that transformers uses since 5.24. Without
+            it a kept cache is emptied and used.
+        max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
+        cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
+        calibration: for presets that need one, as for `LowBitCache`. Each call uses what the file, folder or object holds then.
+        progress: tell on stderr when a step is compiled, and when a prompt is read in chunks although nobody asked for that.
+        **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
+            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a time;
+            `0`: all; `"auto"`: as many as fit into the GPU's free memory; by default all where that fits, else as many as do.
+            To find out, the model may read some tokens more than once, and PyTorch's peak statistics of the GPU begin anew.
+
+    Returns:
+        What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
+        transformers 5.24) is the cache, which belongs to its holder until dropped. Calls of several threads for one model
+        follow each other.
+
+    Raises:
+        ValueError: an unknown preset or step, no `max_new_tokens`, a cache without room, a text that does not begin with what
+            the cache holds, `calibration` beside `cache_options["calibration"]`, beams or assisted decoding (`enable` and
+            `model.generate` serve those), a model that transformers does not compile under `"compiled"`.
+        RuntimeError: `"compiled"` on a machine without a C compiler.
+    """
+    inner = unwrap(model)
+    inputs = prompt_of(inputs, options)
+    past_key_values = cache_of(past_key_values, options)
+    how = which_step(inner, step, options)
+    check_options(inner, options)
+    check_chunk_size(setting(inner, options, "prefill_chunk_size"))
+    cache_options = options_of_cache(cache_options, calibration)
+    rows, tokens = prompt_shape(inputs)
+    new_tokens = new_tokens_of(inner, max_new_tokens, options, tokens)
+    wanted = tokens + new_tokens
+    check_count("max_cache_len", max_cache_len, optional=True)
+    if max_cache_len is not None and max_cache_len < wanted:
+        raise ValueError(
+            f"max_cache_len={max_cache_len} is too small: the prompt has {tokens} tokens and max_new_tokens={new_tokens}"
+        )
+    options = inputs | {"max_new_tokens": new_tokens} | options
+    kept = kept_caches(inner)
+    with kept.lock:
+        if past_key_values is not None:
+            if (cache_options, max_cache_len) != (None, None):
+                raise ValueError(
+                    "cache_options, calibration and max_cache_len describe a new cache: they are not allowed with "
+                    "past_key_values"
+                )
+            cache = _check_cache(past_key_values, preset, options, tokens, wanted)
+            return _run(model, cache, rows, options, how, progress)
+        cache = lend_cache(
+            *(inner, DEFAULT_PRESET if preset is None else preset, dict(cache_options or {})),
+            *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
+        )
+        try:
+            return _run(model, cache, rows, options, how, progress)
+        except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
+            kept.give_back(cache)
+            raise
+
+
+def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], step: str, progress: bool) -> Any:
+    """`model.generate` on this cache, its steps run as `step` says."""
+    inner = unwrap(model)
+    options = options | as_argument(cache)
+    # inside inference mode, transformers would make layers that cannot be emptied outside it
+    with (
+        selected(inner),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        late_stop_check(cache, inner.device),
+        compiling.compile_limit(step),
+    ):
+        if step == "compiled":
+            if setting(inner, options, "compile_config") is None:
+                options["compile_config"] = compiling.compile_config()
+            if inner.device.type == "cuda":
+                compiling.check_compiles(inner, cache, options)
+                compiling.compile_first(inner, cache, rows * return_sequences(inner, options), options, progress)
+        else:
+            options["disable_compile"] = True
+        read_prompt(inner, cache, options, _say if progress else lambda text: None)
+        recorded = recording.recorded_step(cache, inner.device) if step == "recorded" else None
+        with decoding_with(inner, cache, recorded):
+            out = generates(model).generate(**options)
+    cache.check_overrun()
+    _remember(cache, out, options)
+    return out
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def release(model: Any) -> None:
+    """Give back the memory of the caches that `generate` and `enable` keep for this model, of recorded steps and of
+    compiled ones. A cache that somebody holds goes when it is dropped.
+
+    torch cannot forget what it compiled for one model alone: if this model's steps were compiled, everything that was
+    compiled in this process is compiled again when it is next used.
+    """
+    inner = unwrap(model)
+    kept_caches(inner).release()
+    compiling.forget(inner)
+
+
+# ---- which cache ------------------------------------------------------------------------------------------------------
+
+
+def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
+    """An empty kept cache for `rows` rows of `tokens` tokens. It is free for other calls once it is dropped."""
+    if "max_cache_len" in cache_options:
+        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
+    surroundings = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
+    # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can serve
+    if cache_options.get("parameters") is None:
+        cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
+    new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
+    return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
+
+
+def _check_cache(cache: Any, preset: str | None, inputs: Mapping[str, Any], tokens: int, wanted: int) -> LowBitCache:
+    """A cache that the caller brought, after checking that it has this preset, if one is named, and that it can take this turn:
+    a text of `tokens`, and what is `wanted`."""
+    if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
+        raise ValueError(
+            "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
+        )
+    if preset not in (None, cache.preset):
+        raise ValueError(
+            f"preset={preset!r} is not that of past_key_values, which has preset={cache.preset!r}: leave preset= away, or "
+            "leave past_key_values= away for a new cache"
+        )
+    if capacity(cache) < wanted:
+        raise ValueError(
+            f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {wanted} tokens: give the first "
+            "turn a larger max_cache_len"
+        )
+    if (seen := int(cache.packed_layers[0].get_seq_length())) >= tokens:
+        raise ValueError(
+            f"inputs have {tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored and "
+            "what is new, or reset() the cache first"
+        )
+    _check_text(cache, inputs, seen)
+    return cache
+
+
+def _check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None:
+    """Raise where the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
+    ids = inputs.get("input_ids")
+    if cache.text is None or ids is None or seen == 0:
+        return
+    held = cache.text[:, :seen].to(ids.device)
+    if len(held) != len(ids):
+        return  # the cache itself refuses another number of rows
+    begin = ids[:, : held.shape[1]]
+    differ = begin != held
+    if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2 and mask.shape[1] >= held.shape[1]:
+        differ &= mask[:, : held.shape[1]].bool().to(differ.device)
+    if not bool(differ.any()):
+        return
+    row, token = (int(x) for x in differ.nonzero()[0])
+    raise ValueError(
+        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} is "
+        f"{int(begin[row, token])}, and {int(held[row, token])} is stored; give the whole conversation, what is stored and "
+        "what is new, or reset() the cache first"
+    )
+
+
+def _remember(cache: LowBitCache, out: Any, options: Mapping[str, Any]) -> None:
+    """Keep the ids that the cache holds now, for the next turn."""
+    sequences = out if isinstance(out, torch.Tensor) else out.sequences
+    cache.text = None
+    if options.get("input_ids") is not None and options.get("inputs_embeds") is None:
+        cache.text = sequences[:, : int(cache.packed_layers[0].get_seq_length())].clone()

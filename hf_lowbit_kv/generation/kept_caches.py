@@ -1,0 +1,119 @@
+"""The caches that `generate` keeps for a model, lent to one call or one holder at a time."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..machine.staleness import digest
+from . import recording
+
+#: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes
+KEPT_CACHES = 2
+
+
+def kind(cache: LowBitCache) -> Hashable:
+    """What a new cache will store and how, its calibration included. Caches of one kind can stand for each other.
+
+    Kinds are compared in place of the options that caches were made with. So it does not matter how an option was written,
+    and nothing that the caller may change later is referred to.
+    """
+    layers = cache.packed_layers
+    digests = [tuple((name, digest(x)) for name, x in sorted(layer.parameters.items())) for layer in layers]
+    return cache.preset, tuple((layer.spec, layer.requested_backend, *digests[i]) for i, layer in enumerate(layers))
+
+
+@torch.inference_mode(False)
+def _own_parameters(cache: LowBitCache) -> None:
+    """Let a new cache hold copies of its parameters: it reads them at its first tokens, and the caller may change theirs."""
+    for layer in cache.packed_layers:
+        layer.parameters = {name: x.detach().clone() for name, x in layer.parameters.items()}
+
+
+@dataclass(eq=False)
+class _Entry:
+    key: Hashable
+    cache: LowBitCache
+    holder: Callable[[], LowBitCache | None] = lambda: None
+
+    def lend(self) -> LowBitCache:
+        """The cache as a new object that shares everything with it: the cache is free again once that one is dropped."""
+        self.cache.reset()
+        lent = copy.copy(self.cache)
+        self.holder = weakref.ref(lent)
+        return lent
+
+
+class KeptCaches:
+    """Of one model. `lock` is held for the length of a call: calls of several threads follow each other."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entries: list[_Entry] = []  # the one used last stands last
+        self._guard = threading.Lock()
+
+    def take(self, place: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
+        """An empty cache for rows of `tokens` tokens: a kept one of the same kind and place that nobody holds, if it is large
+        enough, or else `new`, which has allocated nothing yet.
+
+        Args:
+            place: whatever else caches differ in: rows, dtype, device, ...
+        """
+        with self._guard:
+            key = place, kind(new)
+            free = [entry for entry in self.entries if entry.key == key and entry.holder() is None]
+            for entry in free:
+                self.entries.remove(entry)
+                if capacity(entry.cache) >= tokens:
+                    self.entries.append(entry)
+                    return entry.lend()
+            # smaller and older ones give back their memory before the new one takes its own; a holder keeps what it holds
+            del free
+            entry = None  # type: ignore[assignment]
+            self.entries = self.entries[max(len(self.entries) + 1 - KEPT_CACHES, 0) :]
+            _own_parameters(new)
+            entry = _Entry((place, kind(new)), new)  # of the copies: the caller's tensors may have changed meanwhile
+            self.entries.append(entry)
+            return entry.lend()
+
+    def give_back(self, lent: LowBitCache) -> None:
+        """The holder's call has failed, and the cache is free although a traceback may still refer to it."""
+        with self._guard:
+            for entry in self.entries:
+                if entry.holder() is lent:
+                    entry.holder = lambda: None
+
+    def release(self) -> None:
+        """Drop all caches, and free the recordings of those that nobody holds."""
+        with self._guard:
+            for entry in self.entries:
+                if entry.holder() is None:
+                    recording.forget(entry.cache)
+            self.entries.clear()
+
+
+_kept: weakref.WeakKeyDictionary[Any, KeptCaches] = weakref.WeakKeyDictionary()
+_new = threading.Lock()
+
+
+def kept_caches(model: Any) -> KeptCaches:
+    with _new:
+        return _kept.setdefault(model, KeptCaches())
+
+
+def capacity(cache: LowBitCache) -> int:
+    """Tokens that a row can hold; -1: no limit."""
+    return cache.packed_layers[0].get_max_length()
+
+
+def cache_length(tokens: int) -> int:
+    """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that: similar lengths share a cache."""
+    step = max(2 ** (tokens.bit_length() - 3), 512)
+    return -(-tokens // step) * step

@@ -1,0 +1,283 @@
+"""How `generate` reads a prompt: whole, in chunks of a size that the caller names, or in the largest chunks that fit.
+
+Reading a prompt whole takes memory for its activations: some 100 kB a token in a model of 8B. Where that is more than the GPU
+has free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may differ from that of a
+prompt that is read whole (docs/generation.md says by how much).
+
+How much memory a token takes is measured on the model itself: it reads a few hundred tokens of the prompt, and PyTorch's
+allocator counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.own_layers import SLIDING
+from ..machine.cache_argument import as_argument
+from .call_options import return_sequences, setting
+
+#: value of `prefill_chunk_size`: the largest chunks that fit
+AUTO: Literal["auto"] = "auto"
+#: tokens of all rows in the first of three measurements; the others have twice and four times as many
+MEASURED_TOKENS = 256
+#: share of the free memory that reading may take: blocks are rounded up, and the steps that follow need some
+USABLE = 0.85
+#: chunks are multiples of it, and no chunk is shorter
+GRANULE = 128
+#: no known decoder needs more activations a token than this many of its hidden states, nor more bytes for each pair of tokens
+#: in a sliding layer's mask: what fits by this measure is read whole, and nothing is measured
+GENEROUS_STATES, GENEROUS_PAIR = 64, 8
+
+
+def check_chunk_size(size: Any) -> None:
+    """Raise `ValueError` for a `prefill_chunk_size` that has no meaning."""
+    if size is None or size == AUTO:
+        return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(
+            f"prefill_chunk_size={size!r} is not allowed; it must be a number of tokens, 0 (read the prompt whole), 'auto' (in "
+            "the largest chunks that fit into the GPU's free memory), or None (whole where that fits, else like 'auto')"
+        )
+
+
+class Memory(Protocol):
+    """What is known of a device's memory."""
+
+    def free(self) -> int:
+        """Bytes that can still be allocated, in pieces."""
+        ...
+
+    def free_at_once(self) -> int:
+        """Bytes that can still be allocated, in blocks of any size."""
+        ...
+
+    def peak(self, call: Callable[[], None]) -> int:
+        """Bytes that `call` has allocated at once, at most, beyond what was allocated before."""
+        ...
+
+
+class GpuMemory:
+    """Of a GPU. Measuring a peak begins PyTorch's own peak statistics of the device anew."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # exact; what is allocated is rounded up, by block
+        self._counter = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
+
+    def free(self) -> int:
+        reserved = torch.cuda.memory_reserved(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device)) - reserved
+        return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.device)
+
+    def free_at_once(self) -> int:
+        # Blocks that PyTorch keeps for reuse are in pieces: those of short chunks do not serve long ones. So they are given
+        # back, and what is left of them beside tensors in use is not counted.
+        torch.cuda.empty_cache()
+        reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
+        return self.free() - (reserved - allocated)
+
+    def peak(self, call: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_stats(self.device)[f"{self._counter}.all.current"]
+        call()
+        return torch.cuda.memory_stats(self.device)[f"{self._counter}.all.peak"] - before
+
+
+def memory_of(model: Any) -> Memory | str:
+    """The memory that a prompt's activations take, or why it cannot be told."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        return "the model lies on several devices"
+    if model.device.type != "cuda":
+        return f"memory is measured on GPUs alone, and the model is on {model.device.type!r}"
+    return GpuMemory(model.device)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored tokens."""
+
+    fixed: float
+    token: float
+    pair: float
+    behind: float = 0.0
+
+    @classmethod
+    def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, behind: float = 0.0) -> Need:
+        """From the peaks of reading `length` tokens, twice and four times as many. quadratic: whether pairs may cost any."""
+        first, second, third = peaks
+        slopes = (second - first) / length, (third - second) / (2 * length)
+        if quadratic and slopes[1] > slopes[0]:
+            pair = (slopes[1] - slopes[0]) / (3 * length)
+            token = slopes[0] - 3 * length * pair
+            return cls(first - token * length - pair * length**2, token, pair, behind)
+        # the longest two say most: in the shortest something else may have taken the most memory
+        return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, behind)
+
+    def whole(self, tokens: int) -> float:
+        return self.fixed + self.token * tokens + self.pair * tokens**2
+
+    def largest(self, memory: float, tokens: int) -> int:
+        """The longest chunk that takes at most `memory` bytes: a multiple of `GRANULE`, and one `GRANULE` at least."""
+        low, high = 1, -(-tokens // GRANULE)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.behind + self.whole(middle * GRANULE) <= memory else (low, middle - 1)
+        return low * GRANULE
+
+
+class _Reader:
+    """Reads a prompt's tokens, which are all that the model is given, piece by piece."""
+
+    def __init__(self, model: Any, cache: LowBitCache, ids: torch.Tensor, mask: torch.Tensor):
+        self.model, self.cache, self.ids, self.mask = model, cache, ids, mask
+        self.positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def seen(self) -> int:
+        return int(self.cache.get_seq_length())
+
+    @property
+    def left(self) -> int:
+        return self.ids.shape[1] - self.seen
+
+    @torch.no_grad()
+    def read(self, tokens: int) -> None:
+        """The next tokens of every row."""
+        chunk = slice(begin := self.seen, begin + tokens)
+        self.model(
+            self.ids[:, chunk],
+            attention_mask=self.mask[:, : chunk.stop],
+            position_ids=self.positions[:, chunk],
+            **as_argument(self.cache),
+            logits_to_keep=1,
+        )
+
+    def read_in_chunks(self, size: int) -> None:
+        """All but the last chunk, which `generate` reads: it has the first logits."""
+        while self.left > size:
+            self.read(size)
+
+    def largest_chunk(self, memory: Memory, ask_always: bool) -> int | None:
+        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. ask_always: measure even if it surely fits."""
+        rows = len(self.ids)
+        length = max(MEASURED_TOKENS // rows, GRANULE // 4)
+        if self.left <= 8 * length:  # what is measured would be half of it
+            return None
+        if not ask_always and self._surely_fits(memory):
+            return None
+        need = self._need(memory, length)
+        usable = USABLE * memory.free_at_once()
+        if need.whole(self.left) <= usable:
+            return None
+        return min(need.largest(usable, self.left), self.left)
+
+    def _surely_fits(self, memory: Memory) -> bool:
+        config, tokens = self.model.config.get_text_config(decoder=True), len(self.ids) * self.left
+        itemsize = next(self.model.parameters()).dtype.itemsize
+        needed = tokens * GENEROUS_STATES * config.hidden_size * max(itemsize, 2)
+        if self._sliding:
+            needed += tokens * self.left * GENEROUS_PAIR
+        first = self.cache.packed_layers[0]
+        if not first.is_initialized:  # the cache itself is not allocated yet, and takes less than in the model's dtype
+            numbers = 0
+            for size in self.cache.packed_sizes.values():
+                heads, *dims = (0 if number is None else number for number in size)
+                if not heads or not all(dims):
+                    return False  # the configuration does not tell
+                numbers += heads * sum(dims)
+            needed += len(self.ids) * first.get_max_length() * numbers * itemsize
+        return needed <= USABLE * memory.free()
+
+    @property
+    def _sliding(self) -> bool:
+        """Whether some layer's mask has a number for each pair of tokens."""
+        return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
+
+    def _need(self, memory: Memory, length: int) -> Need:
+        """What reading takes, of three pieces of the prompt. An empty cache is empty again afterwards; one that holds tokens
+        has read these pieces too."""
+        begins = self.seen == 0
+        if begins:  # allocates what the cache keeps, which is no part of what reading takes
+            self.read(GRANULE // 4)
+            self.cache.reset()
+        peaks = []
+        for factor in (1, 2, 4):
+            peaks.append(memory.peak(lambda tokens=factor * length: self.read(tokens)))  # type: ignore[misc]
+            if begins and factor < 4:
+                self.cache.reset()
+        behind = 0.0
+        if begins:
+            behind = memory.peak(lambda: self.read(4 * length)) - peaks[-1]
+            self.cache.reset()
+        return Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(behind, 0.0))
+
+
+def read_prompt(
+    model: Any,
+    cache: LowBitCache,
+    options: dict[str, Any],
+    tell: Callable[[str], None],
+) -> None:
+    """Read the prompt but for its last chunk, where it is to be read in chunks and is nothing but tokens and their mask.
+    transformers would compile every chunk; all else is left to it. `prefill_chunk_size` of `options` becomes what transformers
+    knows.
+
+    Args:
+        options: for `model.generate`, the prompt among them.
+        tell: called with what was decided, where that is not what the caller said.
+    """
+    size = setting(model, options, "prefill_chunk_size")
+    reason = _why_whole(model, options, size)
+    if size in (0, AUTO):
+        options["prefill_chunk_size"] = None
+    if size == 0 or reason is not None:
+        if size == AUTO:
+            tell(f"The prompt is read whole: {reason}")
+        return
+    ids, sequences = options["input_ids"], return_sequences(model, options)
+    if (mask := options.get("attention_mask")) is None:
+        padding = setting(model, options, "pad_token_id")
+        if padding is not None and bool((ids == padding).any()):
+            return  # transformers may take these for padding
+        mask = torch.ones_like(ids)
+    # transformers repeats each row for its sequences in the same order
+    reader = _Reader(model, cache, ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0))
+    if size is None or size == AUTO:
+        known = memory_of(model)
+        if isinstance(known, str):
+            if size == AUTO:
+                tell(f"The prompt is read whole: {known}")
+            return
+        if (size := reader.largest_chunk(known, ask_always=size == AUTO)) is None:
+            return
+        tell(
+            f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take more "
+            "memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
+        )
+    options["prefill_chunk_size"], options["attention_mask"] = None, mask
+    reader.read_in_chunks(size)
+
+
+def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -> str | None:
+    """Why this module leaves the prompt to transformers, or `None`."""
+    ids = options.get("input_ids")
+    if ids is None:
+        return "it is given as embeddings"
+    others = {name for name, value in options.items() if isinstance(value, torch.Tensor)} - {
+        "input_ids",
+        "attention_mask",
+    }
+    if others or model.config.get_text_config(decoder=True) is not model.config:
+        # which the model prepares chunk by chunk in its own way
+        return f"the model is given more than tokens ({', '.join(sorted(others)) or 'images, perhaps'})"
+    for name in ("output_hidden_states", "output_attentions"):
+        if size in (None, AUTO) and setting(model, options, name):
+            return f"{name} asks for those of all its tokens"
+    return None

@@ -1,0 +1,362 @@
+"""Decoding steps recorded in CUDA graphs, without a compiler: the eager step of a preallocated cache, replayed.
+
+A step of one token launches the same kernels at the same addresses as the one before it, so it is recorded once and
+replayed. `RecordedStep` is what transformers calls for each token of one `generate` call; a `Recorder` keeps the recordings
+of one cache. The first step of each kind runs eagerly (it loads kernels) and shows what a step does in Python; the second
+one is recorded. Nothing here refers to the cache or to the model, so both can be freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+from ..cache.low_bit_layer import LowBitLayer
+from ..machine.cache_argument import cache_in
+from . import validity
+from .process_wide import ProcessWide
+from .sync_watch import watch
+
+#: kinds of step that are kept for a cache: with and without padding, with other outputs, before and after windows are full
+KEPT_RECORDINGS = 8
+#: eager steps that a kind of step may take until one of them changes nothing in Python and does not wait for the device
+WARM_UPS = 3
+#: stands for the cache among a step's inputs and outputs
+_CACHE = object()
+_capturing = threading.Lock()
+#: inside, nothing that torch compiled runs compiled, in any thread
+_uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
+
+
+class Graph(Protocol):
+    """What records the device's work of a call, and does it again."""
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        """Record what `call` launches, without running it on the device. What `call` returns."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class CudaGraphs:
+    """Makes CUDA graphs that share the memory of what they compute on the way."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool: Any = None
+
+    def __call__(self) -> CudaGraph:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(self)
+
+
+class CudaGraph:
+    """A CUDA graph."""
+
+    def __init__(self, family: CudaGraphs):
+        self._graph, self._family = torch.cuda.CUDAGraph(), family
+        self._stream = torch.cuda.Stream(family.device)
+        self.replay = self._graph.replay
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        stream = torch.cuda.current_stream(self._stream.device)
+        # cuBLAS keeps a workspace for each stream: the graph's own must come from its pool, and must not stay with cuBLAS
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with (
+                torch.cuda.device(self._stream.device),
+                torch.cuda.graph(
+                    self._graph, pool=self._family.pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                return call()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails does not leave its own
+            self._family.pool = None  # and torch takes it for one that is still recording
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
+    """What makes graphs on this device, or `None` where there are none."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+#: by the first packed layer of a cache, which copies of the cache object share
+_recorders: weakref.WeakKeyDictionary[LowBitLayer, Recorder] = weakref.WeakKeyDictionary()
+
+
+def recorded_step(cache: Any, device: torch.device) -> RecordedStep | None:
+    """For one call of `generate` with this cache: what to call in place of the model, or `None` without graphs."""
+    first = cache.packed_layers[0]
+    recorder = _recorders.get(first)
+    if recorder is None:
+        if (make_graph := graphs_for(device)) is None:
+            return None
+        recorder = _recorders[first] = Recorder(make_graph)
+    return RecordedStep(recorder)
+
+
+def forget(cache: Any) -> None:
+    """Free a cache's recordings and the memory they hold."""
+    _recorders.pop(cache.packed_layers[0], None)
+
+
+class RecordedStep:
+    """The model, for one call of `generate`: replays steps of one token, and runs everything else as the model does."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder, self._checked = recorder, False
+
+    def __call__(self, model: Any, **inputs: Any) -> Any:
+        cache: Any = cache_in(inputs)
+        ids = inputs.get("input_ids")
+        one_token = isinstance(ids, torch.Tensor) and ids.shape[1] == 1 and inputs.get("inputs_embeds") is None
+        if not one_token or torch.is_grad_enabled() or not cache.packed_layers[0].is_initialized:
+            return model(**inputs)
+        if not self._checked:
+            self._recorder.check(model, cache)
+            self._checked = True
+        return self._recorder.step(model, inputs)
+
+
+class _Recording(NamedTuple):
+    graph: Graph
+    inputs: list[torch.Tensor]
+    """tensors that the graph reads; a replay fills them first"""
+    outputs: list[Any]
+    """leaves of what the model returned"""
+    tree: Any
+    counts: dict[tuple[int, str], int]
+
+
+class Recorder:
+    """Recordings of one cache's steps of one token.
+
+    Args:
+        make_graph: makes a `Graph`.
+    """
+
+    def __init__(self, make_graph: Callable[[], Graph]):
+        self._make_graph = make_graph
+        self._seen: tuple | None = None  # what the recordings depend on
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recordings: OrderedDict[Any, _Recording] = OrderedDict()
+        self._warm: dict[Any, dict[tuple[int, str], int]] = {}  # kinds of step that ran eagerly, and what they counted
+        self._tries: dict[Any, int] = {}
+        self._why_not: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Recordings that are kept."""
+        return len(self._recordings)
+
+    def check(self, model: Any, cache: Any) -> None:
+        """Forget recordings that another state of model, cache or torch was recorded with."""
+        found = (validity.fingerprint(model), validity.memory(cache), validity.switches())
+        if found != self._seen:
+            self._forget()
+            self._seen = found
+            if (reason := why_not_recorded(model)) is not None:
+                self._refuse(model, reason)
+
+    def step(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """`model(**inputs)`, a step of one token."""
+        if self._why_not is not None:
+            return model(**inputs)
+        cache = cache_in(inputs)
+        leaves, tree = pytree.tree_flatten(inputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *_windows_full(cache), model.training)
+        if (recording := self._recordings.get(kind)) is None:
+            if kind not in self._warm:
+                return self._warm_up(kind, model, inputs)
+            try:
+                recording = self._record(kind, model, cache, leaves, tree)
+            except Exception as error:
+                self._refuse(model, f"recording it failed: {_root(error)}")
+                return model(**inputs)
+            self._recordings[kind] = recording
+            if len(self._recordings) > KEPT_RECORDINGS:
+                self._recordings.popitem(last=False)
+        return _replay(recording, cache, tensors)
+
+    def _warm_up(self, kind: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        """Run the step eagerly, and find out what it counts in Python and whether it can be recorded."""
+        cache = cache_in(inputs)
+        before = _python_state(cache)
+        with _eagerly(model), watch(model.device) as waits:
+            outputs = model(**inputs)
+        assert self._seen is not None
+        old, now = self._seen[0], validity.fingerprint(model)
+        self._seen = now, *self._seen[1:]
+        counts, reason = _counted(before, _python_state(cache))
+        if waits:
+            reason = f"it asks the device at {waits[0]}"
+        elif reason is None and (module := validity.first_difference(old, now)) is not None:
+            reason = f"{module} changes its attributes in every step"
+        if reason is None:
+            self._warm[kind] = counts
+            return outputs
+        self._tries[kind] = self._tries.get(kind, 0) + 1
+        if self._tries[kind] >= WARM_UPS:  # what happened in the first steps alone was loading
+            self._refuse(model, reason)
+        return outputs
+
+    def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
+        held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        graph, state = self._make_graph(), _saved(cache)
+        try:
+            with _capturing, _eagerly(model):
+                outputs = graph.capture(lambda: model(**pytree.tree_unflatten(held, tree)))
+        finally:
+            _restore(cache, state)  # the replay that follows counts
+        found, out_tree = pytree.tree_flatten(outputs)
+        found = [_CACHE if leaf is cache else leaf for leaf in found]
+        inputs = [leaf for leaf in held if isinstance(leaf, torch.Tensor)]
+        return _Recording(graph, inputs, found, out_tree, self._warm[kind])
+
+    def _refuse(self, model: Any, reason: str) -> None:
+        self._forget()
+        self._why_not = reason
+        _tell(model, reason)
+
+
+def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> Any:
+    cache.packed_layers[0].get_mask_sizes(1)  # raises where there is no room
+    for held, given in zip(recording.inputs, tensors, strict=True):
+        held.copy_(given, non_blocking=True)
+    recording.graph.replay()
+    for (index, name), count in recording.counts.items():
+        setattr(cache.layers[index], name, getattr(cache.layers[index], name) + count)
+    for layer in cache.packed_layers:
+        layer.advance()
+    cache._ledger = None  # passes were not counted
+    leaves = [
+        cache if leaf is _CACHE else leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in recording.outputs
+    ]
+    return pytree.tree_unflatten(leaves, recording.tree)
+
+
+# ---- what can be recorded ---------------------------------------------------------------------------------------------
+
+
+def why_not_recorded(model: Any) -> str | None:
+    """What keeps the steps of this model from being recorded, as far as can be told without running one, or `None`."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if "meta" in devices or (len(devices) > 1 and "cpu" in devices):
+        return "some of its weights are offloaded"
+    if len(devices) > 1:
+        return f"its weights are on several devices ({', '.join(sorted(devices))})"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "its weights are spread over several processes (tensor parallelism)"
+    return None
+
+
+_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _tell(model: Any, reason: str) -> None:
+    """Say once why the steps of this model run eagerly."""
+    told = _told.setdefault(model, set())
+    if reason not in told:
+        told.add(reason)
+        warnings.warn(
+            f"the decoding step of {type(model).__name__} cannot be recorded: {reason}. It runs eagerly, which is slower; "
+            "step='eager' asks for that, step='compiled' compiles it where transformers can",
+            stacklevel=2,
+        )
+
+
+def _root(error: BaseException) -> str:
+    """What failed first, in one line."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def _kind(leaf: Any, cache: Any) -> Any:
+    """What a recording depends on, of one of a step's inputs."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return "cache" if leaf is cache else repr(leaf)
+
+
+def _windows_full(cache: Any) -> Iterator[bool]:
+    """For each of transformers' sliding layers, whether its window is full: it then does other work."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            yield layer.cumulative_length_int >= layer.max_cache_len
+
+
+def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
+    """What transformers' own layers keep in Python: plain values, and addresses of tensors."""
+    found: dict[tuple[int, str], Any] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LowBitLayer):
+            continue
+        for name, value in vars(layer).items():
+            tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
+            if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
+                found[index, name] = validity.addresses(tensors)
+            else:
+                found[index, name] = dict(value) if isinstance(value, dict) else value
+    return found
+
+
+def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
+    """By how much numbers have grown, and what else has changed: that a replay cannot do."""
+    counts: dict[tuple[int, str], int] = {}
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if type(old) is not int or type(new) is not int:
+            return {}, f"layer {key[0]} of the cache changes its {key[1]!r} in every step"
+        counts[key] = new - old
+    return counts, None
+
+
+# ---- the state of a cache in Python -----------------------------------------------------------------------------------
+
+
+def _saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
+    return [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers], copy.deepcopy(
+        cache._ledger
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Containers that a step may change in place are copied, tensors never are."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) or hasattr(type(value), "__copy__") else value
+
+
+def _restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
+    layers, cache._ledger = state
+    for layer, attributes in zip(cache.layers, layers, strict=True):
+        vars(layer).clear()
+        vars(layer).update(attributes)
+
+
+# ---- how a step is run ------------------------------------------------------------------------------------------------
+
+
+def _eagerly(model: Any) -> contextlib.AbstractContextManager:
+    """Inside, what the user compiled of the model runs uncompiled."""
+    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+    return _uncompiled() if compiled else contextlib.nullcontext()

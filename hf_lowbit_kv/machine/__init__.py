@@ -1,0 +1,1 @@
+"""What this machine has, and the files that are kept on it."""

@@ -1,0 +1,326 @@
+"""Geometry and memory of one layer: what is stored where, which pages a row owns, and when a page is packed.
+
+A row (one sequence) of a layer is
+
+    [ sink | pages of `page_size` tokens, packed | tail: the newest tokens ]
+
+`sink` and tail hold the model's dtype. The tail is a ring: the token with index `i` (counted from the end of the sink)
+stands in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, whatever pieces they arrived in, so a row's
+pages depend on its tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .layer_spec import LayerSpec as LayerSpec
+
+#: fields of `LayerState` that operations leave as they find them
+READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
+#: numbers of `LayerState.scratch` for each row and KV head
+SCRATCH = 32
+#: growing caches add pages by this many per row
+PAGES_PER_BLOCK = 8
+
+
+class LayerState(NamedTuple):
+    """The tensors of one layer. `B` rows, `H` KV heads (local ones under tensor parallelism).
+
+    `length` and `paged` hold a row's counters once per head, so that a kernel's program over one (row, head) owns its
+    copy; all heads agree.
+    """
+
+    pool: list[torch.Tensor]
+    """blocks of pages, uint8 `[pages, H, page_bytes]`: a page's key part, then its value part"""
+    page_table: torch.Tensor
+    """int32 `[B, P]`: the id of a row's page; ids count through the blocks of `pool` in order"""
+    page_address: torch.Tensor
+    """int64 `[B, P]`: where that page starts, in bytes from the start of `pool[0]`"""
+    sink_k: torch.Tensor
+    """`[B, H, sink, head_dim]`, model dtype"""
+    sink_v: torch.Tensor
+    tail_k: torch.Tensor
+    """`[B, H, tail_size, head_dim]`, model dtype"""
+    tail_v: torch.Tensor
+    length: torch.Tensor
+    """int32 `[B, H]`: tokens stored, sink counted, padding not"""
+    paged: torch.Tensor
+    """int32 `[B, H]`: how many of them stand in pages"""
+    lost: torch.Tensor
+    """int32 `[B, H]`: tokens that came when the row had no room, and so were not stored"""
+    scratch: torch.Tensor
+    """int32 `[B * H * SCRATCH + 1]`: what a kernel's blocks count together; zeros before and after every operation"""
+    parameters: list[torch.Tensor]
+    """records, uint8 `[H or 1, bytes]`, one for each role that has parameters, in the order of `ROLES`; read only"""
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of keys and of values."""
+        return self.sink_k.shape[-1], self.sink_v.shape[-1]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in order."""
+        return [x for field in self for x in (field if isinstance(field, (list, tuple)) else (field,))]
+
+    def rows(self, rows: slice) -> LayerState:
+        """The state of some of the rows."""
+        chosen = {
+            name: getattr(self, name)[rows] for name in self._fields if name not in ("pool", "scratch", "parameters")
+        }
+        return self._replace(**chosen)
+
+
+class PagedStore:
+    """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
+
+    Args:
+        capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
+        parameters: the layer's records, see `LayerState`.
+    """
+
+    # A store made inside `torch.inference_mode()` must still be writable outside it, hence the decorators.
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        spec,
+        batch_size,
+        num_heads,
+        head_dim_k,
+        head_dim_v,
+        dtype,
+        device,
+        capacity=None,
+        parameters: Sequence[torch.Tensor] = (),
+    ):
+        self.spec, self.capacity = spec, capacity
+        self.batch_size, self.num_heads = batch_size, num_heads
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
+        self.dtype, self.device = dtype, torch.device(device)
+
+        def window(tokens: int, head_dim: int) -> torch.Tensor:
+            return torch.zeros(batch_size, num_heads, tokens, head_dim, dtype=dtype, device=device)
+
+        def counters() -> torch.Tensor:
+            return torch.zeros(batch_size, num_heads, dtype=torch.int32, device=device)
+
+        self.state = LayerState(
+            pool=[],
+            page_table=torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
+            page_address=torch.zeros(batch_size, 0, dtype=torch.int64, device=device),
+            sink_k=window(spec.sink, head_dim_k),
+            sink_v=window(spec.sink, head_dim_v),
+            tail_k=window(spec.tail_size, head_dim_k),
+            tail_v=window(spec.tail_size, head_dim_v),
+            length=counters(),
+            paged=counters(),
+            lost=counters(),
+            scratch=self._new_scratch(batch_size),
+            parameters=list(parameters),
+        )
+        self._add_pages(max(spec.pages_for(capacity or 0), 1))
+        if capacity is not None:
+            self._mark_static()
+
+    # ---- capacity -------------------------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a packed token takes, all KV heads together."""
+        return self.num_heads * self.page_bytes / self.spec.page_size
+
+    @property
+    def pages_per_row(self) -> int:
+        return self.state.page_table.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(block.shape[0] for block in self.state.pool)
+
+    def _new_scratch(self, rows: int) -> torch.Tensor:
+        return torch.zeros(rows * self.num_heads * SCRATCH + 1, dtype=torch.int32, device=self.device)
+
+    def _new_block(self, pages: int) -> torch.Tensor:
+        return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
+
+    @torch.inference_mode(False)
+    def _add_pages(self, pages_per_row: int) -> None:
+        """Give every row that many more pages, in one new block. Nothing packed is copied."""
+        state = self.state
+        first = self.num_pages
+        count = self.batch_size * pages_per_row
+        ids = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
+        table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
+        # all is allocated before anything changes: memory may run out here, and what is stored must stay readable
+        pool = [*state.pool, self._new_block(count)]
+        address = self._page_starts(pool)[table.long()]
+        self.state = state._replace(pool=pool, page_table=table, page_address=address)
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens. Growing mode adds blocks; preallocated mode has the room."""
+        if self.capacity is None and (missing := self.spec.pages_for(length) - self.pages_per_row) > 0:
+            self._add_pages(-(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK)
+
+    def _page_starts(self, pool: list[torch.Tensor]) -> torch.Tensor:
+        """int64 `[num_pages]`: byte offset of each page id of these blocks from the start of `pool[0]`."""
+        starts = [
+            torch.arange(block.shape[0], device=self.device, dtype=torch.int64) * (self.num_heads * self.page_bytes)
+            + (block.data_ptr() - pool[0].data_ptr())
+            for block in pool
+        ]
+        return torch.cat(starts)
+
+    def _refresh_addresses(self) -> None:
+        """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""
+        state = self.state
+        address = self._page_starts(state.pool)[state.page_table.long()]
+        if state.page_address.shape == address.shape:
+            state.page_address.copy_(address)
+        else:
+            self.state = state._replace(page_address=address)
+
+    def _mark_static(self) -> None:
+        for tensor in self.state.tensors():
+            torch._dynamo.mark_static_address(tensor)
+
+    def __setstate__(self, attributes):
+        # a copy lies at other addresses: both copy.deepcopy and pickle come by here
+        self.__dict__.update(attributes)
+        self._refresh_addresses()
+        if self.capacity is not None:
+            self._mark_static()
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens, keep the memory and its addresses."""
+        state = self.state
+        state.length.zero_()
+        state.paged.zero_()
+        state.lost.zero_()
+        state.scratch.zero_()  # a launch that was cut off may have left its counts
+        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
+        self._refresh_addresses()
+
+    @torch.inference_mode(False)
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Row `b` becomes what row `rows[b]` was. Full pages are shared, never copied; windows and an open page are.
+
+        Beyond the pages it shares, a row's table names free pages: those that no row refers to any more. Nothing
+        synchronises with the device unless the number of rows changes (or has changed before).
+        """
+        state, rows = self.state, rows.to(self.device).clone()  # a tensor of inference mode cannot index outside it
+        if self.capacity is not None and len(rows) != self.batch_size:
+            raise ValueError(
+                f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
+                f"{len(rows)} were asked for. Use a growing cache, or repeat the prompt before the first call."
+            )
+        names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")
+        chosen = {name: getattr(state, name)[rows] for name in names}
+        if self.capacity is not None:
+            for name, tensor in chosen.items():
+                getattr(state, name).copy_(tensor)
+            self.own_pages()
+            return
+        chosen["page_address"] = state.page_address[rows]
+        before = self.state, self.batch_size
+        try:
+            if len(rows) != self.batch_size:
+                chosen["scratch"] = self._new_scratch(len(rows))
+            self.batch_size, self.state = len(rows), state._replace(**chosen)
+            self.own_pages()
+        except BaseException:  # memory may run out: the rows are what they were
+            self.state, self.batch_size = before
+            raise
+
+    @torch.inference_mode(False)
+    def own_pages(self) -> None:
+        """Give every entry of the table that names no full page a page that no other row refers to, after rows were chosen or
+        `paged` was lowered: tokens to come are packed there."""
+        if self.num_pages < self.batch_size * self.pages_per_row:  # fewer than one page an entry: rows were added
+            self._add_missing_pages()
+        open_pages = self._read_open_pages() if self.spec.direct else None
+        state = self.state
+        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
+        self._refresh_addresses()
+        if open_pages is not None:  # last: a page that is free now may have been another row's before
+            self._write_open_pages(open_pages)
+
+    def _full_entries(self, paged: torch.Tensor) -> torch.Tensor:
+        """bool `[B, P]`: whether that entry of a row's table names a full page, one that may be shared."""
+        return torch.arange(self.pages_per_row, device=self.device) < paged[:, :1] // self.spec.page_size
+
+    def _with_free_pages(self, table: torch.Tensor, paged: torch.Tensor) -> torch.Tensor:
+        """`table` with a page of its own in every entry that names no full page. Device-side throughout."""
+        full = self._full_entries(paged)
+        taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
+        taken.scatter_reduce_(0, table.long().flatten(), full.flatten().to(torch.int8), "amax")
+        free = torch.argsort(taken, stable=True)  # free ids first, in ascending order
+        rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
+        return torch.where(full, table, free[rank].to(table.dtype))
+
+    def _add_missing_pages(self) -> None:
+        """Add pages until every entry of the table can have its own or a shared one. Synchronises."""
+        state = self.state
+        full = self._full_entries(state.paged)
+        free = self.num_pages - torch.unique(state.page_table[full]).numel()
+        if (missing := int((~full).sum()) - free) > 0:
+            self.state = state._replace(pool=[*state.pool, self._new_block(missing)])
+
+    def _open_entries(self) -> torch.Tensor:
+        """int64 `[B]`: column of each row's first page that is not full."""
+        return (self.state.paged[:, 0] // self.spec.page_size).long().clamp(max=self.pages_per_row - 1)
+
+    def _read_open_pages(self) -> torch.Tensor:
+        """uint8 `[B, H, page_bytes]`: the contents of each row's open page (direct mode)."""
+        return read_pages(self.state.pool, self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0])
+
+    def _write_open_pages(self, contents: torch.Tensor) -> None:
+        ids = self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0].long()
+        pool, first, parts = self.state.pool, 0, []
+        for block in pool:
+            here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
+            parts.append((block, ids[here] - first, contents[here]))
+            first += block.shape[0]
+        for block, own, part in parts:  # nothing is allocated between writes
+            block[own] = part
+
+    # ---- counting -------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> dict[str, int]:
+        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity without
+        tokens, tables and counters). Shared pages count once. Reads lengths from the device."""
+        state, spec = self.state, self.spec
+        total = sum(tensor.nbytes for tensor in state.tensors())
+        parameters = sum(record.nbytes for record in state.parameters)
+        used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
+        pages = torch.unique(state.page_table[used]).numel() * self.num_heads
+        head_dims = (self.head_dim_k, self.head_dim_v)
+        codes = pages * sum(
+            f.code_bytes(d, spec.page_size, self.dtype) for f, d in zip(spec.formats, head_dims, strict=True)
+        )
+        length, paged = state.length[:, 0], state.paged[:, 0]
+        window = int((length - paged).sum()) * self.num_heads * sum(head_dims) * self.dtype.itemsize
+        packed = pages * self.page_bytes
+        found = {"codes": codes, "metadata": packed - codes, "window": window, "parameters": parameters}
+        return found | {"unused": total - sum(found.values())}
+
+
+def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Bytes of the pages `ids` (any shape): uint8 `[*ids.shape, H, page_bytes]`."""
+    ids = ids.long()
+    if len(pool) == 1:
+        return pool[0][ids]
+    out = pool[0].new_empty((*ids.shape, *pool[0].shape[1:]))
+    first = 0
+    for block in pool:
+        here = (ids >= first) & (ids < first + block.shape[0])
+        out[here] = block[ids[here] - first]
+        first += block.shape[0]
+    return out

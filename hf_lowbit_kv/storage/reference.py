@@ -1,0 +1,351 @@
+"""The definition of every result, in plain PyTorch: attention over a layer's state, and storing new tokens in it.
+
+Queries, keys and values come in as the model made them; a layer's transforms are applied here (`transformed`, `restored`).
+
+Kernels are tested against this file. It runs on any device, computes in float32, and never holds more than a slab of the
+history unpacked. It may read lengths back from the device, which kernels must not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..formats import Format
+from ..formats.base import Tensors
+from .paged_store import LayerSpec, LayerState, read_pages
+from .transforms import Transform
+
+#: tokens of history unpacked at a time
+SLAB_TOKENS = 4096
+#: query tokens attended at a time
+QUERY_BLOCK = 512
+
+
+class _Softmax:
+    """Running softmax-weighted sum over segments of keys and values (flash attention's recurrence, float32)."""
+
+    def __init__(self, q: torch.Tensor, num_kv_heads: int, scaling: float, softcap: float | None):
+        batch, heads, tokens, _ = q.shape
+        self.shape = (batch, heads, tokens)
+        self.q = q.float().reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, -1)
+        self.tokens, self.scaling, self.softcap = tokens, scaling, softcap
+        self.max = q.new_full(self.q.shape[:-1], float("-inf"), dtype=torch.float32)
+        self.sum = torch.zeros_like(self.max)
+        self.out: torch.Tensor | None = None
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
+        """Keys and values `[B, H, n, D]`; `valid` bool `[B, n]` (any query) or `[B, S, n]` (per query token)."""
+        scores = self.q @ k.float().transpose(-1, -2) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        groups = scores.shape[2] // self.tokens  # rows are query heads times tokens
+        valid = valid[:, None] if valid.dim() == 2 else valid.repeat(1, groups, 1)
+        valid = valid[:, None]
+        scores = scores.masked_fill(~valid, float("-inf"))
+        new_max = torch.maximum(self.max, scores.amax(-1))
+        shift = torch.where(new_max.isfinite(), new_max, 0.0)
+        weights, decay = torch.exp(scores - shift[..., None]), torch.exp(self.max - shift)
+        self.sum = self.sum * decay + weights.sum(-1)
+        # what an unused slot holds must not matter, NaN included
+        v = v.float().masked_fill(~valid.any(-2)[..., None], 0.0)
+        part = weights @ v
+        self.out = part if self.out is None else self.out * decay[..., None] + part
+        self.max = new_max
+
+    def result(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        """`[B, S, Hq, D]`; zero where nothing was attended."""
+        assert self.out is not None
+        total, out = self.sum, self.out
+        if sinks is not None:  # one more logit per query head, without a value
+            batch, heads, tokens = self.shape
+            logit = sinks.float().view(1, heads, 1).expand(batch, heads, tokens).reshape(self.max.shape)
+            new_max = torch.maximum(self.max, logit)
+            decay = torch.exp(self.max - new_max)
+            total, out = total * decay + torch.exp(logit - new_max), out * decay[..., None]
+        out = out / torch.where(total > 0, total, 1.0)[..., None]
+        return out.reshape(*self.shape, -1).transpose(1, 2)
+
+
+def transformed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A chunk's queries `[B, Hq, S, D]` (or `None`), keys and values `[B, H, S, D]` as they meet what is stored."""
+    return transformed_by(transform, q, k, v, state, spec)
+
+
+def transform(
+    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Tensors
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Keys or values `x` `[B, H, S, D]`, transformed, and queries `[B, Hq, S, D]` (or `None`) with the counterpart."""
+    return None if q is None else how.counterpart(q, tensors, x.shape[1]), how.forward(x, tensors)
+
+
+def transformed_by(
+    launched: Callable, q, k, v, state: LayerState, spec: LayerSpec, keys: bool = True
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """`transformed`, where `launched` (as `transform`) applies what kernels can (`Transform.fused`). keys: whether to transform
+    queries and keys, too."""
+    if spec.untransformed:
+        return q, k, v
+    tensors = spec.tensors(state)
+    if keys and not spec.key_transform.identity:
+        by = transform if spec.key_transform.fused is None else launched
+        q, k = by(q, k, spec.key_transform, tensors["key_transform"])
+    if not spec.value_transform.identity:
+        by = transform if spec.value_transform.fused is None else launched
+        _, v = by(None, v, spec.value_transform, tensors["value_transform"])
+    return q, k, v
+
+
+def restored(out: torch.Tensor, state: LayerState, spec: LayerSpec) -> torch.Tensor:
+    """An output `[B, S, Hq, D]` over values as they are stored, as the model wants it."""
+    if spec.value_transform.identity:
+        return out
+    tensors, heads = spec.tensors(state)["value_transform"], state.length.shape[1]
+    return spec.value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
+
+
+def as_made(
+    keys: torch.Tensor, values: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `read` gave, `[B, H, n, D]`, as the model made it."""
+    tensors, heads = spec.tensors(state), keys.shape[1]
+    return (
+        spec.key_transform.inverse(keys, tensors["key_transform"], heads),
+        spec.value_transform.inverse(values, tensors["value_transform"], heads),
+    )
+
+
+def with_transforms(transformed: Callable) -> Callable[[Callable], Callable]:
+    """Makes `attend` of a function that takes queries, keys and values as they meet what is stored. transformed: a function
+    such as the one of that name here."""
+
+    def decorate(attend: Callable) -> Callable:
+        @functools.wraps(attend)
+        def raw(q, k, v, mask, state: LayerState, spec: LayerSpec, *options, **named) -> torch.Tensor:
+            q, k, v = transformed(q, k, v, state, spec)
+            return restored(attend(q, k, v, mask, state, spec, *options, **named), state, spec)
+
+        return raw
+
+    return decorate
+
+
+@with_transforms(transformed)
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
+
+    Args:
+        q: `[B, Hq, S, head_dim]`. k, v: the chunk's own keys and values, `[B, H, S, head_dim]`; under another reading than
+            `separate` the two streams, and q is as wide as the reading says.
+        mask: bool `[B, S]`, False for padding in the chunk; `None`: there is none.
+        scaling: factor on q.k. softcap: `softcap * tanh(score / softcap)`, or `None`.
+        sinks: `[Hq]`, one logit per query head that takes weight and gives no value (gpt-oss), or `None`.
+        seen: no row holds more tokens than this, where the host knows; changes no result.
+
+    Returns:
+        `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.
+    """
+    blocks = []
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[2])
+        softmax = _Softmax(q[:, :, start:stop], k.shape[1], scaling, softcap)
+        for first, second, valid in history(state, spec):
+            softmax.add(*spec.reading.join(first, second), valid)
+        position = torch.arange(stop, device=q.device)
+        valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
+        if mask is not None:
+            valid = valid & mask[:, None, :stop]
+        softmax.add(*spec.reading.join(k[:, :, :stop], v[:, :, :stop]), valid)
+        blocks.append(softmax.result(sinks).to(q.dtype))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def history(state: LayerState, spec: LayerSpec) -> Iterator[tuple]:
+    """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
+    length, paged = state.length[:, :1], state.paged[:, :1]
+    device = length.device
+    if spec.sink:
+        yield state.sink_k, state.sink_v, torch.arange(spec.sink, device=device) < length
+    pages = -(-int(paged.max()) // spec.page_size)
+    slab = max(SLAB_TOKENS // spec.page_size, 1)
+    for first in range(0, pages, slab):
+        last = min(first + slab, pages)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), state, spec)
+        position = torch.arange(first * spec.page_size, last * spec.page_size, device=device)
+        yield k, v, position < paged
+    if spec.tail_size:
+        yield state.tail_k, state.tail_v, tail_index(state, spec) >= paged
+
+
+def _unpack(pages: torch.Tensor, state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
+    (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
+    keys, values = pages.split(spec.part_bytes(dim_k, dim_v, dtype), dim=-1)
+    tensors = spec.tensors(state)
+    keys = spec.key_format.decode(keys, dim_k, size, dtype, tensors["key_format"])
+    values = spec.value_format.decode(values, dim_v, size, dtype, tensors["value_format"])
+    return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+
+
+def tail_index(state: LayerState, spec: LayerSpec) -> torch.Tensor:
+    """int `[B, tail_size]`: index of the newest token that stands, or stood, in each slot of the ring; below a row's
+    `paged` where that token is not in the tail (any more)."""
+    newest = state.length[:, :1] - spec.sink - 1
+    slot = torch.arange(spec.tail_size, device=newest.device)
+    return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """Store a chunk `[B, H, S, D]` (rows of `mask` False are padding and dropped), packing each page that is due.
+
+    Tokens for which a row has no room left are dropped, and counted in `lost`.
+    """
+    _, k, v = transformed(None, k, v, state, spec)
+    room = spec.room(state.page_table.shape[1])
+    for row in range(k.shape[0]):
+        keys, values = k[row], v[row]
+        if mask is not None:
+            keys, values = keys[:, mask[row]], values[:, mask[row]]
+        length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
+        count = keys.shape[1]
+        fits = max(min(count, room - length), 0)
+        keys, values = keys[:, :fits], values[:, :fits]
+        to_sink = min(max(spec.sink - length, 0), fits)
+        state.sink_k[row, :, length : length + to_sink] = keys[:, :to_sink]
+        state.sink_v[row, :, length : length + to_sink] = values[:, :to_sink]
+        state.length[row] = length + fits
+        state.lost[row] += count - fits
+        tokens = max(length + fits - spec.sink, 0)
+        state.paged[row] = max(paged, spec.paged_after(tokens))
+        if fits > to_sink:
+            _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, state, spec)
+
+
+def _store_row(keys, values, row: int, tokens: int, paged: int, state: LayerState, spec: LayerSpec) -> None:
+    """Put one row's new tokens `[H, n, D]`, the last of `tokens`, into its pages and tail."""
+    first = tokens - keys.shape[1]  # index of the first new token
+    slots = torch.arange(paged, first, device=keys.device) % max(spec.tail_size, 1)
+    keys = torch.cat([state.tail_k[row][:, slots], keys], dim=1)  # all that is not in pages yet
+    values = torch.cat([state.tail_v[row][:, slots], values], dim=1)
+    if (paged_now := int(state.paged[row, 0])) > paged:
+        _pack_row(keys, values, row, paged, paged_now, state, spec)
+    if spec.tail_size:
+        kept = torch.arange(paged_now, tokens, device=keys.device)
+        state.tail_k[row][:, kept % spec.tail_size] = keys[:, kept - paged]
+        state.tail_v[row][:, kept % spec.tail_size] = values[:, kept - paged]
+
+
+def _pack_row(keys, values, row: int, start: int, stop: int, state: LayerState, spec: LayerSpec) -> None:
+    """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
+    size, dtype = spec.page_size, state.sink_k.dtype
+    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), spec.tensors(state)
+    parameters = tensors["key_format"], tensors["value_format"]
+    for page in range(start // size, -(-stop // size)):
+        low, high = max(page * size, start), min((page + 1) * size, stop)
+        target = _page(state, int(state.page_table[row, page]))
+        for fmt, x, part, own in zip(
+            spec.formats, (keys, values), target.split(split, dim=-1), parameters, strict=True
+        ):
+            _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype, own)
+
+
+def _write_tokens(
+    fmt: Format, x: torch.Tensor, at: int, part: torch.Tensor, page_size: int, dtype: torch.dtype, parameters: Tensors
+) -> None:
+    """Encode `x` `[H, n, D]` as tokens `at` and up of a page; fewer than a page only where the format allows it."""
+    heads, count, head_dim = x.shape
+    if count == page_size:
+        part.copy_(fmt.encode(x, dtype, parameters))
+        return
+    assert fmt.tokenwise
+    page = x.new_zeros(heads, page_size, head_dim)
+    page[:, at : at + count] = x
+    new, old = (fmt.split(bytes_, head_dim, page_size, dtype) for bytes_ in (fmt.encode(page, dtype, parameters), part))
+    fmt.merge_tokens(old, new, at, count)
+
+
+def _page(state: LayerState, page_id: int) -> torch.Tensor:
+    """The bytes of one page, `[H, page_bytes]`, to write to."""
+    for block in state.pool:
+        if page_id < block.shape[0]:
+            return block[page_id]
+        page_id -= block.shape[0]
+    raise IndexError(f"page_id={page_id} is beyond the pool")
+
+
+def read(state: LayerState, spec: LayerSpec, max_length: int):
+    """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in the
+    model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
+    length, dtype = state.length[:, :1], state.sink_k.dtype
+    batch, heads = state.length.shape
+    position = torch.arange(max_length, device=length.device)
+    pages = -(-int(state.paged.max()) // spec.page_size)
+    k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), state, spec)
+    out = []
+    for paged, sink, tail in ((k, state.sink_k, state.tail_k), (v, state.sink_v, state.tail_v)):
+        dense = torch.cat([sink, paged.to(dtype), tail], dim=2)
+        index = position - spec.sink
+        in_tail = spec.sink + paged.shape[2] + index % max(spec.tail_size, 1)
+        source = torch.where(index < state.paged[:, :1], position, in_tail)
+        source = torch.where(index < 0, position, source)
+        source = torch.where(position < length, source, 0)
+        if dense.shape[2] == 0:
+            dense = dense.new_zeros(batch, heads, 1, dense.shape[-1])
+        rows = dense.gather(2, source[:, None, :, None].expand(batch, heads, max_length, dense.shape[-1]))
+        out.append(rows.masked_fill((position >= length)[:, None, :, None], 0))
+    return tuple(out)
+
+
+def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which the host's SDPA does not offer.
+
+    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0).to(v.dtype)
+    return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
+
+
+def unpack_into_tail(state: LayerState, spec: LayerSpec) -> None:
+    """After `length` was lowered: where a row's end lies inside packed pages, drop the pages behind it and read the
+    tokens of its last, now partial page back into the tail."""
+    size = spec.page_size
+    tokens = (state.length - spec.sink).clamp(min=0)
+    cut = tokens[:, 0] < state.paged[:, 0]
+    for row in torch.nonzero(cut)[:, 0].tolist():
+        end = int(tokens[row, 0])
+        start = end // size * size
+        if end == start:
+            state.paged[row] = start
+            continue
+        pages = read_pages(state.pool, state.page_table[row : row + 1, start // size : start // size + 1])
+        k, v = _unpack(pages, state, spec)
+        slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
+        state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
+        state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)
+        state.paged[row] = start  # last: until then, tokens are read from the page

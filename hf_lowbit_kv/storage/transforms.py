@@ -1,0 +1,400 @@
+"""Transforms: invertible linear maps of keys and of values, per KV head, with or without parameters.
+
+A layer stores transformed tokens (sink, pages and tail alike), so nothing passes over the history. With `M` for the map:
+
+    keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
+    values    v' = v M      the output is mapped back, o = o' M^-1
+
+A rotation spreads a few large channels over all of them, which few bits store better. Factors even channels out. Transforms
+are put together with `+`: "smooth+hadamard" divides by factors first, then rotates.
+
+`Hadamard` and factors are defined to the last bit, in float32, because packed bytes depend on them; kernels reproduce them.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..formats.records import Parameter, Parametrized
+
+#: tensors of `Transform.held`, in that order; `[H or 1, ...]` each
+Tensors = Sequence[torch.Tensor]
+
+
+class Fused(NamedTuple):
+    """A transform that kernels apply where they read: factors of channels, then the Hadamard rotation, then factors; any of
+    the three may be missing, and one of the two factors is."""
+
+    before: bool
+    rotated: bool
+    after: bool
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there are factors. They are the first two tensors that the transform holds, float32 `[H or 1, head_dim]`:
+        those of keys (or values), and those of queries."""
+        return self.before or self.after
+
+
+class Transform(Parametrized, ABC):
+    """A map of the channels of each head. Instances are immutable, hashable, and named by `name`.
+
+    A subclass maps float32 tensors `[B, H, n, head_dim]`. `forward`, `counterpart` and `inverse` round once, to the model's
+    dtype. A new transform is a subclass with a line in `TRANSFORMS`.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Canonical name, understood by `parse_transform`."""
+
+    @property
+    def identity(self) -> bool:
+        """Whether it changes nothing, so that nothing is launched for it."""
+        return False
+
+    @property
+    def fused(self) -> Fused | None:
+        """How kernels apply it where they read; `None`: PyTorch applies it, before and after."""
+        return None
+
+    @property
+    def product(self) -> bool:
+        """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1, D, D]`
+        both: a kernel may apply it, and its sums may differ from PyTorch's."""
+        return False
+
+    def own_inverse(self, head_dim: int) -> bool:
+        """Whether it is a rotation (`fused`, without factors) that maps what it has mapped back, but for rounding."""
+        return False
+
+    @abstractmethod
+    def map(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Keys or values, float32, mapped."""
+
+    @abstractmethod
+    def map_queries(self, q: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Queries, float32, with the counterpart of `map`."""
+
+    @abstractmethod
+    def unmap(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """The inverse of `map`, float32."""
+
+    def validate(self, head_dim: int) -> None:
+        """Raise `ValueError` where heads of that size cannot be mapped."""
+
+    # What follows is the same for every transform.
+
+    def forward(self, x: torch.Tensor, tensors: Tensors = ()) -> torch.Tensor:
+        """Keys or values `[B, H, n, head_dim]`, as they are stored, in the dtype of `x`."""
+        return x if self.identity else self.map(x.float(), tensors).to(x.dtype)
+
+    def counterpart(self, q: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
+        """Queries `[B, Hq, n, head_dim]`, as they meet stored keys, in the dtype of `q`."""
+        return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
+
+    def inverse(self, x: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
+        """What is stored, or an output `[B, Hq, n, head_dim]`, mapped back, in the dtype of `x`."""
+        return x if self.identity else _by_kv_head(x, num_kv_heads, lambda x: self.unmap(x, tensors))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _by_kv_head(x: torch.Tensor, num_kv_heads: int, work) -> torch.Tensor:
+    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head stand in one axis with the tokens."""
+    grouped = x.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    return work(grouped).reshape(x.shape).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Identity(Transform):
+    """No transform."""
+
+    @property
+    def name(self) -> str:
+        return "none"
+
+    @property
+    def identity(self) -> bool:
+        return True
+
+    @property
+    def fused(self) -> Fused:
+        return Fused(False, False, False)
+
+    def map(self, x, tensors):
+        return x
+
+    map_queries = unmap = map
+
+
+@dataclass(frozen=True)
+class Hadamard(Transform):
+    """Rotation by an orthonormal Hadamard matrix of order head_dim: 64, 128, 256 after Sylvester, 80 = 20 x 4 and 96 = 12 x 8
+    with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)"""
+
+    @property
+    def name(self) -> str:
+        return "hadamard"
+
+    @property
+    def fused(self) -> Fused:
+        return Fused(False, True, False)
+
+    def validate(self, head_dim: int) -> None:
+        base_order(head_dim)
+
+    def map(self, x, tensors):
+        return rotated(x)
+
+    map_queries = map
+
+    def unmap(self, x, tensors):
+        return x @ _inverse_rotation(x.shape[-1], x.device)
+
+    def own_inverse(self, head_dim: int) -> bool:
+        return base_order(head_dim) == 1  # Sylvester's matrices are symmetric
+
+
+@dataclass(frozen=True)
+class Smooth(Transform):
+    """Each channel divided by a factor of its KV head; queries are multiplied by it. (VecInfer, section 3.1; SmoothQuant.)
+
+    Parameter: `factors`, float32 `[H, head_dim]`, none of them 0.
+    """
+
+    @property
+    def name(self) -> str:
+        return "smooth"
+
+    @property
+    def fused(self) -> Fused:
+        return Fused(True, False, False)
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return (Parameter("factors", (num_kv_heads, head_dim), torch.float32),)
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        return tuple(Parameter(name, (num_kv_heads, head_dim), torch.float32) for name in ("keys", "queries"))
+
+    def prepare(self, given):
+        return 1 / given[0], given[0]
+
+    def map(self, x, tensors):
+        return x * tensors[0].unsqueeze(-2)
+
+    def map_queries(self, q, tensors):
+        return q * tensors[1].unsqueeze(-2)
+
+    unmap = map_queries
+
+
+@dataclass(frozen=True)
+class Matrix(Transform):
+    """A full matrix per KV head, multiplied from the right; queries get its inverse, transposed. Calibrated rotations are such.
+
+    Its sums are those of the device's matrix product, so packed bytes may differ between devices.
+
+    Parameter: `matrix`, float32 `[H, head_dim, head_dim]`, invertible.
+    """
+
+    @property
+    def name(self) -> str:
+        return "matrix"
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return (Parameter("matrix", (num_kv_heads, head_dim, head_dim), torch.float32),)
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        shape = (num_kv_heads, head_dim, head_dim)
+        return tuple(Parameter(name, shape, torch.float32) for name in ("matrix", "queries"))
+
+    def prepare(self, given):
+        return given[0], torch.linalg.inv(given[0].double()).float().mT.contiguous()
+
+    @property
+    def product(self) -> bool:
+        return True
+
+    def map(self, x, tensors):
+        return x @ tensors[0]
+
+    def map_queries(self, q, tensors):
+        return q @ tensors[1]
+
+    def unmap(self, x, tensors):
+        return x @ tensors[1].mT
+
+
+@dataclass(frozen=True)
+class Eigen(Matrix):
+    """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them costs."""
+
+    @property
+    def name(self) -> str:
+        return "eigen"
+
+
+@dataclass(frozen=True)
+class Chain(Transform):
+    """Transforms one after the other, e.g. `"smooth+hadamard"`. Parameters carry the names of their transforms; each
+    transform stands in a chain once."""
+
+    stages: tuple[Transform, ...]
+
+    def __post_init__(self):
+        names = [stage.name for stage in self.stages]
+        if len(names) < 2 or len(set(names)) < len(names) or any(stage.identity for stage in self.stages):
+            raise ValueError(f"transform={self.name!r} is not allowed; a chain is two or more different transforms")
+
+    @property
+    def name(self) -> str:
+        return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def fused(self) -> Fused | None:
+        found = [stage.fused for stage in self.stages]
+        if None in found or len(found) > 2 or {fused.rotated for fused in found if fused} != {False, True}:
+            return None
+        first_rotates = found[0].rotated  # type: ignore[union-attr]
+        return Fused(not first_rotates, True, first_rotates)
+
+    def validate(self, head_dim: int) -> None:
+        for stage in self.stages:
+            stage.validate(head_dim)
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        return tuple(p for stage in self.stages for p in stage.parameters(head_dim, num_kv_heads))
+
+    def held(self, head_dim: int, num_kv_heads: int):
+        return tuple(
+            held._replace(name=f"{stage.name}.{held.name}")
+            for stage in self.stages
+            for held in stage.held(head_dim, num_kv_heads)
+        )
+
+    def prepare(self, given):
+        found: list[torch.Tensor] = []
+        given = list(given)
+        for stage in self.stages:
+            count = len(stage.parameters(64, 1))
+            found += stage.prepare(given[:count])
+            del given[:count]
+        return found
+
+    def _with_tensors(self, tensors: Tensors) -> list[tuple[Transform, Tensors]]:
+        found, first = [], 0
+        for stage in self.stages:
+            count = len(stage.held(64, 1))
+            found.append((stage, tensors[first : first + count]))
+            first += count
+        return found
+
+    def map(self, x, tensors):
+        for stage, own in self._with_tensors(tensors):
+            x = stage.map(x, own)
+        return x
+
+    def map_queries(self, q, tensors):
+        for stage, own in self._with_tensors(tensors):
+            q = stage.map_queries(q, own)
+        return q
+
+    def unmap(self, x, tensors):
+        for stage, own in reversed(self._with_tensors(tensors)):
+            x = stage.unmap(x, own)
+        return x
+
+
+#: every transform that is not a chain; a new one adds a line
+TRANSFORMS: dict[str, Transform] = {t.name: t for t in (Identity(), Hadamard(), Smooth(), Matrix(), Eigen())}
+NONE = TRANSFORMS["none"]
+
+
+def parse_transform(transform: str | Transform | None) -> Transform:
+    """The transform of that name, or a chain of them; `None` is `"none"`, and a `Transform` is returned as it is."""
+    if isinstance(transform, Transform):
+        return transform
+    name = "none" if transform is None else transform
+    stages = name.split("+") if isinstance(name, str) else []
+    if not stages or any(stage not in TRANSFORMS for stage in stages):
+        raise ValueError(
+            f"transform={transform!r} is not known; allowed: {tuple(TRANSFORMS)}, and several joined by '+'"
+        )
+    found = tuple(TRANSFORMS[stage] for stage in stages)
+    return found[0] if len(found) == 1 else Chain(found)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The Hadamard rotation of `[..., head_dim]`, float32, every sum in a fixed order.
+
+    For head_dim = blocks * base: sums over the `base` channels of a block with the matrix of that order, from the first channel
+    to the last; then a butterfly over blocks, neighbours first; then the factor head_dim**-0.5.
+    """
+    head_dim, base = x.shape[-1], base_order(x.shape[-1])
+    y = x.unflatten(-1, (-1, base))
+    if base > 1:
+        matrix = hadamard(base).to(x.device, torch.float32)
+        total = y[..., :1] * matrix[0]
+        for i in range(1, base):
+            total = total + y[..., i : i + 1] * matrix[i]
+        y = total
+    step = 1
+    while step < head_dim // base:
+        pairs = y.unflatten(-2, (-1, 2, step))
+        low, high = pairs.unbind(-3)
+        y = torch.stack([low + high, low - high], -3).flatten(-4, -2)
+        step *= 2
+    return y.flatten(-2) * head_dim**-0.5
+
+
+@functools.cache
+def _inverse_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
+    """float32 `[head_dim, head_dim]`."""
+    return (hadamard(head_dim).T * head_dim**-0.5).to(device, torch.float32)
+
+
+def base_order(order: int) -> int:
+    """The order (1, 12 or 20) of which `hadamard(order)` is made by doubling.
+
+    Raises:
+        ValueError: the order is not a power of two times 1, 12 or 20.
+    """
+    base = order
+    while base not in (1, 12, 20):
+        if base < 2 or base % 2:
+            raise ValueError(
+                f"head_dim={order} has no Hadamard matrix here: it must be a power of two times 1, 12 or 20"
+            )
+        base //= 2
+    return base
+
+
+@functools.cache
+def hadamard(order: int) -> torch.Tensor:
+    """A Hadamard matrix, float64 `[order, order]`: entries of 1 and -1, rows orthogonal. Raises as `base_order` does."""
+    base = base_order(order)
+    matrix = torch.ones(1, 1, dtype=torch.float64) if base == 1 else _paley(base)
+    while len(matrix) < order:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def _paley(order: int) -> torch.Tensor:
+    """Paley's first construction, for a prime `order - 1` that leaves 3 when divided by 4: identity plus a skew matrix of
+    quadratic residues."""
+    prime = order - 1
+    squares = {i * i % prime for i in range(1, prime)}
+    character = torch.tensor([0.0] + [1.0 if i in squares else -1.0 for i in range(1, prime)], dtype=torch.float64)
+    number = torch.arange(prime)
+    skew = torch.zeros(order, order, dtype=torch.float64)
+    skew[0, 1:], skew[1:, 0] = 1.0, -1.0
+    skew[1:, 1:] = character[(number[:, None] - number[None, :]) % prime]
+    return torch.eye(order, dtype=torch.float64) + skew

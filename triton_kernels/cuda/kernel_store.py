@@ -1,0 +1,158 @@
+"""Compiled kernels kept on disk, in a directory that is the user's alone: what is loaded from there runs on the GPU.
+
+A file is a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest is of the file's name and the kernel. So a file
+that was cut short, altered or renamed counts as not there: the log names it, and the kernel is compiled again. A digest does
+not tell who wrote a file, so the directory must be the user's and closed to all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+from ...machine.folders import VARIABLE, cache_root
+
+logger = logging.getLogger("hf_lowbit_kv")
+#: environment variable that once named the place of kernels alone
+OLD_VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
+DIGITS = 64
+#: a file with more bytes is damaged, and is not read: kernels have some 100 kB
+MOST_BYTES = 2**26
+
+
+def cache_directory() -> Path:
+    """Where kernels are kept; it need not exist."""
+    return _directories()[0]
+
+
+def _directories() -> list[Path]:
+    """Where kernels are kept, and then where else they are looked for."""
+    directory, old = cache_root() / "kernels", os.environ.get(OLD_VARIABLE)
+    if (owner := _owner(directory)) is not None and owner != os.getuid():
+        directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the folder, but not kernels
+    if not old or Path(old) / "kernels" == directory:
+        return [directory]
+    alone = not os.environ.get(VARIABLE)
+    _warn_of_old_name(old, None if alone else directory)
+    return [Path(old) / "kernels"] if alone else [directory, Path(old) / "kernels"]
+
+
+@functools.cache
+def _warn_of_old_name(old: str, directory: Path | None) -> None:
+    what = f"{OLD_VARIABLE} is the old name of {VARIABLE}"
+    if directory is None:
+        what += f": set {VARIABLE}={old} instead. Compiled kernels stay there until then"
+    else:
+        what += f", which is set too: kernels in {Path(old) / 'kernels'} are still used, and copied to {directory}. Unset it"
+    warnings.warn(what, FutureWarning, stacklevel=2)
+
+
+def _owner(directory: Path) -> int | None:
+    """The number of the user whose it is; `None`: it is not there, or users have no numbers here (Windows)."""
+    try:
+        return directory.stat().st_uid if hasattr(os, "getuid") else None
+    except OSError:
+        return None
+
+
+def why_refused(directory: Path) -> str | None:
+    """Why nothing is read from a directory that exists and nothing is written there, or `None`."""
+    found = directory.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no directory"
+    if not hasattr(os, "getuid"):  # Windows: directories of a user are closed to others
+        return None
+    if found.st_uid != os.getuid():
+        return f"it belongs to user {found.st_uid}, not to {os.getuid()}"
+    if found.st_mode & 0o077:
+        return f"others may use it: its mode is {stat.S_IMODE(found.st_mode):04o}, and 0700 is asked for"
+    return None
+
+
+def _usable(directory: Path) -> bool:
+    """Whether files can be kept there; the reason is logged once where not."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        reason = why_refused(directory)
+    except OSError as error:
+        reason = f"it cannot be written: {error.strerror or error}"
+    if reason is not None:
+        _warn(directory, reason)
+    return reason is None
+
+
+@functools.cache
+def _warn(directory: Path, reason: str) -> None:
+    logger.warning(
+        "%s keeps no CUDA kernels, because %s. They are compiled anew in every process; set %s to another directory",
+        *(directory, reason, VARIABLE),
+    )
+
+
+def load(name: str) -> bytes | None:
+    """The kernel kept under a file name, or `None` where there is none that is whole."""
+    directory, *others = _directories()
+    if (kernel := _load(directory, name)) is not None:
+        return kernel
+    for other in others:
+        if (kernel := _load(other, name)) is not None:
+            keep(name, kernel)
+            return kernel
+    return None
+
+
+def _load(directory: Path, name: str) -> bytes | None:
+    path = directory / name
+    try:
+        if not directory.exists() or not _usable(directory):
+            return None
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            return _refuse(path, "is no file")
+        if found.st_size > MOST_BYTES:
+            return _refuse(path, f"has {found.st_size} bytes, and a kernel has {MOST_BYTES} at most")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return _refuse(path, f"cannot be read: {error.strerror or error}")
+    kernel = data[DIGITS:]
+    if data[:DIGITS] != _digest(name, kernel):
+        return _refuse(path, "is not the kernel that was kept there")
+    return kernel
+
+
+def _refuse(path: Path, reason: str) -> None:
+    logger.warning("%s %s: it is compiled again", path, reason)
+
+
+def keep(name: str, kernel: bytes) -> None:
+    """Write a file whole or not at all: other processes may be reading."""
+    directory = cache_directory()
+    if not _usable(directory):
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # for its owner alone
+            made = Path(file.name)
+            try:
+                file.write(_digest(name, kernel) + kernel)
+                file.close()
+                made.replace(directory / name)
+            except OSError:
+                made.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        _warn(directory, f"it cannot be written: {error.strerror or error}")
+
+
+def _digest(name: str, kernel: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + kernel).hexdigest().encode()

@@ -1,0 +1,204 @@
+"""From CUDA C++ source to a kernel: NVRTC, kernels kept on disk (`disk.py`), and launches through the driver.
+
+Nothing of a CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import kernel_store
+
+logger = logging.getLogger("hf_lowbit_kv")
+SOURCES = Path(__file__).parent
+#: lambdas with `auto` arguments would be functions of the host
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+#: lines of a compiler's log that an error shows
+LOG_LINES = 12
+#: by file name: held while it is compiled; what `ahead` compiled and nobody asked for yet
+_compiling: dict[str, threading.Lock] = {}
+_early: dict[str, bytes] = {}
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel's source."""
+
+
+def _bindings() -> tuple[Any, Any]:
+    from cuda.bindings import driver, nvrtc
+
+    return driver, nvrtc
+
+
+def _checked(result: tuple) -> Any:
+    """What a call of the bindings returned, without its status; raises where that is an error."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA call failed: {status!r}")
+    return values[0] if len(values) == 1 else values or None
+
+
+@functools.cache
+def source(name: str) -> str:
+    """The text of a source file with what it includes put in its place, each file once."""
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((SOURCES / name).read_text(encoding="utf-8").splitlines(), 1):
+            if found := re.fullmatch(r'#include "(.*)"', line):
+                lines += [expand(found[1]), f'#line {number + 1} "{name}"']
+            elif line != "#pragma once":
+                lines.append(line)
+        return "\n".join(lines)
+
+    return expand(name)
+
+
+def text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
+    """What NVRTC gets to compile the file `name` with these macros."""
+    return "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
+
+
+def binary(
+    name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False, early: bool = False
+) -> bytes:
+    """The compiled file `name` with these macros. anew: compile it even where it is kept on disk. early: somebody else will
+    ask for it."""
+    _, nvrtc = _bindings()
+    code, version = text(name, defines), _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((code, arch, OPTIONS, version)).encode()).hexdigest()[:32]
+    file = f"{Path(name).stem}-{arch}-{key}.cubin"
+    with _compiling.setdefault(file, threading.Lock()):  # another thread may be compiling it
+        if not anew and (found := _early.pop(file, None) or kernel_store.load(file)) is not None:
+            return found
+        _announce(arch)
+        out, _ = _compile(code, name, arch)
+        kernel_store.keep(file, out)
+        if early:
+            _early[file] = out  # the directory may keep nothing
+        return out
+
+
+def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
+    """Compile in a thread of its own, if need be. `binary` waits for it. An error is left to the one who needs the kernel,
+    and compiles it again."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            binary(name, defines, _arch(device), early=True)
+
+    # NVRTC lets go of the interpreter. No daemon: a process that ends waits for it, seconds at most and once for each kernel,
+    # because libraries must not be taken down under it
+    threading.Thread(target=work, name="hf-lowbit-kv-compile").start()
+
+
+def _arch(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def _announce(arch: str) -> None:
+    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, kernel_store.cache_directory())
+
+
+def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compiled code, and NVRTC's log. options: beside `OPTIONS`."""
+    _, nvrtc = _bindings()
+    program = _checked(nvrtc.nvrtcCreateProgram(code.encode(), name.encode(), 0, [], []))
+    try:
+        given = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}", *options)]
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode(errors="replace").strip("\0\n")
+        if int(status) != 0:
+            shown = "\n".join(said.splitlines()[:LOG_LINES])
+            raise CompileError(
+                f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. "
+                f"Its log begins:\n{shown}"
+            )
+        out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, out))
+        return bytes(out), said
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _enter_context(device: int) -> None:
+    """Make torch's context of that device current in this thread, as torch itself does at its first call there."""
+    driver, _ = _bindings()
+    context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+    _checked(driver.cuCtxSetCurrent(context))
+
+
+class Module:
+    """A compiled file, loaded on one device."""
+
+    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False):
+        self._driver, _ = _bindings()
+        self.device = device
+        arch = _arch(device) + ("a" if own else "")
+        data = binary(name, defines, arch)
+        with torch.cuda.device(device):
+            _enter_context(device.index)
+            status, module = self._driver.cuModuleLoadData(data)
+            if int(status) != 0:  # what was kept on disk may be unfit for this driver
+                module = _checked(self._driver.cuModuleLoadData(binary(name, defines, arch, anew=True)))
+            self._module = module
+        self._functions: dict[str, Any] = {}
+
+    def integer(self, name: str) -> int:
+        """The value of an `int` in the module's memory."""
+        with torch.cuda.device(self.device):
+            address, _ = _checked(self._driver.cuModuleGetGlobal(self._module, name.encode()))
+            value = ctypes.c_int()
+            _checked(self._driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4))
+        return value.value
+
+    def function(self, name: str, shared: int = 0) -> Any:
+        if name not in self._functions:
+            driver = self._driver
+            _enter_context(self.device.index)  # this thread may not have used the device yet
+            found = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            if shared:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _checked(driver.cuFuncSetAttribute(found, attribute, shared))
+            self._functions[name] = found
+        return self._functions[name]
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
+        """Launch on torch's current stream. args: ctypes objects, copied before this returns."""
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            call = (
+                *(self.function(name, shared), *grid, threads, 1, 1, shared, stream),
+                *(ctypes.addressof(pointers), 0),
+            )
+            status = self._driver.cuLaunchKernel(*call)[0]
+            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the device yet
+                _enter_context(self.device.index)
+                status = self._driver.cuLaunchKernel(*call)[0]
+        _checked((status,))
+
+
+@functools.cache
+def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False) -> Module:
+    """The file `name` compiled with these macros and loaded on `device` (with an index), once a process. own: with instructions
+    that only this architecture has (`sm_90a`)."""
+    return Module(name, defines, device, own)

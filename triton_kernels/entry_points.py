@@ -1,0 +1,360 @@
+"""Entry points: `attend`, `step`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.storage.reference`.
+
+Nothing here waits for the device, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..formats.base import FIELD_ALIGNMENT
+from ..storage.paged_store import LayerSpec, LayerState
+from ..storage.reference import restored, transformed_by
+from ..storage.transforms import Transform, base_order, hadamard
+from . import dense, prompt
+from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
+from .attend import attend_kernel, merge_kernel
+from .common import OPTIONS as OPTIONS
+from .common import constants, dot_type, format_records, padded_width
+from .common import launch as _launch
+from .common import launches as launches
+from .common import takes_ptx as _takes_ptx
+from .config import (
+    APPEND_WARPS,
+    FUSED_ROWS,
+    MERGE_CHANNELS,
+    MERGE_SPLITS,
+    TAIL_SHARE,
+    TRANSFORM_ROWS,
+    attend_config,
+    processors,
+    split_count,
+)
+from .read import read as read
+from .registry import attends_packed, kernels
+from .transform import transform_kernel
+
+
+class _Sides(NamedTuple):
+    """What kernels need to know of a layer at compile time; kp, vp: constants of the two formats."""
+
+    keys: Any
+    values: Any
+    kp: Any
+    vp: Any
+    dq: Any
+    page_bytes: int
+    value_at: int
+    #: largest tile of tokens, for keys and for values
+    max_block: tuple[int, int]
+    #: channels of a plane of values, padded
+    key_width: int
+    value_width: int
+    #: tokens that packing takes at a time
+    encode_rows: tuple[int, int]
+    #: whether a side's numbers are gathered from shared memory
+    gathers: bool
+
+
+@functools.cache
+def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, ptx: bool) -> _Sides:
+    part_k, part_v = spec.part_bytes(head_dim_k, head_dim_v, dtype)
+    assert part_k % FIELD_ALIGNMENT == 0
+    keys, values = kernels(spec.key_format), kernels(spec.value_format)
+    kp = keys.params(spec.key_format, head_dim_k, spec.page_size, dtype, ptx)
+    vp = values.params(spec.value_format, head_dim_v, spec.page_size, dtype, ptx)
+    return _Sides(
+        keys=keys,
+        values=values,
+        kp=constants(kp),
+        vp=constants(vp),
+        dq=constants(dense.params(None, head_dim_k, spec.page_size, dtype, ptx)),
+        page_bytes=part_k + part_v,
+        value_at=part_k,
+        max_block=(kp.max_block, vp.max_block),
+        key_width=kp.padded,
+        value_width=vp.padded,
+        encode_rows=(kp.encode_rows, vp.encode_rows),
+        gathers=attends_packed(spec) and (kp.gathers or vp.gathers),
+    )
+
+
+def _prepare(k, v, spec: LayerSpec) -> _Sides:
+    return _sides(spec, k.shape[-1], v.shape[-1], k.dtype, _takes_ptx(k.device))
+
+
+@functools.cache
+def _chained(device: torch.device) -> bool:
+    """Whether kernels of a step are launched before the one in front of them is done (programmatic dependent launch, sm90 and
+    later). Whoever is launched so waits, first of all, for that one's end; so everything before it has ended as well."""
+    return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _signs(base: int, device: torch.device) -> torch.Tensor:
+    """The matrix that a Hadamard matrix is made of, float32 `[base, base]`."""
+    return hadamard(base).to(device, torch.float32)
+
+
+def transform(
+    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`how`, as far as kernels apply it (`Transform.fused`), in one launch: queries `[B, Hq, S, D]` (or `None`) with its
+    counterpart, and keys or values `x` `[B, H, S, D]`. tensors: those it holds."""
+    (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
+    out = x.new_empty(x.shape)
+    queries = None if q is None else q.new_empty(q.shape)
+    rows = batch * (q_heads + heads) * tokens
+    if rows == 0:
+        return queries, out
+    fused = how.fused
+    assert fused is not None
+    base = base_order(head_dim) if fused.rotated else 1
+    scales = (tensors[1], tensors[0]) if fused.scaled else (x, x)
+    _launch(
+        transform_kernel,
+        (triton.cdiv(rows, TRANSFORM_ROWS),),
+        *(x if q is None else q, x, out if queries is None else queries, out, *scales),
+        *(_signs(base, x.device), *(x if q is None else q).stride(), *x.stride(), q_heads, heads, tokens, rows),
+        tensors[0].stride(0) if fused.scaled and tensors[0].shape[0] > 1 else 0,
+        device=x.device,
+        D=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        ROWS=TRANSFORM_ROWS,
+        BASE=base,
+        BLOCKS_LOG2=(head_dim // base).bit_length() - 1,
+        NORM=head_dim**-0.5,
+        BEFORE=fused.before,
+        ROTATED=fused.rotated,
+        AFTER=fused.after,
+        PTX=_takes_ptx(x.device),
+        num_warps=TRANSFORM_ROWS,
+    )
+    return queries, out
+
+
+def transformed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """`reference.transformed`: one launch for queries and keys, one for values; PyTorch applies what kernels do not."""
+    return transformed_by(transform, q, k, v, state, spec)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
+    q, k, v = transformed(q, k, v, state, spec)
+    return restored(_attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), state, spec)
+
+
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: LayerState,
+    spec: LayerSpec,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """`reference.step`: `attend`, then `append`, of tokens transformed once. The attend kernel is not launched ahead of the end
+    of the transform's (`_chained`): that slowed it (docs/log/kernels.md)."""
+    q, k, v = transformed(q, k, v, state, spec)
+    out = _attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+    _append(k, v, mask, state, spec)
+    return restored(out, state, spec)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
+    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
+    _, k, v = transformed(None, k, v, state, spec)
+    _append(k, v, mask, state, spec)
+
+
+def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen) -> torch.Tensor:
+    """`attend` of queries, keys and values as they meet what is stored."""
+    (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
+    groups, pages = q_heads // heads, state.page_address.shape[1]
+    rows = groups * tokens
+    if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
+        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+    sides = _prepare(k, v, spec)
+    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
+    widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
+    config = attend_config(rows, *widths, q.dtype == torch.float32, sides.gathers)
+    blocks = triton.cdiv(rows, config.block_m)
+    programs, chained = batch * heads * blocks, _chained(q.device)
+    splits = split_count(programs, pages, config.programs * processors(q.device))
+    window_parts = 1 + triton.cdiv(spec.tail_size, TAIL_SHARE)
+    parts = splits + window_parts if splits > 1 else 1
+    out = q.new_empty(batch, tokens, q_heads, head_dim_v)
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(batch * heads, parts, rows, head_dim_v, dtype=torch.float32)
+        lse = q.new_empty(batch * heads, parts, rows, dtype=torch.float32)
+    _launch(
+        attend_kernel,
+        (batch * heads, parts, blocks),
+        *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
+        *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
+        *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        *(record_k, record_v, stride_k, stride_v),
+        *(heads, tokens, pages, splits, scaling, 1.0 if softcap is None else softcap),
+        device=q.device,
+        PREPARE=sides.keys.prepare,
+        FETCH_K=sides.keys.fetch,
+        FETCH_V=sides.values.fetch,
+        SCORES=sides.keys.scores,
+        WEIGH=sides.values.weigh,
+        ADD=sides.values.add,
+        KP=sides.kp,
+        VP=sides.vp,
+        DQ=sides.dq,
+        DV=head_dim_v,
+        GROUPS=groups,
+        SINK=spec.sink,
+        TAIL=spec.tail_size,
+        PAGE=spec.page_size,
+        PAGE_BYTES=sides.page_bytes,
+        VALUE_AT=sides.value_at,
+        OPEN_PAGES=spec.direct,
+        SPLIT=splits > 1,
+        HAS_MASK=mask is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap is not None,
+        DOT=dot_type(q.dtype),
+        BLOCK_M=config.block_m,
+        BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
+        WINDOW_N=config.window_n,
+        WINDOW_PARTS=window_parts,
+        TAIL_SHARE=TAIL_SHARE,
+        DEFER=config.block_m <= 16 and config.num_warps > 1,
+        T=0 if config.swapped else 1,
+        PDL=chained,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.registers,
+    )
+    if splits > 1:
+        _launch(
+            merge_kernel,
+            (batch * heads, rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
+            *(partial, lse, q if sinks is None else sinks, out, heads, rows, parts),
+            device=q.device,
+            DV=head_dim_v,
+            GROUPS=groups,
+            HAS_SINKS=sinks is not None,
+            BLOCK=min(triton.next_power_of_2(parts), MERGE_SPLITS),
+            CHANNELS=MERGE_CHANNELS,
+            PDL=chained,
+            num_warps=4,
+            launch_pdl=chained,
+        )
+    return out
+
+
+def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
+    """`append` of keys and values as they are stored."""
+    batch, heads, tokens, _ = k.shape
+    if tokens == 0:
+        return
+    sides = _prepare(k, v, spec)
+    pages = state.page_address.shape[1]
+    room = spec.room(pages)
+    common = {
+        "SINK": spec.sink,
+        "RESIDUAL": spec.residual,
+        "PAGE": spec.page_size,
+        "DIRECT": spec.direct,
+    }
+    dims = {"DK": k.shape[-1], "DV": v.shape[-1]}
+    padded = {"DK_PADDED": padded_width(k.shape[-1]), "DV_PADDED": padded_width(v.shape[-1])}
+    encoding = {
+        "ENCODE_K": sides.keys.encode,
+        "ENCODE_V": sides.values.encode,
+        "KP": sides.kp,
+        "VP": sides.vp,
+        "PAGE_BYTES": sides.page_bytes,
+        "VALUE_AT": sides.value_at,
+        "ROWS_K": 1 if spec.direct and tokens == 1 else sides.encode_rows[0],
+        "ROWS_V": 1 if spec.direct and tokens == 1 else sides.encode_rows[1],
+    }
+    window = (state.sink_k, state.sink_v, state.tail_k, state.tail_v)
+    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
+    record_strides = stride_k, stride_v
+    if tokens == 1:
+        _launch(
+            append_one_kernel,
+            (batch * heads,),
+            *(k, v, k if mask is None else mask.view(torch.uint8), state.pool[0], state.page_address, *window),
+            *(state.length, state.paged, state.lost, record_k, record_v, *_strides(k, 0, 1, 3), *_strides(v, 0, 1, 3)),
+            *(0 if mask is None else mask.stride(0), heads, pages, room, *record_strides),
+            device=k.device,
+            HAS_MASK=mask is not None,
+            TAIL=spec.tail_size,
+            PDL=_chained(k.device),
+            num_warps=4 if spec.direct else APPEND_WARPS,
+            launch_pdl=_chained(k.device),
+            **(common | dims | padded | encoding),
+        )
+        return
+    order, count = k, state.length
+    if mask is not None:
+        # the places of the tokens that are no padding, in order
+        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
+        count = mask.sum(1, dtype=torch.int32)
+    # at most the tail and the chunk are packed, and an open page may stand before them
+    due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
+    _launch(
+        pack_kernel,
+        (batch * heads, due),
+        *(k, v, order, count, state.pool[0], state.page_address, state.tail_k, state.tail_v, state.length, state.paged),
+        *(record_k, record_v, *k.stride(), *v.stride(), heads, tokens, pages, room, *record_strides),
+        device=k.device,
+        HAS_ORDER=mask is not None,
+        TAIL=spec.tail_size,
+        num_warps=8,
+        **(common | dims | encoding),
+    )
+    if spec.sink or spec.tail_size:
+        _launch(
+            window_kernel,
+            (batch * heads, triton.cdiv(tokens, 32)),
+            *(k, v, order, count, *window, state.length, state.paged, *k.stride(), *v.stride(), heads, tokens, room),
+            device=k.device,
+            HAS_ORDER=mask is not None,
+            TAIL=spec.tail_size,
+            BLOCK=32,
+            **(common | dims | padded),
+        )
+    _launch(
+        counters_kernel,
+        (batch * heads,),
+        *(state.length, state.paged, state.lost, count, heads, tokens, room),
+        device=k.device,
+        HAS_ORDER=mask is not None,
+        num_warps=1,
+        **common,
+    )
+
+
+def _strides(x: torch.Tensor, *axes: int) -> tuple[int, ...]:
+    return tuple(x.stride(axis) for axis in axes)
