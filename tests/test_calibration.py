@@ -306,7 +306,9 @@ def test_the_package_brings_what_presets_need_of_the_bundled_model():
 
 def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration, monkeypatch, tmp_path):
     """What is to be added to is read first: calibration takes minutes."""
-    command = importlib.import_module("hf_lowbit_kv.cli.calibrate")  # the package shows the function under that name
+    command = importlib.import_module(
+        "hf_lowbit_kv.cli.setup_commands"
+    )  # the package shows the function under that name
     text, out = tmp_path / "text.txt", tmp_path / "x.safetensors"
     text.write_text(TEXTS[0], encoding="utf-8")
     monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads the model first"))

@@ -11,7 +11,7 @@ from cases import tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration import gradients
 from hf_lowbit_kv.calibration.calibrate import packed_sizes
-from hf_lowbit_kv.calibration.calibrators_static import EigenCalibrator, StaticCalibrator
+from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator
 
 PAGE_SIZES = (32, 64, 256)
 TEXT = " ".join(str(3 + i * i * 7 % 147) for i in range(6000))

@@ -26,7 +26,7 @@ from hf_lowbit_kv.cli import app, main
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval.local_models import load_model
 
-command = importlib.import_module("hf_lowbit_kv.cli.calibrate")  # the package shows the function under that name
+command = importlib.import_module("hf_lowbit_kv.cli.setup_commands")  # the package shows the function under that name
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
 
 

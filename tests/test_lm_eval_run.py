@@ -27,7 +27,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_lowbit_kv.eval import offline_tasks  # noqa: E402
-from hf_lowbit_kv.eval.lm_eval_model import LowBitLM, comparison, parse_options
+from hf_lowbit_kv.eval.lm_eval_model import LowBitLM, comparison, parse_options  # noqa: E402
 from hf_lowbit_kv.eval.local_models import load_model  # noqa: E402
 
 ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk", "batch_size", "seconds"}

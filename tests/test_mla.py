@@ -29,7 +29,7 @@ from mla_cases import (
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.storage import mla
+from hf_lowbit_kv.storage import readings
 
 pytestmark = [
     pytest.mark.host,
@@ -51,7 +51,7 @@ def test_every_architecture_with_a_latent(folder):
     if folder in SPARSE:
         module = attention_class(folder)(tiny_config(folder), layer_idx=1)
         with pytest.raises(ValueError, match=f"{type(module).__name__} is sparse attention: an indexer"):
-            mla.check_module(module)
+            readings.check_module(module)
         return
     ours, theirs = tiny_models(folder)
     inputs = prompt(padded=7)
@@ -262,7 +262,7 @@ def test_fp8_weights_with_a_scale_a_block():
     layer.block_size = (128, 128)
     module = torch.nn.Module()
     module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank = layer, 32, 32, 128
-    keys, values = mla.UpProjection(module).matrices(torch.float32)
+    keys, values = readings.UpProjection(module).matrices(torch.float32)
     full = torch.cat([layer.weight[:128].float(), layer.weight[128:].float() * 3]).view(4, 64, 128)
     assert torch.equal(keys, full[:, :32])
     assert torch.equal(values, full[:, 32:])
@@ -270,7 +270,7 @@ def test_fp8_weights_with_a_scale_a_block():
 
 def test_weights_are_shared_not_copied(models):
     attention = attentions(models[0])[0]
-    keys, values = mla.UpProjection(attention).matrices(torch.float32)
+    keys, values = readings.UpProjection(attention).matrices(torch.float32)
     assert keys.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
     assert values.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
 
@@ -291,10 +291,10 @@ class Largest(TorchDispatchMode):
 def test_a_step_copies_no_weights(models, tokens):
     """W_UK and W_UV are read as they lie. Copied for each row of a batch they outweigh thousands of tokens of that row."""
     attention, rows = attentions(models[0])[0], 6
-    side = mla.Absorbed(attention)
+    side = readings.Absorbed(attention)
     heads, nope, rope = 4, attention.qk_nope_head_dim, attention.qk_rope_head_dim
     query, out = torch.randn(rows, heads, tokens, nope + rope), torch.randn(rows, tokens, heads, side.rank)
-    keys, values = mla.UpProjection(attention).matrices(torch.float32)
+    keys, values = readings.UpProjection(attention).matrices(torch.float32)
     with Largest() as largest:
         absorbed, expanded = side.queries(query), side.outputs(out)
     assert largest.found == absorbed.numel() < rows * min(keys.numel(), values.numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_lowbit_kv.cache.padding import BLOCK, Padding
+from hf_lowbit_kv.cache.token_counts import BLOCK, Padding
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])

@@ -7,8 +7,7 @@ import torch
 from cases import left_padded, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration.calibrator import PAGE
-from hf_lowbit_kv.calibration.calibrators import calibrator_for
+from hf_lowbit_kv.calibration.calibrators import PAGE, calibrator_for
 from hf_lowbit_kv.formats import fragment, parse_format
 from hf_lowbit_kv.formats.static import ERROR, STEP, Static
 from hf_lowbit_kv.storage.transforms import parse_transform

@@ -14,10 +14,9 @@ import triton.language as tl
 from ..formats.affine import Affine
 from ..formats.base import FIELD_ALIGNMENT
 from . import affine
-from .affine import _extract, _key_plane, _words
+from .affine import _extract, _key_plane, _words, quantize, store_codes
 from .affine import prepare as _prepare_low
 from .affine import scores as _low_scores
-from .affine_encode import quantize, store_codes
 from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 
 TWO_24 = affine.TWO_24

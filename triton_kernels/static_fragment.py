@@ -7,7 +7,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..formats import static_fragment
+from ..formats import static as static_fragment
 from ..formats.fragment import LAYOUTS
 from . import static
 

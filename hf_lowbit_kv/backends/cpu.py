@@ -1,8 +1,8 @@
 """The backend for CPUs: unpacks what a layer stores once a step, and calls PyTorch's own attention.
 
-`storage/reference.py` defines the results. It passes over every score several times in float32, which a GPU forgives and a CPU does
-not. Here `scaled_dot_product_attention` does that work. Memory: one layer's history is unpacked to float32 at a time, row by
-row where the batch is large. Storing tokens, reading them back and transforms are the reference's.
+`storage/reference.py` defines the results. It passes over every score several times in float32, which a GPU forgives and
+a CPU does not. Here `scaled_dot_product_attention` does that work. Memory: one layer's history is unpacked to float32 at
+a time, row by row where the batch is large. Storing tokens, reading them back and transforms are the reference's.
 """
 
 from __future__ import annotations

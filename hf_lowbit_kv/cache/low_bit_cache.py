@@ -1,4 +1,7 @@
-"""The caches a user makes and passes to `generate(past_key_values=...)`."""
+"""The caches a user makes and passes to `generate(past_key_values=...)`: what they hold, what they take, what they refuse.
+
+A forward pass that is interrupted leaves its tokens in some layers and not in others. The next pass finds out, and raises.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,62 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from ..backends import operations as ops
 from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
 from ..per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
-from ..storage.arguments import check_count
-from ..storage.paged_store import LayerSpec
+from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.readings import DIRECT, sides_of
 from ..storage.transforms import Transform, parse_transform
-from .accounting import Accounted
-from .accounting import CacheBytes as CacheBytes
+from . import summary
 from .implementation import warn_if_dense
-from .interruption import Watched
-from .ledger import Ledger
 from .low_bit_layer import LowBitLayer
-from .models import unwrap
-from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers
-from .pass_checks import OverrunWatch
-from .served_models import check_reading, text_config, tp_size
+from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers, tensors_of
+from .pass_checks import Ledger, OverrunError, OverrunWatch
+from .served_models import check_reading, text_config, tp_size, unwrap
+
+BYTE_KINDS = ("codes", "metadata", "window", "parameters", "unused", "transformers")
 
 
-class LowBitCache(Accounted, Watched):
+class CacheBytes(int):
+    """Allocated bytes of a cache: the total, with its parts as attributes.
+
+    Attributes:
+        codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
+        model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
+        tables, counters. transformers: layers that stay transformers' own.
+    """
+
+    codes: int
+    metadata: int
+    window: int
+    parameters: int
+    unused: int
+    transformers: int
+
+    def __new__(cls, *parts: int, **named: int):
+        """The kinds' bytes, in the order of `BYTE_KINDS` or by name; a kind that is left out has none."""
+        found = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
+        self = super().__new__(cls, sum(found.values()))
+        self.__dict__.update(found)
+        return self
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Kind to bytes, in the order of `BYTE_KINDS`."""
+        return {kind: getattr(self, kind) for kind in BYTE_KINDS}
+
+    def __getnewargs__(self):
+        return tuple(self.parts.values())
+
+
+INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
+
+
+class LowBitCache(Cache):
     """A KV cache that keeps old tokens packed. Everything `generate` does with a stock cache works with it.
 
     Args:
@@ -295,3 +330,85 @@ class LowBitCache(Accounted, Watched):
         if given is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new
+
+    @property
+    def nbytes(self) -> CacheBytes:
+        """Bytes allocated, by kind. Reads lengths from the device; raises as `check_overrun` does."""
+        self.check_overrun()
+        parts = dict.fromkeys(BYTE_KINDS, 0)
+        for layer in self.layers:
+            if not isinstance(layer, LowBitLayer):
+                parts["transformers"] += sum(tensor.nbytes for tensor in tensors_of(layer))
+            elif layer.store is not None:
+                for kind, count in layer.store.nbytes().items():
+                    parts[kind] += count
+        return CacheBytes(**parts)
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes the tokens of the packed layers would take in the model's dtype."""
+        stores = [layer.store for layer in self.packed_layers if layer.store is not None]
+        return sum(int(s.state.length.sum()) * (s.head_dim_k + s.head_dim_v) * s.dtype.itemsize for s in stores)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per stored number in the packed layers: codes, metadata, window and parameters."""
+        nbytes, values = self.nbytes, 0
+        for layer in self.packed_layers:
+            if (store := layer.store) is not None:
+                values += int(store.state.length.sum()) * (store.head_dim_k + store.head_dim_v)
+        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
+        return 8 * stored / values if values else 0.0
+
+    def summary(self) -> str:
+        """A table of what is stored, where, and in how many bytes."""
+        return summary.as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return summary.as_html(self)
+
+    def __repr__(self) -> str:
+        name = f"preset={self.preset!r}, " if self.preset else ""
+        transform = "" if self.spec.key_transform.identity else f"transform={self.spec.key_transform}, "
+        if not self.spec.value_transform.identity:
+            transform += f"value_transform={self.spec.value_transform}, "
+        try:
+            held = (
+                f"bits={self.bits_per_value:.2f}, length={int(self._first.get_seq_length())}, bytes={int(self.nbytes)}"
+            )
+        except OverrunError:
+            held = "overrun: tokens are lost"
+        return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{held})"
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0):
+        self._reads(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        if layer_idx is not None and not hasattr(Cache, "get_conv_state"):  # what layers ask first in transformers 5.17
+            self._reads(layer_idx, state_idx or 0)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def _check_whole(self) -> None:
+        """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
+        packed = self.packed_layers
+        if any(layer.storing for layer in packed):
+            raise RuntimeError(INTERRUPTED.format("a layer had begun to store or drop tokens, or to choose rows"))
+        sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
+        if len(sliding | {layer.length.at_least for layer in packed}) == 1:
+            return
+        seen = sliding | {layer.length.ask() for layer in packed}  # after compiled steps Python may not know it yet
+        if len(seen) > 1:
+            raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+
+    def _reads(self, layer_idx: int, state_idx: int) -> None:
+        """A recurrent layer begins a pass. Raises where it, or the first packed one, has not had all of the last."""
+        if torch.compiler.is_compiling():
+            self._ledger = None
+            return
+        if self._ledger is None:
+            self._ledger = Ledger(empty=False)
+        in_front, taken = layer_idx < self._first_packed, self._first.taken
+        if state_idx == 0 and not self._ledger.begins(layer_idx, in_front, taken):
+            raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))

@@ -1,27 +1,79 @@
-"""One layer of a low-bit cache, as the host library sees it (host knowledge: see also `cache/low_bit_cache.py` and `cache/attention_function.py`)."""
+"""One layer of a low-bit cache, as transformers sees it: what it takes, refuses, counts, and hands to the model."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
 from ..machine.toolchain import why_not_launched
-from ..storage.paged_store import LayerSpec, PagedStore
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import PagedStore
 from ..storage.readings import DIRECT, Side
 from ..storage.reference import as_made, unpack_into_tail
-from .implementation import ATTENTION_NAME, refuse_backward
-from .layer_checks import Checked, properties_of
-from .progress import Counted
-from .token_counts import FixedLength, Length
-from .view import LayerView as LayerView
+from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
+from .token_counts import FixedLength, Length, Padding
 
 
-class LowBitLayer(Counted, Checked, CacheLayerMixin):
+def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
+    """What must not change while tokens are stored, of a chunk `[B, H, S, D]`."""
+    return {
+        "batch size": key_states.shape[0],
+        "number of KV heads": key_states.shape[1],
+        "key head_dim": key_states.shape[-1],
+        "value head_dim": value_states.shape[-1],
+        "dtype": key_states.dtype,
+        "device": key_states.device,
+    }
+
+
+class Progress(NamedTuple):
+    """What `LowBitLayer.snapshot` keeps of a layer: counters alone, not tokens."""
+
+    length: torch.Tensor
+    """int32 `[B, H]`, as in `LayerState`"""
+    paged: torch.Tensor
+    seen: int
+    """padded tokens seen"""
+    mode: str | None
+
+
+class LayerView(NamedTuple):
+    """What `update()` returns as keys and as values when our attention function is selected: the chunk, not stored
+    yet, and the layer that the attention function will attend to and store it in."""
+
+    layer: LowBitLayer
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __getattr__(self, name: str):
+        # while a model is compiled, there are views without fields
+        side = self.layer.side if len(self) else None
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
+
+    def __getitem__(self, index):  # a tuple's own would do something
+        raise TypeError(why_not_usable("cannot be indexed"))
+
+    def __add__(self, other):
+        raise TypeError(why_not_usable("cannot be added"))
+
+    def __mul__(self, other):
+        raise TypeError(why_not_usable("cannot be multiplied"))
+
+    def __rmul__(self, other):
+        return self * other
+
+
+class LowBitLayer(CacheLayerMixin):
     """Stores one layer's keys and values packed. Made by `LowBitCache`.
 
     Args:
@@ -29,7 +81,7 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         config: the model's text configuration; tells which attention implementation is selected.
         num_kv_heads: expected number of KV heads, or `None`.
         max_cache_len: tokens to preallocate for, or `None` to grow.
-        backend: see `backend.choose_backend`.
+        backend: see `backends.choice`.
         tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
         side: the model's side of the layer's reading.
         parameters: tensors by full name, see `LayerSpec.parameters`.
@@ -37,6 +89,8 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    _in_tail: int
+    _padding: Padding
 
     def __init__(
         self,
@@ -285,3 +339,113 @@ class LowBitLayer(Counted, Checked, CacheLayerMixin):
         self._note_tail(key_states.shape[2], None)
         self.storing = False
         return out
+
+    def _forget(self) -> None:
+        self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
+        self.taken = 0  # tokens of eager passes
+        self.storing = False  # an eager pass is at work here; where the next one finds it so, that one was interrupted
+        self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
+        self._padding = Padding()
+
+    def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
+        """Keep what `crop` needs to know without asking the device."""
+        if mask is None:
+            self._in_tail += tokens
+        else:  # a row may have got none of these tokens
+            seen = self.length.seen if tokens == 1 else self.length.ask()
+            self._padding.note(seen - tokens, mask)
+        self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
+
+    def advance(self) -> None:
+        """Count a token in Python that a replayed step has stored: on the device the replay counts by itself."""
+        self.taken += 1
+        self.length.at_least += 1
+        self._in_tail = min(self._in_tail + 1, self.spec.residual)
+
+    def _make_room(self, tokens: int, mode: str) -> None:
+        """Count `tokens` more, and have pages for them."""
+        self.length.add(tokens)
+        if torch.compiler.is_compiling():
+            return
+        self._mode, self.storing = mode, True
+        self.taken += tokens
+        self.store.reserve(self.length.at_least)
+
+    def snapshot(self) -> Progress:
+        """How far the rows have come, to `restore` them later. Waits for the device."""
+        state = self.store.state
+        return Progress(state.length.clone(), state.paged.clone(), self.length.ask(), self._mode)
+
+    def restore(self, progress: Progress) -> None:
+        """Set the counters back to `progress`; for measurements, which repeat a step on a layer. Tokens stay as they are: where
+        later steps wrote over slots of the tail, those tokens are lost."""
+        state = self.store.state
+        state.length.copy_(progress.length)
+        state.paged.copy_(progress.paged)
+        self._forget()
+        self._mode = progress.mode
+        self.length.set(progress.seen)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` is to remove; raises where it cannot."""
+        try:
+            count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
+        except TypeError:
+            count = -1
+        if count < 0:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
+            )
+        # 0 comes from the host in every step, which must not wait for the device then
+        if count and count > int(self.get_seq_length()):
+            raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
+        return count
+
+    def check(self, tokens: int | None, found: dict[str, Any]) -> None:
+        """Raise, before anything changes, where this layer could not take a chunk of so many tokens (`None`: not known) with
+        these properties (some of `_properties`)."""
+        mode = self._current_mode()
+        if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
+            raise ValueError(
+                f"model_type={self.config.model_type!r} has layers that attend to other layers' keys and values "
+                f"(num_kv_shared_layers={self.config.num_kv_shared_layers}), which attn_implementation={ATTENTION_NAME!r} "
+                "cannot serve. Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns "
+                "dense tensors."
+            )
+        if tokens is not None and not torch.compiler.is_compiling():
+            self._check_capacity(tokens)
+        if not self.is_initialized:
+            return
+        for what, (new, old) in self._misfits(found).items():
+            if int(self.get_seq_length()) > 0:
+                raise ValueError(
+                    f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
+                )
+        if self._mode not in (None, mode) and (mode == "packed" or self._holds_padded_rows()):
+            raise ValueError(
+                f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
+                f"{'padded rows stored under lowbit_kv' if mode == 'dense' else 'tokens stored under another one'}: "
+                "reset() it first"
+            )
+
+    def _holds_padded_rows(self) -> bool:
+        """Whether a row got fewer tokens than positions: our attention implementation stores no padding, and the masks of
+        others count it. Waits for the device."""
+        return bool((self.store.state.length != int(self.get_seq_length())).any())
+
+    def _misfits(self, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Which of a chunk's properties are not those of the store, and what these are."""
+        store = self.store
+        held = {
+            "batch size": store.batch_size,
+            "number of KV heads": store.num_heads,
+            "key head_dim": store.head_dim_k,
+            "value head_dim": store.head_dim_v,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        return {what: (new, held[what]) for what, new in found.items() if new != held[what]}
+
+    def _check_capacity(self, tokens: int) -> None:
+        # a prompt may wait for the device; a decode step may not
+        self.length.check(tokens, wait=self.is_initialized and (tokens > 1 or self.device.type == "cpu"))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from .implementation import describe
 
 if TYPE_CHECKING:
-    from .accounting import Accounted
+    from .low_bit_cache import LowBitCache
 
 
-def rows(cache: Accounted) -> dict[str, str]:
+def rows(cache: LowBitCache) -> dict[str, str]:
     """Label to text. Reads lengths from the device."""
     from rich.filesize import decimal
 
@@ -41,11 +41,11 @@ def rows(cache: Accounted) -> dict[str, str]:
     }
 
 
-def _title(cache: Accounted) -> str:
+def _title(cache: LowBitCache) -> str:
     return f"{type(cache).__name__} {cache.preset or ''}".strip()
 
 
-def as_text(cache: Accounted) -> str:
+def as_text(cache: LowBitCache) -> str:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -58,7 +58,7 @@ def as_text(cache: Accounted) -> str:
     return out.getvalue()
 
 
-def as_html(cache: Accounted) -> str:
+def as_html(cache: LowBitCache) -> str:
     lines = "".join(
         f"<tr><th style='text-align: left'>{html.escape(label)}</th><td style='text-align: left'>{html.escape(text)}</td></tr>"
         for label, text in rows(cache).items()

@@ -21,8 +21,7 @@ from ..storage.paged_store import LayerSpec
 from ..storage.transforms import Transform
 from . import gradients as differentiation
 from .calibration_windows import Tokens, announcement, longest_window
-from .calibrator import Calibrator
-from .calibrators import calibrator_for
+from .calibrators import Calibrator, calibrator_for
 from .steps_shown import Report, say, steps_shown
 
 SIDES = ("keys", "values")

@@ -1,21 +1,158 @@
 """What makes the parameters of each transform and format from a model's own keys and values. A new one is a class and a line in
-`CALIBRATORS`."""
+`CALIBRATORS`. `docs/own-formats.md` explains those of the transform `eigen` and of the format `static`.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 
 from ..formats.codebook import Codebook
 from ..formats.records import Parametrized
-from ..formats.static import Static
+from ..formats.static import STEP, Static, uniform_codes
 from ..storage.transforms import Eigen, Smooth
-from .calibrator import PAGE, Calibrator
-from .calibrators_static import EigenCalibrator, StaticCalibrator
 from .kmeans import MOST_POINTS, check_kmeans, check_points, kmeans
+
+#: tokens of a page where nothing else is said
+PAGE = 128
+
+
+class Calibrator(ABC):
+    """Makes the parameters of one transform or format, for one layer and one side (keys or values).
+
+    `observe` sees every window that is read, `observe_gradients` those of further windows; `fit` then gets some of the tokens.
+
+    Args:
+        part: the transform or format. head_dim, num_kv_heads: of the layer.
+        per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
+        page_size: tokens of a page.
+    """
+
+    #: whether it wants `observe_gradients`
+    gradients: ClassVar[bool] = False
+    #: tokens of a window, where the user says nothing
+    length: ClassVar[int] = 512
+
+    def __init__(
+        self, part: Any, head_dim: int, num_kv_heads: int, per_head: bool | None = None, page_size: int = PAGE
+    ):
+        self.part, self.head_dim, self.num_kv_heads = part, head_dim, num_kv_heads
+        self.per_head, self.page_size = per_head, page_size
+
+    @property
+    def pages(self) -> int:
+        """Pages that `fit` wants of each KV head, at most; 0: all that there are."""
+        return 0
+
+    def check(self, device: str, tokens: int) -> None:  # noqa: B027
+        """Raise what `fit` would raise for want of a package or of tokens, before the model reads anything.
+
+        Args:
+            device: type of the model's, e.g. `"cpu"`. tokens: of each KV head that `fit` will get.
+        """
+
+    def observe(self, tokens: torch.Tensor) -> None:  # noqa: B027
+        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. Nothing need be done."""
+
+    def observe_gradients(self, gradients: torch.Tensor) -> None:  # noqa: B027
+        """gradients: of log p(tokens drawn from the model) with respect to keys or values of a window, `[1, H, S, D]`, as
+        queries far behind see them (`calibration/gradients.py`). Nothing need be done."""
+
+    @abstractmethod
+    def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
+        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, page_size, D]`, float32, as the
+        transforms in front give them. seed: of all that is drawn at random."""
+
+
+#: share of the identity in a head's weights: directions that no calibration text asked for are not free
+RIDGE = 0.3
+#: factors of the Gaussian step that are tried for each channel
+FACTORS = tuple(0.6 + i / 15 for i in range(13))
+#: tokens that steps are fitted on, of each KV head
+TOKENS = 128 * 128
+SMALLEST = 1e-6
+FP16_MAX = 65504.0
+
+
+class EigenCalibrator(Calibrator):
+    """A map to channels that are independent inside a page, sorted by what an error in them costs.
+
+    C is the covariance of keys around the mean of their page. W is the mean of g g^T plus a ridge, where g is the gradient of
+    log p(tokens drawn from the model) with respect to a key, as queries far behind it see it. The eigenvectors U of
+    W^1/2 C W^1/2 give k' = U^T W^1/2 k. An error of any channel then costs the same, to second order. Without gradients W is
+    the identity.
+    """
+
+    gradients = True
+    length = 4096  # how keys vary depends on their positions
+
+    def __init__(self, part, head_dim, num_kv_heads, *options, **named):
+        super().__init__(part, head_dim, num_kv_heads, *options, **named)
+        self.covariance = torch.zeros(num_kv_heads, head_dim, head_dim, dtype=torch.float64)
+        self.weights = torch.zeros_like(self.covariance)
+
+    def observe(self, tokens):
+        count = tokens.shape[2] // self.page_size * self.page_size
+        pages = tokens[0, :, :count].double().unflatten(1, (-1, self.page_size))
+        rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
+        self.covariance += (rest.mT @ rest).cpu()
+
+    def observe_gradients(self, gradients):
+        g = gradients[0].double()
+        self.weights += (g.mT @ g).cpu()
+
+    def fit(self, pages, seed):
+        if not bool(self.covariance.isfinite().all()):
+            raise ValueError("the keys are not all finite")
+        identity = torch.eye(self.head_dim, dtype=torch.float64)
+        mean = self.weights.diagonal(dim1=-2, dim2=-1).mean(-1)
+        weights = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
+        root = _square_root(weights + RIDGE * identity)
+        vectors = torch.linalg.eigh(root @ self.covariance @ root).eigenvectors
+        # ascending -> descending; keys are rows: k' = k (W^1/2 U). Half precision makes the file small: any matrix serves
+        return ((root @ vectors.flip(-1)).half(),)
+
+
+def _square_root(matrix: torch.Tensor) -> torch.Tensor:
+    """Of symmetric positive definite matrices."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=1e-12).sqrt().unsqueeze(-2)) @ vectors.mT
+
+
+class StaticCalibrator(Calibrator):
+    """Centers are means. Steps are fitted to what remains around the mean of a page: the best of 13 multiples of the Gaussian
+    step for each channel. With token scales it is the Gaussian step, for tokens of typical size."""
+
+    part: Static
+
+    @property
+    def pages(self) -> int:
+        return TOKENS // self.page_size
+
+    def fit(self, pages, seed):
+        if not bool(pages.isfinite().all()):
+            raise ValueError("the tokens are not all finite")
+        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # where a channel's zero lies; any number serves
+        rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
+        size = rest.square().mean(1).sqrt()
+        size = size.clamp(min=float(size.amax()) * SMALLEST + 1e-30)
+        bits = self.part.bits(self.head_dim).to(pages.device)
+        gaussian = torch.tensor([STEP[int(b)] for b in bits], device=pages.device)
+        if self.part.token_scale:
+            typical = (rest / size[:, None]).square().mean(-1).sqrt().clamp(min=SMALLEST).log().mean(-1).exp()
+            return center, size * typical[:, None] * gaussian
+        best, step = torch.full_like(size, torch.inf), size * gaussian
+        for factor in FACTORS:
+            tried = size * gaussian * factor
+            error = (uniform_codes(rest, tried[:, None], bits) - rest).square().mean(1)
+            step, best = torch.where(error < best, tried, step), torch.minimum(error, best)
+        return center, step
+
 
 #: factors below this share of a head's largest are raised to it
 SMALLEST_FACTOR = 1e-3
-FP16_MAX = 65504.0
 
 
 class SmoothCalibrator(Calibrator):

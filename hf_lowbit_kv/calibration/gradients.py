@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from ..machine.cache_argument import as_argument
 from .calibration_windows import longest_window
-from .calibrator import PAGE
+from .calibrators import PAGE
 
 #: windows, by device, and tokens of a window
 SAMPLES = {"cpu": 8, "cuda": 32}

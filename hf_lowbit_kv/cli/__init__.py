@@ -11,10 +11,8 @@ from rich.text import Text
 
 from ..eval.demo import Continuation, compare, default_prompt
 from ..presets import Preset, get_preset, preset_names
-from .calibrate import calibrate
-from .doctor import doctor
-from .evaluate import eval_app
-from .recommend import recommend
+from .evaluation_commands import eval_app, recommend
+from .setup_commands import calibrate, doctor
 from .shared_options import (
     CalibrationOption,
     DeviceOption,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..machine.toolchain import why_not_launched
-from ..storage.arguments import check_count
+from ..storage.layer_spec import check_count
 
 #: how a decoding step may run
 STEPS = ("recorded", "compiled", "eager")

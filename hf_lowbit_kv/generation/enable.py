@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..cache.models import unwrap
+from ..cache.served_models import unwrap
 from ..machine.cache_argument import NAME, cache_in
 from ..presets import DEFAULT_PRESET
 from . import recording

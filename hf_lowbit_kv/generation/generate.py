@@ -1,7 +1,7 @@
 """`generate`: a model's own `generate` on a preallocated cache that is sized, recorded or compiled for, and kept.
 
 What is added to transformers: the size of the cache, one cache per kind of call that later calls use again, decoding steps
-that are recorded in CUDA graphs (`generation/recording.py`) or compiled, and steps that do not wait for the device (`generation/decoding_loop.py`).
+that are recorded in CUDA graphs (`recording`) or compiled, and steps that do not wait for the device (`decoding_loop`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..backends import choice
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..cache.models import generates, unwrap
+from ..cache.served_models import generates, unwrap
 from ..calibration_files.calibration_lookup import Borrowed
 from ..machine.cache_argument import as_argument
 from ..presets import DEFAULT_PRESET
-from ..storage.arguments import check_count
+from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import (
     cache_of,

@@ -4,28 +4,133 @@ A step of one token launches the same kernels at the same addresses as the one b
 replayed. `RecordedStep` is what transformers calls for each token of one `generate` call; a `Recorder` keeps the recordings
 of one cache. The first step of each kind runs eagerly (it loads kernels) and shows what a step does in Python; the second
 one is recorded. Nothing here refers to the cache or to the model, so both can be freed.
+
+A recording is valid as long as everything in Python that decides which kernels run on which addresses is as it was: see
+`fingerprint`, `memory` and `switches`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import enum
+import os
 import threading
+import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..cache.low_bit_layer import LowBitLayer
+from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
-from . import validity
+from .overriding import STATE
 from .process_wide import ProcessWide
 from .sync_watch import watch
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+#: attributes of a model that do not decide what its forward pass does
+_IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
+_IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
+#: how deep objects that are neither modules nor tensors are looked into (quantization states, hooks)
+_DEPTH = 2
+
+
+def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
+    """By module name: addresses of parameters and buffers, hooks, the training flag, and every plain attribute (adapters
+    that are active or merged, scaling, implementations of attention and experts)."""
+    seen: set[int] = set()
+    return {name: (id(module), _attributes(module, _DEPTH, seen)) for name, module in model.named_modules()}
+
+
+def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Name of a module whose fingerprint changed, or `None`."""
+    if old == new:
+        return None
+    return next((name or "the model" for name in [*old, *new] if old.get(name) != new.get(name)), None)
+
+
+def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
+    own = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
+    return tuple((name, _described(value, depth, seen)) for name, value in own.items() if name not in _IGNORED)
+
+
+def _described(value: Any, depth: int, seen: set[int]) -> Any:
+    """`value` as something that can be compared: plain values as they are, tensors by address, functions by identity."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        extra = _attributes(value, depth - 1, seen) if depth > 0 and getattr(value, "__dict__", None) else ()
+        return addresses([value]), value.requires_grad, extra
+    if isinstance(value, torch.nn.Module):
+        return id(value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _described(item, depth, seen)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(item, depth, seen) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(map(str, value)))
+    if isinstance(value, types.MethodType):
+        return id(value.__func__), id(value.__self__)
+    if callable(value):
+        return id(value)
+    if id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
+        return type(value).__name__
+    seen.add(id(value))  # a configuration hangs on every module
+    return type(value).__name__, _attributes(value, depth - 1, seen)
+
+
+def addresses(tensors: Any) -> tuple:
+    """Where tensors lie, and their shapes. A tensor subclass that holds others lies where these lie."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            found.append(addresses(getattr(tensor, name) for name in names))
+        elif tensor.device.type == "meta":
+            found.append("meta")
+        else:
+            found.append((tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device))
+    return tuple(found)
+
+
+def memory(cache: Any) -> tuple:
+    """Where a cache's tensors lie."""
+    return tuple(addresses(_tensors(vars(layer), _DEPTH + 1)) for layer in cache.layers)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth)
+    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, (Padding, PreTrainedConfig, type)):
+        yield from _tensors(vars(value), depth - 1)
+
+
+def switches() -> tuple:
+    """Settings of torch and of this package, for the whole process or thread, that decide which kernels run."""
+    return (
+        torch.is_autocast_enabled(),
+        torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(os.environ.get(name) for name in sorted(os.environ) if name.startswith("HF_LOWBIT_KV_")),
+    )
+
 
 #: kinds of step that are kept for a cache: with and without padding, with other outputs, before and after windows are full
 KEPT_RECORDINGS = 8
@@ -167,7 +272,7 @@ class Recorder:
 
     def check(self, model: Any, cache: Any) -> None:
         """Forget recordings that another state of model, cache or torch was recorded with."""
-        found = (validity.fingerprint(model), validity.memory(cache), validity.switches())
+        found = (fingerprint(model), memory(cache), switches())
         if found != self._seen:
             self._forget()
             self._seen = found
@@ -202,12 +307,12 @@ class Recorder:
         with _eagerly(model), watch(model.device) as waits:
             outputs = model(**inputs)
         assert self._seen is not None
-        old, now = self._seen[0], validity.fingerprint(model)
+        old, now = self._seen[0], fingerprint(model)
         self._seen = now, *self._seen[1:]
         counts, reason = _counted(before, _python_state(cache))
         if waits:
             reason = f"it asks the device at {waits[0]}"
-        elif reason is None and (module := validity.first_difference(old, now)) is not None:
+        elif reason is None and (module := first_difference(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
         if reason is None:
             self._warm[kind] = counts
@@ -313,7 +418,7 @@ def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
         for name, value in vars(layer).items():
             tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
             if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
-                found[index, name] = validity.addresses(tensors)
+                found[index, name] = addresses(tensors)
             else:
                 found[index, name] = dict(value) if isinstance(value, dict) else value
     return found

@@ -12,12 +12,21 @@ import torch
 
 from ..formats import Format, parse_format
 from ..formats.records import Parameter, Parametrized
-from .arguments import check_count
 from .readings import READINGS, Reading, parse_reading
 from .transforms import NONE, Transform, parse_transform
 
 if TYPE_CHECKING:
     from .paged_store import LayerState
+
+
+def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> None:
+    """Raise `ValueError` unless `value` (tokens) is an integer of `least` or more, or `None`, where that is allowed."""
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        allowed = f"an integer of {least} or more (tokens)" + (", or None" if optional else "")
+        raise ValueError(f"{name}={value!r} is not allowed; it must be {allowed}")
+
 
 #: what of a layer may have parameters, in the order of their records
 ROLES = ("key_transform", "value_transform", "key_format", "value_format")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...formats.static import Static
-from ...formats.static_fragment import words
+from ...formats.static import Static, words
 from .needs import Needs
 
 #: as keys, as values

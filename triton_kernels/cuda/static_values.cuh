@@ -1,4 +1,4 @@
-// Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static_fragment.py`.
+// Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static.py`.
 //   sum p v = center sum p + step [gain (sum p t code - middle sum p t) + unit sum over pages of mean (sum p of the page)]
 // Sums are kept in units of step x gain; a token's scale t goes into the exponent of its weight, so that products are with p t, and
 // weights of tokens are divided by t again where they are summed. Means are added behind a page, in float32.

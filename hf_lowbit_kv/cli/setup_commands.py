@@ -1,7 +1,8 @@
-"""`hf-lowbit-kv calibrate`."""
+"""`hf-lowbit-kv doctor` and `hf-lowbit-kv calibrate`: what a machine and a model need once."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,20 @@ from ..calibration.calibration_target import add_to_file, try_file, try_user_fil
 from ..calibration.steps_shown import log_line
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
+from ..doctor import doctor as examine
 from ..eval.local_models import calibration_texts, model_name
 from .shared_options import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
+
+
+def doctor(
+    device: DeviceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a report.")] = False,
+) -> None:
+    """Say what runs on this machine and why, and what is missing. Exits with 1 where nothing runs."""
+    found = examine(device)
+    print(json.dumps(found, indent=2) if as_json else found, end="\n" if as_json else "")
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 def calibrate(

@@ -1,0 +1,392 @@
+"""`hf-lowbit-kv eval ...` and `hf-lowbit-kv recommend`: measurements of presets."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ..eval import needle as task
+from ..eval import preset_search
+from ..eval.chunked_reader import FULL
+from ..eval.layer_errors import run as measure_layers
+from ..eval.local_models import default_texts
+from ..eval.perplexity import run
+from ..eval.preset_search import Budget, parse_size, plot
+from ..eval.preset_search import recommend as measure
+from ..eval.texts import Text, dataset_text
+from ..presets import get_preset
+from .shared_options import (
+    DTYPES,
+    CalibrationOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PresetOption,
+    SetOption,
+    all_presets,
+    check_device,
+    load,
+    parse_overrides,
+    print_json,
+    print_table,
+    progress,
+    resolve_presets,
+)
+
+
+def layers(
+    preset: PresetOption = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file.", exists=True, dir_okay=False, readable=True, show_default="an essay"),
+    ] = None,
+    model: ModelOption = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 2048,
+    start: Annotated[int, typer.Option("--from", min=1, help="First token that counts.")] = 512,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Error of attention in each layer alone, and how uneven its channels are."""
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
+    loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded, changes)
+    source = text or default_texts()[0]
+    with progress(loaded.config.get_text_config().num_hidden_layers) as report:
+        rows = measure_layers(
+            names, source, loaded, tokenizer, context, start, changes, lambda layer: report(f"layer {layer}")
+        )
+    if as_json:
+        print_json(rows)
+        return
+    cells = [
+        {"layer": row["layer"]}
+        | {name: f"{row[key]:.1f}" for name, key in (("key peak", "key_peak"), ("value peak", "value_peak"))}
+        | {"1st key": f"{row['first_key']:.1f}"}
+        | {name: f"{error:.4f}" for name, error in row["errors"].items()}
+        for row in rows
+    ]
+    print_table(
+        f"Relative error of attention outputs, {source.name}, tokens {start} to {context}", cells, numbers_from=0
+    )
+
+
+def lm_eval(
+    context: typer.Context,
+    tasks: Annotated[list[str], typer.Option("--tasks", "-t", help="Tasks, separated by commas.")],
+    preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
+    model: ModelOption = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="the model's")] = None,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    kv_chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
+    ] = 128,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "--batch_size", min=1, help="Rows read at a time; changes no result.")
+    ] = 8,
+    full: Annotated[bool, typer.Option(help="Measure full precision too.")] = True,
+    allow_unpacked: Annotated[
+        bool, typer.Option("--allow-unpacked", help="Accept tasks in which nothing is read packed.")
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """lm-eval's tasks with the cache in the loop: one table over presets, full precision beside them.
+
+    Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
+    --gen_kwargs, --output_path; `lm-eval run --help` lists them.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("this command needs lm-eval: pip install 'hf-lowbit-kv[eval]'")
+    names = [name for name in _options_of_lm_eval(preset) if name != FULL]
+    for name in names:
+        get_preset(name)
+    if not (chosen := _options_of_lm_eval(tasks)):
+        raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    check_device(device)
+    presets = [FULL, *names] if full else names
+    if not presets:
+        raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
+
+    from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet
+
+    given = parse_overrides(overrides, calibration)
+    quiet()
+    parse_options(chosen, context.args)  # before the model is loaded
+    lm = LowBitLM(
+        model,
+        kv_chunk=kv_chunk,
+        allow_unpacked=allow_unpacked,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+    for name in names:
+        lm.use(name, **given)  # raises for what a preset cannot do, before anything is measured
+    rows = evaluate(lm, presets, chosen, context.args, **given)
+    if lm.rank != 0:
+        return
+    if as_json:
+        print_json(rows)
+        return
+    print_table(f"lm-eval: {', '.join(chosen)}; means with standard errors", comparison(rows), numbers_from=2)
+
+
+def _options_of_lm_eval(options: list[str]) -> list[str]:
+    """Names from repeated and comma-separated options, each once."""
+    return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))
+
+
+def needle(
+    preset: PresetOption = None,
+    model: ModelOption = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a prompt; repeatable.", show_default="512, 1024, 2048")
+    ] = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(help="Where the fact stands, 0 to 1; repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Needles at each place.")] = 1,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to hide them in.", exists=True, dir_okay=False, show_default="the essay worked"),
+    ] = None,
+    kv_chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
+    ] = 128,
+    picture: Annotated[Path | None, typer.Option(help="PNG file for the heat maps.")] = None,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find a fact hidden in a text, over depths and lengths, with each preset and full precision."""
+    names = resolve_presets(preset)
+    lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
+    if picture is not None:
+        task.check_picture(picture)
+    given = parse_overrides(overrides, calibration)
+    loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded, given)
+    with progress(task.steps(names, lengths)) as report:
+        rows = task.run(
+            names, loaded, tokenizer, lengths, depths, trials, text, kv_chunk, report=report, overrides=given
+        )
+    if picture is not None:
+        task.draw(rows, picture)
+    if as_json:
+        print_json(rows)
+        return
+    print_table("Needles found, and mean log-probability of the code", task.heat_map(rows), numbers_from=2)
+
+
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text file; repeat it for several.",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        show_default="the essays worked and popular",
+    ),
+]
+
+
+def perplexity(
+    preset: PresetOption = None,
+    text: TextOption = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Instead of --text: a hub name or a local file for `datasets`.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="Configuration of the dataset.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    column: Annotated[str, typer.Option(help="Column of the dataset that holds the documents.")] = "text",
+    model: ModelOption = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 4096,
+    start: Annotated[int, typer.Option("--from", min=1, help="First token of a window that counts.")] = 512,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of each text, at most; 0: as many as it has.")] = 1,
+    by_position: Annotated[bool, typer.Option(help="Print KL and top-1 by position too.")] = False,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Perplexity, KL divergence and top-1 agreement of each preset against the full-precision cache."""
+    names = resolve_presets(preset)
+    if start >= context - 1:
+        raise ValueError(
+            f"--from {start} with --context {context}: no token would count; at most {context - 2} is allowed"
+        )
+    if text and dataset:
+        raise ValueError("--text and --dataset exclude each other; give one of them")
+    changes = parse_overrides(overrides, calibration)
+    texts: list[Path | Text] = [*(text or default_texts())]
+    if dataset:
+        texts = [dataset_text(dataset, config, split, column, context * (windows or 10_000))]
+    loaded, tokenizer = load(model, device, dtype)
+    names = names or all_presets(loaded, changes)
+    rows = run(names, texts, loaded, tokenizer, context=context, start=start, windows=windows, overrides=changes)
+    if as_json:
+        print_json(rows)
+        return
+    shown = ", ".join(each.name for each in texts)
+    print_table(f"Tokens {start} to {context} of {shown}", [_without_positions(row) for row in rows])
+    if by_position:
+        _print_positions(rows)
+
+
+def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "by_position"}
+
+
+def _print_positions(rows: list[dict[str, Any]]) -> None:
+    """One row a preset, one column a range of positions."""
+    for metric in ("kl", "top1"):
+        cells = [
+            {"preset": row["preset"]}
+            | {f"{bucket['from']:.0f} to {bucket['to']:.0f}": bucket[metric] for bucket in row["by_position"]}
+            for row in rows
+        ]
+        print_table(f"{metric} by position", cells)
+
+
+def sweep(
+    formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = ",".join(
+        preset_search.PAIRS
+    ),
+    transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = ",".join(
+        preset_search.TRANSFORMS
+    ),
+    sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = ",".join(
+        map(str, preset_search.SINKS)
+    ),
+    residual: Annotated[str, typer.Option(help="Newest tokens in 16 bits, separated by commas.")] = ",".join(
+        map(str, preset_search.RESIDUALS)
+    ),
+    text: TextOption = None,
+    model: ModelOption = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of each text to read.")] = 2048,
+    start: Annotated[int, typer.Option("--from", min=1, help="First token that counts.")] = 512,
+    bits_at: Annotated[int, typer.Option(min=1, help="Length at which bits are stated.")] = 32768,
+    out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bits against KL over formats, transforms and windows, named presets or not."""
+    pairs = [preset_search.parse_pair(each) for each in _split(formats)]
+    numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
+    if out is not None and (out.suffix not in (".png", ".svg") or not out.parent.is_dir()):
+        raise ValueError(f"--out {str(out)!r} is not allowed; it must be a .png or .svg in a folder that exists")
+    given = parse_overrides(None, calibration)
+    texts = text or default_texts()[:1]
+    loaded, tokenizer = load(model, device, dtype)
+    rows = preset_search.sweep(
+        pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **given
+    )
+    if out is not None:
+        plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
+        Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(rows)
+        return
+    cells = [
+        {"formats, transform, window": row["name"], "bits": f"{row['bits_per_value']:.2f}", "KL": f"{row['kl']:.4f}"}
+        | {"top-1": f"{row['top1']:.3f}", "front": "*" if row["pareto"] else ""}
+        for row in rows
+    ]
+    print_table(f"Bits at {bits_at} tokens; *: no other has both fewer bits and less KL", cells, numbers_from=1)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in _split(text)]
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} is not allowed; it must be numbers separated by commas") from error
+
+
+def recommend(
+    bits: Annotated[float | None, typer.Option(help="Bits per number at --context, everything counted.")] = None,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="Instead of --bits: memory of the cache at --context, e.g. 24GB.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", "-p", help="Candidate.", show_default="all that serve the model")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to measure on.", exists=True, dir_okay=False, readable=True, show_default="an essay"),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=514, help="Tokens of the text to read; the first 512 do not count.")
+    ] = 2048,
+    model: ModelOption = None,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
+) -> None:
+    """Measure the presets that meet a budget, and name the best."""
+    if (bits is None) == (cache_memory is None):
+        raise ValueError("give a budget, either --bits or --cache-memory")
+    if bits is not None and bits <= 0:
+        raise ValueError(f"--bits {bits:g} is not allowed; it must be above 0")
+    budget = Budget(bits, None if cache_memory is None else parse_size(cache_memory), context, batch)
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
+    loaded, tokenizer = load(model, device, dtype)
+    source = text or default_texts()[0]
+    rows = measure(loaded, tokenizer, source, budget, names, changes, tokens)
+    if as_json:
+        print_json({"budget": budget._asdict(), "best": rows[0]["preset"], "code": rows[0]["code"], "candidates": rows})
+        return
+    cells = [
+        {
+            "preset": row["preset"],
+            "bits": f"{row['bits_per_value']:.2f}",
+            "GB": f"{row['bytes'] / 1e9:.3f}",
+            "full GB": f"{row['bytes_full'] / 1e9:.3f}",
+            "KL": f"{row['kl']:.4f}",
+            "top-1": f"{row['top1']:.3f}",
+            "ppl": f"{row['ppl']:.2f}",
+        }
+        for row in rows
+    ]
+    title = (
+        f"Within {budget}; accuracy on {source.name}, tokens 512 to {tokens}, full precision: {rows[0]['ppl_full']:.2f}"
+    )
+    print_table(title, cells, numbers_from=1)
+    print(f"Best: {rows[0]['preset']}")
+    Console().print(rows[0]["code"], markup=False, soft_wrap=True)
+
+
+eval_app = typer.Typer(help="Measure presets against the full-precision cache.", no_args_is_help=True)
+eval_app.command("perplexity")(perplexity)
+eval_app.command("layers")(layers)
+eval_app.command("sweep")(sweep)
+eval_app.command("needle")(needle)
+# what the command does not know is lm-eval's
+eval_app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
