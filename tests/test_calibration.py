@@ -15,12 +15,14 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import method_caches
 from hf_lowbit_kv.calibration import calibrate as calibrating
 from hf_lowbit_kv.calibration.calibration_windows import Tokens
 from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
 from hf_lowbit_kv.calibration.kmeans import _lloyd, kmeans
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.formats import Codebook
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.transforms import Smooth
 
 pytest.importorskip("faiss")
@@ -42,7 +44,7 @@ TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) f
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "cache"))
-    for module in (lb.methods, calibrating, calibration_lookup):
+    for module in (method_caches, calibrating, calibration_lookup):
         known = module.get_preset
         monkeypatch.setattr(
             module, "get_preset", lambda name, known=known: PRESET if name == "tiny-vq" else known(name)
@@ -118,7 +120,7 @@ def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
         model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
     assert cache.nbytes.parameters == 2 * (2 * (16 * 4 + 8 * 8) * 2 + 2 * 2 * 64 * 4)
     for index, layer in enumerate(cache.layers):
-        read = lb.reference.read(layer.store.state, layer.spec, 200)
+        read = reference.read(layer.store.state, layer.spec, 200)
         for x, side, fmt in zip(read, ("keys", "values"), ("vq-d4b4", "vq-d8b3"), strict=True):
             transform = "smooth+hadamard" if side == "keys" else "none"
             books = calibration.get(index, side, (transform, fmt, "codebook")).float()

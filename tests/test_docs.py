@@ -74,10 +74,14 @@ def test_contributing_lists_every_module():
     section = text[text.index("## Where things are") : text.index("## Adding a format")]
     listed = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", section)
     files = {name for name in listed if name.endswith(".py")}
-    modules = {path.name for path in (ROOT / "hf_lowbit_kv").glob("[!_]*.py")}
+    package = ROOT / "hf_lowbit_kv"
+    modules = {path.name for path in package.rglob("[!_]*.py")}
+    formats = {path.name for path in (package / "formats").glob("*.py")}  # "a file for each format"
     assert sorted(files - modules) == [], "files that are listed and do not exist"
-    assert sorted(modules - files) == [], "modules that are not listed"
-    assert all((ROOT / name).is_dir() for name in listed if name.endswith("/"))
+    assert sorted(modules - formats - files) == [], "modules that are not listed"
+    folders = {path.name for path in package.iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert sorted(folders - {name[:-1] for name in listed}) == [], "folders that are not listed"
+    assert all((ROOT / name).is_dir() or (package / name).is_dir() for name in listed if name.endswith("/"))
     assert len(listed) == len(set(listed))
 
 

@@ -1,4 +1,4 @@
-"""The architecture, checked: folders import each other in one direction, few floors deep, and a file's name says which one it is."""
+"""The architecture: folders import each other in one direction and few floors deep, and a stem names one file."""
 
 from __future__ import annotations
 
