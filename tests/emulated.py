@@ -19,7 +19,7 @@ from hf_lowbit_kv.triton_kernels.cuda import modules
 def emulated(
     monkeypatch, shared: int = 228, processors: int = 2, module: Callable = cuda_emulator.Module
 ) -> Iterator[ModuleType]:
-    """`triton_kernels.cuda.launch` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows. module:
+    """`cuda_entry_points` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows. module:
     what stands for a loaded file, of its name and macros."""
     properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared * 1024)
     for changed in (cuda, modules):

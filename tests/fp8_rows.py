@@ -7,7 +7,7 @@ import math
 import torch
 from kernel_cases import Case, assert_same_state, store_for
 
-from hf_lowbit_kv import reference
+from hf_lowbit_kv.storage import reference
 
 #: where `check_special_rows` is run: straight into pages and through the ring
 SPECIAL = [

@@ -42,19 +42,20 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the proc
 #: fresh data on every run; the run's last lines tell it (see `conftest.py`)
 SEED = int(os.environ["TEST_SEED"])
 
-from hf_lowbit_kv.triton_kernels import common, entry_points  # noqa: E402
+from hf_lowbit_kv.triton_kernels import common  # noqa: E402
+from hf_lowbit_kv.triton_kernels import entry_points as launch  # noqa: E402
 
 
 def attended() -> int:
     """Launches of kernels that attend; the CUDA kernels leave long chunks to a Triton kernel."""
-    counted = (entry_points.launches, common.launches)
+    counted = (launch.launches, common.launches)
     return sum(launches.get(name, 0) for launches in counted for name in ("attend_kernel", "prompt_kernel"))
 
 
 def orders() -> tuple[str, ...]:
     """Values of `determinism.VARIABLE` for which a check runs. Emulated, each would be a build of its own: `test_fixed_order`
     has some there."""
-    return ("0", "1") if DEVICE == "cuda" and hasattr(entry_points, "fixed_order") else ("0",)
+    return ("0", "1") if DEVICE == "cuda" and hasattr(launch, "fixed_order") else ("0",)
 
 
 @contextlib.contextmanager
@@ -71,7 +72,7 @@ def attend_poisoned(*args) -> torch.Tensor:
     """`launch.attend` where whatever it allocates holds NaN at first."""
     with poisoned():
         before = attended()
-        out = entry_points.attend(*args)
+        out = launch.attend(*args)
         assert attended() > before
     return out
 
@@ -130,11 +131,11 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         for store in (ref, dev):
             store.reserve(length)
         reference.append(k, v, mask, ref.state, case.spec)
-        entry_points.append(k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE), dev.state, case.spec)
+        launch.append(k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE), dev.state, case.spec)
         assert_same_state(ref.state, dev.state)
     for a, b in zip(
         reference.read(ref.state, case.spec, length + 3),
-        entry_points.read(dev.state, case.spec, length + 3),
+        launch.read(dev.state, case.spec, length + 3),
         strict=True,
     ):
         assert torch.equal(a, b.cpu())
@@ -152,12 +153,12 @@ def check_transform(head_dim, dtype, name):
         q = torch.randn(2, 3, 6, head_dim).to(dtype).transpose(1, 2)
         k = (torch.randn(2, 2, 3, head_dim) * 100).to(dtype)
         expected = reference.transform(q, k, how, tensors)
-        before = entry_points.launches.get("transform_kernel", 0)
-        found = entry_points.transform(q.to(DEVICE), k.to(DEVICE), how, here)
-        assert entry_points.launches["transform_kernel"] == before + 1
+        before = launch.launches.get("transform_kernel", 0)
+        found = launch.transform(q.to(DEVICE), k.to(DEVICE), how, here)
+        assert launch.launches["transform_kernel"] == before + 1
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a.cpu(), b)
-        queries, keys = entry_points.transform(None, k.to(DEVICE), how, here)
+        queries, keys = launch.transform(None, k.to(DEVICE), how, here)
         assert queries is None
         assert torch.equal(keys.cpu(), expected[1])
 
@@ -171,7 +172,7 @@ def check_attend_transformed(case: Case, seed: int = SEED) -> None:
     options = step.scaling, case.softcap
     exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, *options, step.sinks)
     with poisoned():
-        out = entry_points.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, *options, here.sinks)
+        out = launch.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, *options, here.sinks)
     inputs = reference.transformed(step.q, step.k, step.v, ref.state, case.spec)
     transformed = dataclasses.replace(step, **dict(zip("qkv", inputs, strict=True)))
     near = reference.restored(plain(transformed, ref.state, case), ref.state, case.spec)
@@ -190,8 +191,8 @@ def check_graph(options: dict) -> None:
     here = step.to(DEVICE)
 
     def run():
-        out = entry_points.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
-        entry_points.append(here.k, here.v, None, dev.state, case.spec)
+        out = launch.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
+        launch.append(here.k, here.v, None, dev.state, case.spec)
         return out
 
     stream = torch.cuda.Stream()

@@ -21,11 +21,11 @@ from kernel_cases import Case, check_steps, generator
 from scale_cases import HEAVY_TOKEN, check_heavy_token
 from test_cuda import fragment
 
-from hf_lowbit_kv.backends import storage_spec
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.formats import parse_format
-from hf_lowbit_kv.pages import LayerSpec
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.triton_kernels.cuda import geometry, registry
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry
 
 FP8 = {"keys": "fp8", "values": "fp8"}
 PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
@@ -169,4 +169,4 @@ def test_which_are_served():
     stored = storage_spec(spec, "cuda")
     assert [fmt.name for fmt in stored.formats] == ["fp8@fragment-1", "fp8@fragment-1t"]
     with pytest.raises(ValueError, match=r"backend='cuda' stores 'fp8@fragment-1' in layout 'fragment-1t'"):
-        registry.needs(stored.key_format, 128, 128, half, True)
+        format_structs.needs(stored.key_format, 128, 128, half, True)

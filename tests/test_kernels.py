@@ -78,14 +78,14 @@ def test_small_store(case, chunks):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_small_special_rows(case):
-    check_special_rows(launch.append, case, DEVICE, generator(case, SEED))
+    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case):
-    check_special_rows(launch.append, case, DEVICE, generator(case, SEED))
+    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu

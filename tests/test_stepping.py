@@ -89,7 +89,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from cases import tiny_models
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import recording, stepping
+from hf_lowbit_kv.generation import decoding_loop as stepping, recording
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
 model = tiny_models("llama")[0]
