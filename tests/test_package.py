@@ -181,7 +181,9 @@ def test_no_machine_paths_in_the_checkout():
         pytest.skip("not a git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     files = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
-    assert {ROOT / "README.md", ROOT / "Makefile", ROOT / "hf_lowbit_kv/cache/low_bit_cache.py", Path(__file__)} <= set(files)
+    assert {ROOT / "README.md", ROOT / "Makefile", ROOT / "hf_lowbit_kv/cache/low_bit_cache.py", Path(__file__)} <= set(
+        files
+    )
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:200]}"
         for path in files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -178,6 +179,17 @@ def test_a_further_turn_reads_every_token_once(model, memory):
     assert sum(new) == more.shape[1] - 205  # of the first answer, the last token is not stored
     assert new == [96, 192, 384, 128, 101]  # three are measured
     assert torch.equal(second, stock(tiny_models("llama")[1], more, torch.ones_like(more)))
+
+
+def test_a_mask_that_short_pieces_do_not_show_counts_in_long_ones():
+    """A layer's MLP, and its attention with a mask, each have a peak of their own. Short pieces show the first alone."""
+
+    def real(tokens):
+        return max(34e3 * tokens, 5e3 * tokens + 6 * tokens**2)
+
+    need = dataclasses.replace(Need.of(128, (real(128), real(256), real(512)), quadratic=True), mask=6.0)
+    for tokens in (128, 1024, 4096, 16000):
+        assert real(tokens) <= need.whole(tokens) <= 1.5 * real(tokens)
 
 
 def test_masks_of_sliding_layers_count(memory):

@@ -11,7 +11,7 @@ allocator counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -101,12 +101,17 @@ def memory_of(model: Any) -> Memory | str:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored tokens."""
+    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored tokens.
+
+    mask: bytes a pair that a sliding layer's mask is known to take inside attention. Short pieces do not show it, because other
+    activations are larger there. It counts beside half of what a token takes: the MLP's part is not there at that time.
+    """
 
     fixed: float
     token: float
     pair: float
     behind: float = 0.0
+    mask: float = 0.0
 
     @classmethod
     def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, behind: float = 0.0) -> Need:
@@ -121,7 +126,8 @@ class Need:
         return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, behind)
 
     def whole(self, tokens: int) -> float:
-        return self.fixed + self.token * tokens + self.pair * tokens**2
+        measured = self.fixed + self.token * tokens + self.pair * tokens**2
+        return max(measured, self.fixed + self.token * tokens / 2 + self.mask * tokens**2)
 
     def largest(self, memory: float, tokens: int) -> int:
         """The longest chunk that takes at most `memory` bytes: a multiple of `GRANULE`, and one `GRANULE` at least."""
@@ -216,7 +222,11 @@ class _Reader:
         if begins:
             behind = memory.peak(lambda: self.read(4 * length)) - peaks[-1]
             self.cache.reset()
-        return Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(behind, 0.0))
+        need = Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(behind, 0.0))
+        if not self._sliding:
+            return need
+        # True or False, and what PyTorch's attention makes of it: a number of the model's dtype
+        return replace(need, mask=len(self.ids) * (1 + next(self.model.parameters()).dtype.itemsize))
 
 
 def read_prompt(
