@@ -240,8 +240,9 @@ def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
 def rounding_bound(step: Step, state: LayerState, case: Case) -> torch.Tensor:
     """What outputs `[B, S, Hq, D]` may be off by, each number, if 16-bit operands are rounded; for plain scores.
 
-    Terms q x scale x code and q x zero may each be as large as q times the largest key of their group (a token, or a
-    channel of a row) while they all but cancel in a score. It is then off by delta = 2^-10 sum |q| max |k|, and a weight p
+    Terms q x zero may be as large as q times the largest key of their group (a token, or a channel of a row), and terms
+    q x scale x code twice as large, while they all but cancel in a score. Half a unit in the last place of each makes
+    delta = 1.5 * 2^-10 sum |q| max |k|, which a score may be off by, and a weight p
     by at most p (e^(delta + that of the sum of weights) - 1), and by 1. Values cancel likewise, to 2^-10 of the largest of
     their group, which counts as much as the weights of its tokens do. Weights and values of bfloat16 are rounded to 8 bits.
     """
@@ -254,7 +255,9 @@ def rounding_bound(step: Step, state: LayerState, case: Case) -> torch.Tensor:
     p = (q @ k.transpose(-1, -2)).masked_fill(~valid, float("-inf")).softmax(-1).nan_to_num(0.0)
     key_format, value_format = case.spec.formats
     axis = -1 if key_format.tokenwise else -2
-    delta = 2.0**-10 * (q.abs() @ k.abs().amax(axis, keepdim=True).expand_as(k).transpose(-1, -2)).clamp(max=2.0**14)
+    delta = (
+        1.5 * 2.0**-10 * (q.abs() @ k.abs().amax(axis, keepdim=True).expand_as(k).transpose(-1, -2)).clamp(max=2.0**14)
+    )
     moved = torch.expm1((delta + (p * delta.exp()).sum(-1, keepdim=True).log()).clamp(max=50.0))
     moved = torch.minimum(p * moved, valid.double())
     slack = moved @ v.abs() + moved.sum(-1, keepdim=True) * (p @ v).abs()

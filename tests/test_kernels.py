@@ -198,6 +198,13 @@ def test_small_constant_rows():
     )
 
 
+@needs_interpreter
+def test_small_spread_of_boosted_keys():
+    """Scales of 2^-24 to 2^14 among a page's boosted channels, and data for which products divided by the largest lost bits."""
+    case = next(case for case in GPU_SPREAD if case.keys.startswith("boosted") and case.spread == "keys")
+    check_attend(dataclasses.replace(case, lengths=(417,), heads=1), seed=2)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", GPU_SPREAD, ids=str)

@@ -95,8 +95,10 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
         s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
     # size is a power of two, or 0 where all of q is
     inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-    # of small keys scales are small too, and float16 would keep few bits of them: their power of two follows the products
+    # Of small keys scales are small too, and float16 would keep few bits of them: their power of two follows the products. The
+    # largest becomes 2^14, which float16 just holds, so that it keeps bits of scales that are far smaller than that one.
     exponent = tl.max(tl.where(row < P.count, scale, 0.0), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.where(exponent > 0, exponent - (14 << 23), 0)
     unit = exponent.to(tl.float32, bitcast=True)
     scale = tl.where(exponent > 0, scale * (0x7F000000 - exponent).to(tl.float32, bitcast=True), 0.0)
     q = as_operand((q * inverse[:, None] * scale[None, :]).to(TYPE), T)
