@@ -16,6 +16,7 @@ from kernel_cases import Case
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 
@@ -128,7 +129,7 @@ def _generate(backend: str | None = None) -> lb.LowBitCache:
     torch.manual_seed(0)
     model = tiny_models("llama")[0]
     cache = lb.from_preset("kivi-2", model, backend=backend, **SMALL_PAGES)
-    model.generate(torch.arange(3, 43)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(torch.arange(3, 43)[None], **as_argument(cache), max_new_tokens=3, do_sample=False)
     return cache
 
 

@@ -13,6 +13,7 @@ from generation_cases import GREEDY, growing, ours
 from transformers import DynamicCache, StoppingCriteria
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.machine.cache_argument import as_argument
 
 pytestmark = pytest.mark.host
 CHANGED = r"stored under attn_implementation='lowbit_kv', and the model has 'sdpa' now.*slow.*go on with lb\.generate"
@@ -145,9 +146,7 @@ def test_a_returned_cache_warns_once_under_another_implementation(family):
     theirs = DynamicCache(config=model.config)
     want = model.generate(text, past_key_values=theirs, max_new_tokens=6, **GREEDY)
     with pytest.warns(UserWarning, match=CHANGED) as caught:
-        got = model.generate(
-            text, past_key_values=out.past_key_values, max_new_tokens=6, disable_compile=True, **GREEDY
-        )
+        got = model.generate(text, **as_argument(out.past_key_values), max_new_tokens=6, disable_compile=True, **GREEDY)
     assert len(caught) == 1
     assert torch.equal(got, want)
     with pytest.raises(
@@ -157,7 +156,7 @@ def test_a_returned_cache_warns_once_under_another_implementation(family):
     assert model.config._attn_implementation == "sdpa"
     out.past_key_values.reset()
     with pytest.warns(UserWarning, match="attn_implementation='sdpa', which does not read packed pages") as caught:
-        model.generate(ids, past_key_values=out.past_key_values, max_new_tokens=2, disable_compile=True, **GREEDY)
+        model.generate(ids, **as_argument(out.past_key_values), max_new_tokens=2, disable_compile=True, **GREEDY)
     assert len(caught) == 1
 
 

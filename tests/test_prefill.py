@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import prefill
 from hf_lowbit_kv.generation.prefill import GRANULE, Need
+from hf_lowbit_kv.machine.cache_argument import cache_in
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 TOKENS = 900
@@ -53,7 +54,7 @@ def memory(model, monkeypatch):
         def note(module, args, kwargs):
             ids = args[0] if args else kwargs["input_ids"]
             chunks.append(tuple(ids.shape))
-            pasts.append((len(ids), int(kwargs["past_key_values"].get_seq_length())))
+            pasts.append((len(ids), int(cache_in(kwargs).get_seq_length())))
 
         of.register_forward_pre_hook(note, with_kwargs=True)
         fake = FakeMemory(free, need, chunks)
