@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,6 @@ from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 from .perplexity import Factory, mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
-#: bytes of the units that `parse_size` knows
-UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))}}
-UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
 #: how many presets are measured at most: those with the most bits within the budget, and the default
 MOST = 8
 
@@ -55,15 +51,6 @@ class Budget(NamedTuple):
         amount = f"{self.bits:g} bits per number" if self.bits is not None else f"{self.memory} bytes"
         rows = f" in {self.batch} rows" if self.batch > 1 else ""
         return f"{amount} at {self.context} tokens{rows}"
-
-
-def parse_size(text: str) -> int:
-    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise ValueError(f"size {text!r} is not understood; give e.g. 24GB or 512MiB")
-    return int(float(match[1]) * units[match[2].lower()])
 
 
 def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int) -> dict[str, Size]:

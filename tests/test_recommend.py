@@ -8,8 +8,9 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
-from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, parse_size, recommend, sizes, within
+from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, recommend, sizes, within
 from hf_lowbit_kv.eval.texts import Text
+from hf_lowbit_kv.machine.byte_sizes import parse_size
 
 
 class Numbers:

@@ -16,9 +16,10 @@ from ..eval.chunked_reader import FULL
 from ..eval.layer_errors import run as measure_layers
 from ..eval.local_models import default_texts
 from ..eval.perplexity import run
-from ..eval.preset_search import Budget, parse_size, plot
+from ..eval.preset_search import Budget, plot
 from ..eval.preset_search import recommend as measure
 from ..eval.texts import Text, dataset_text
+from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
 from .shared_options import (
     DTYPES,
