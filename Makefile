@@ -43,7 +43,7 @@ test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
-	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/test_triton_compiles.py
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/triton/test_triton_compiles.py
 
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook

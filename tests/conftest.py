@@ -1,15 +1,12 @@
 import contextlib
 import os
 import random
-import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `cases`
 pytest.register_assert_rewrite(
     "kernel_cases", "kernel_checks", "scale_cases"
 )  # their assertions show values, as tests' do

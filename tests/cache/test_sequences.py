@@ -1,0 +1,67 @@
+"""Random sequences of operations on a cache, in every format: what it holds and answers is what `sequence_truth` says.
+
+`SEQUENCES=n` runs n of them for each kind; `docs/log/sequences.md` tells of a long run.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import hypothesis
+import pytest
+from sequence_operations import KINDS, Append, Crop, Setting, sequences
+from sequences import run
+
+#: sequences of each kind; all together take less than a minute of a CPU
+COUNT = int(os.environ.get("SEQUENCES") or 12)
+#: kinds whose transforms are matrix products: their sums, and so their bytes, may differ between devices
+PRODUCTS = [kind for kind in KINDS if kind.startswith(("matrix", "eigen"))]
+no_limit_of_long_runs = pytest.mark.timeout(0 if "SEQUENCES" in os.environ else 600)
+
+
+def explore(kind: str, device: str = "cpu") -> None:
+    """Run `COUNT` sequences, which TEST_SEED and the kind decide."""
+    ran = 0
+
+    @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} {kind}".encode()))
+    @hypothesis.settings(
+        max_examples=COUNT, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(sequences())
+    def holds(sequence):
+        nonlocal ran
+        ran += 1
+        run(kind, *sequence, device)
+
+    holds()
+    print(f"{ran} sequences of {kind}")
+    assert ran >= COUNT
+
+
+@no_limit_of_long_runs
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sequence(kind, one_thread):
+    explore(kind)
+
+
+@pytest.mark.gpu
+@no_limit_of_long_runs
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PRODUCTS])
+def test_any_sequence_on_a_gpu(kind):
+    """On the default backend, `cuda` where it serves the setting, and on Triton."""
+    explore(kind, "cuda")
+
+
+#: what random sequences seldom come to
+KEPT = {
+    "the second of two crops reaches into pages": [Append(96), Crop(30), Crop(20), Append(40)],
+    "padding where tokens were cropped": [Append(40, "any"), Crop(20), Append(20, "any"), Crop(15), Append(30)],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("capacity", [None, 300])
+@pytest.mark.parametrize("kind", ["int4-channel/int4-token", "latent fp8/dense"])
+def test_kept_sequence(kind, capacity, name):
+    run(kind, Setting(rows=2, capacity=capacity), KEPT[name])

@@ -1,0 +1,150 @@
+"""The latent kernels (MLA): on a GPU where there is one, else compiled for the CPU (`cuda_emulator`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cuda_emulator
+import pytest
+import torch
+from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, compare, exact
+
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.triton_kernels.cuda import latent
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SEED = 0
+
+pytestmark = pytest.mark.skipif(
+    not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"
+)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["convert", "move"])
+def kernels(request, monkeypatch):
+    monkeypatch.setattr(latent, "CONVERT", request.param)
+    if not GPU:
+        monkeypatch.setattr(latent, "converts", lambda device: request.param)
+        # a row is shared by several blocks
+        monkeypatch.setattr(
+            latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines)
+        )
+        monkeypatch.setattr(latent, "properties", lambda device: SimpleNamespace(multi_processor_count=3))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(latent, "WIDE_ROWS", 10**6)
+    latent._module.cache_clear()
+    yield latent
+    latent._module.cache_clear()
+
+
+CASES = [
+    Case(),
+    Case(lengths=(0, 63, 64, 65), heads=4, tokens=2, dtype=torch.float16),
+    Case(lengths=(300,), heads=5, tokens=3, padded=True, rank=192, rope=64),
+    Case(lengths=(200, 90), rank=64, rope=16, heads=20, page_size=128),
+    Case(lengths=(257,), spread=1000.0, jump=1e4),
+    Case(lengths=(257,), jump=1e-4, dtype=torch.float16),
+    Case(lengths=(150,), zeros=True, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attend(case, kernels):
+    check_attend(kernels, case, DEVICE, SEED)
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], Case(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+)
+def test_queries_of_all_sizes(case, kernels):
+    check_sizes_of_queries(kernels, case, DEVICE, SEED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_attend_at_deepseek_sizes(heads, tokens, kernels):
+    sizes = {"heads": heads, "tokens": tokens, "rank": 512, "rope": 64, "page_size": 128}
+    check_attend(kernels, Case(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED)
+    check_attend(kernels, Case(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED)
+
+
+def test_latents_of_zeros_are_exact(kernels):
+    case = Case(lengths=(150,), zeros=True)
+    filled = Filled(case, DEVICE, SEED)
+    found = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_one_long_row_beside_zeros(kernels):
+    """Tokens of zeros have a tiny scale: they take weight and give nothing."""
+    case = Case(lengths=(64,), heads=8)
+    filled = Filled(case, DEVICE, SEED)
+    zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
+    reference.append(zeros, filled.random(1, 1, 64, case.rope), None, filled.store.state, case.spec)
+    found = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    torch.testing.assert_close(found.float(), exact(filled), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        (Case(lengths=(62, 0), heads=2), 4),
+        (Case(lengths=(60, 5), heads=2, tokens=3, padded=True), 3),
+    ],
+    ids=str,
+)
+def test_steps(case, steps, kernels):
+    check_steps(kernels, case, steps, DEVICE, SEED)
+
+
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [
+        (Case(lengths=(0, 0)), [1, 70, 5]),
+        (Case(lengths=(30, 3), padded=True, dtype=torch.float16, rank=192), [20, 70]),
+        (Case(lengths=(64,), jump=1e4, spread=1000.0, rank=64, rope=16), [64, 1]),
+    ],
+    ids=str,
+)
+def test_append(case, chunks, kernels):
+    check_append(kernels, case, chunks, DEVICE, SEED)
+
+
+def test_tokens_of_nan_and_inf(kernels):
+    """The reference's bytes."""
+    case = Case(lengths=(3,), tokens=5)
+    filled, twin = Filled(case, DEVICE, SEED), Filled(case, DEVICE, SEED)
+    for each in (filled, twin):
+        for token, bad in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
+            each.k[:, :, token, 7 * token] = bad
+    kernels.append(filled.k, filled.v, None, filled.store.state, case.spec)
+    reference.append(twin.k, twin.v, None, twin.store.state, case.spec)
+    compare(filled.store, twin.store)
+
+
+def test_no_room_left(kernels):
+    case = Case(lengths=(60,), heads=2, tokens=4)
+    filled = Filled(case, DEVICE, SEED, room=0)
+    room = filled.store.state.page_address.shape[1] * case.page_size
+    for _ in range(2):
+        given = filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling
+        kernels.step(*given)
+    assert int(filled.store.state.length[0, 0]) == room
+    assert int(filled.store.state.lost[0, 0]) == 60 + 8 - room
+
+
+@pytest.mark.skipif(GPU, reason="races are seen in the emulator")
+@pytest.mark.parametrize(
+    "barrier",
+    [
+        r"__syncthreads\(\);(?=\s*if \(block \+ 1 < stop\))",  # the block is there, and the other stage is free
+        r"__syncthreads\(\);(?=\s*u32 factors)",  # weights are there
+    ],
+)
+def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
+    monkeypatch.setattr(latent, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
+    with pytest.raises(AssertionError, match="races in shared memory"):
+        check_attend(kernels, Case(lengths=(300,)), DEVICE, SEED)

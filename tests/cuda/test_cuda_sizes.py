@@ -1,0 +1,130 @@
+"""Sizes that Python and C++ both count: shared memory, arguments, parts of a page; and GPUs with less shared memory."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import cuda_emulator
+import kernel_checks as kernels
+import pytest
+import torch
+from cuda_cases import fragment
+from emulated import emulated
+from kernel_cases import Case, check_steps
+
+from hf_lowbit_kv.backends import choice as backends
+from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
+
+pytestmark = [
+    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
+    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
+]
+#: KiB of shared memory of a multiprocessor: RTX 30 and 40, A100, H100
+SHARED = {"small": 100, "A100": 164, "H100": 228}
+WHOLE = {"head_dim": 128, "page_size": 128, "residual": 128}
+
+
+def compiler_says(name: str, defines: tuple[tuple[str, str], ...]) -> str:
+    """What g++ has to say against the source: nothing where all assertions hold."""
+    argument = cuda_emulator.ARGUMENTS.get(name.split(".")[0], "AppendArgs")
+    entry = "attend(*(const StepArgs*)0);" if name == "attend.cu" else f"(void)sizeof({argument});"
+    text = f"{cuda_emulator.Module(name, defines).text}\nvoid entry() {{ {entry} }}\n"
+    command = ["g++", *cuda_emulator.OPTIONS, "-fsyntax-only", "-xc++", "-"]
+    return subprocess.run(command, input=text, text=True, capture_output=True).stderr
+
+
+def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:
+    case = fragment(case)
+    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups, 8, 132, shared * 1024)
+    fused = geometry.can_store(case.spec, *case.dims, choice)
+    return geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, False, 0, False, fused=fused)
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="int2-channel", values="int2-token", **WHOLE),
+        Case(keys="int4-token-g32", values="int4-channel-g32", **WHOLE),
+        Case(keys="int8-token-g64", values="int8-channel", head_dim=256, head_dim_v=128, groups=16),
+        Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, groups=16),
+        Case(keys="vq-d4b8", values="int2-token", **WHOLE),
+    ],
+    ids=str,
+)
+def test_both_count_the_same(case, shared):
+    assert compiler_says("attend.cu", attend_defines(case, shared)) == ""
+    case = fragment(case)
+    assert compiler_says("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype)) == ""
+
+
+@pytest.mark.parametrize("name", ["SHARED_BYTES", "ARGUMENT_BYTES", "APPEND_ARGUMENT_BYTES", "VALUE_AT"])
+def test_a_difference_does_not_compile(name):
+    defines = dict(attend_defines(Case(**WHOLE), 228))
+    defines[name] = str(int(defines[name]) - 16)
+    assert "static assertion failed" in compiler_says("attend.cu", tuple(defines.items()))
+
+
+def test_a_difference_of_a_loaded_kernel_raises(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=2, shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(modules, "properties", lambda device: properties)
+    monkeypatch.setattr(modules, "load", lambda *args: SimpleNamespace(integer=lambda name: 7))
+    modules.forget()
+    case = fragment(Case())
+    fields = dict.fromkeys(modules.AttendKernel._fields, False) | {"rows": 4, "heads": 4, "sinks": 0, "transform": None}
+    sizes = dict(zip(("head_dim_k", "head_dim_v"), case.dims, strict=True))
+    asked = modules.AttendKernel(
+        **fields | sizes | {"spec": case.spec, "dtype": case.dtype, "device": torch.device("cpu")}
+    )
+    with pytest.raises(RuntimeError, match=r"compiled with shared_bytes=7, and [0-9]+ is what Python counts"):
+        modules.attend_module(asked)
+    modules.forget()
+
+
+def test_the_window_does_not_bound_the_warps():
+    """Where the window would, keys and values of a block of it take turns; an H100 has room for both at head_dim 128."""
+    for keys, values, small, large in (
+        ("int2-channel", "int2-token", 8, 12),
+        ("int4-channel", "int4-token", 4, 12),
+        ("int8-token", "int8-token", 4, 12),
+    ):
+        case = fragment(Case(keys=keys, values=values, **WHOLE))
+        for shared, warps in ((100, small), (228, large)):
+            choice = geometry.choose(case.spec, *case.dims, case.dtype, 4, 64, 132, shared * 1024)
+            assert choice.warps * choice.teams == warps
+            assert choice.narrow == (keys == "int2-channel" and shared == 100)
+
+
+def test_where_there_is_no_room_another_backend_serves(monkeypatch):
+    spec, device = Case(keys="vq-d4b8", values="vq-d8b12").spec, torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    for shared, chosen in ((64, "triton"), (228, "cuda")):
+        properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        served = None, device, torch.float16, spec, (256, 256)
+        assert backends.choose_backend(*served) == chosen
+        said = backends.reason_for(None, chosen, *served[1:])
+        assert (chosen == "cuda") == (said is None)
+        assert said is None or "KiB of shared memory for keys 'vq-d4b8" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        (Case(keys="int2-channel", values="int2-token", **WHOLE, sink=32, lengths=(250, 700), heads=1), 8),
+        (Case(keys="boosted2-r0.125", values="int2-token", **WHOLE, lengths=(380,), heads=1, padded=True), 8),
+    ],
+    ids=str,
+)
+def test_a_narrow_window(case, steps, monkeypatch):
+    """Outputs, bytes and counters of a GPU with 100 KB of shared memory."""
+    case = fragment(case)
+    assert geometry.choose(case.spec, *case.dims, case.dtype, 4, len(case.lengths), 2, 100 * 1024).narrow
+    with emulated(monkeypatch, shared=100) as cuda:
+        kernels.check_attend(case)
+        check_steps(cuda, case, steps, kernels.SEED, "cpu")

@@ -1,0 +1,198 @@
+"""The CUDA backend where no GPU is: bad input, which backend is chosen, and what NVRTC makes of the sources."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda_cases import fragment
+from kernel_cases import Case
+
+from hf_lowbit_kv.backends import choice as backends
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.transforms import Fused
+
+
+@pytest.fixture
+def compile_module():
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("cuda-bindings is not installed")
+    return pytest.importorskip("hf_lowbit_kv.triton_kernels.cuda.nvrtc")
+
+
+def test_missing_bindings(monkeypatch):
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    with pytest.raises(ImportError, match="cuda-bindings is not installed: "):
+        ops.check_backend("cuda")
+
+
+def test_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
+        ops.choose_backend("cuda", torch.device("cpu"))
+
+
+def test_old_gpu(monkeypatch):
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
+        ops.choose_backend("cuda", torch.device("cuda"))
+
+
+def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
+        ops.choose_backend("cuda", device, torch.float32)
+    boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
+    with pytest.raises(
+        ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
+    ):
+        ops.choose_backend("cuda", device, torch.float16, LayerSpec(plain, boosted))
+    assert ops.choose_backend("cuda", device, torch.float16, LayerSpec(boosted, plain)) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("key", "widths", "reason"),
+    [
+        ("dense|dense|0|0|128", None, r"latents in formats 'fp8' / 'dense', not in 'dense' / 'dense'"),
+        ("fp8|dense|0|128|128", None, "latents without a window, not for sink=0, residual=128"),
+        ("fp8|dense|4|0|128", None, "latents without a window, not for sink=4, residual=0"),
+        ("fp8|dense|0|0|32", None, "pages of 64, 128 or 256 tokens, not of 32"),
+        ("fp8|dense|0|0|128", (576, 64), "not for 576 and 64"),
+        ("fp8|dense|0|0|128", (512, 48), "not for 512 and 48"),
+        ("fp8|dense|0|0|128", (512, 64), None),
+    ],
+)
+def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeypatch):
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    spec = LayerSpec.parse(f"{key}|none|none|latent")
+    for stored in (spec, backends.storage_spec(spec, "cuda")):
+        served = backends.Served(torch.device("cuda"), torch.bfloat16, stored, widths)
+        found = backends.BACKENDS["cuda"].why_not(served)
+        assert found is None if reason is None else re.search(reason.replace("'dense'", "'dense(@core-1)?'"), found)
+
+
+def test_default_on_a_gpu(monkeypatch):
+    """`cuda` where it serves, else `triton`; and why."""
+    found = {"capability": (9, 0), "compiler": None}
+    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: found["compiler"])
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    device, spec = torch.device("cuda"), Case().spec
+
+    def check(dtype, chosen, reason, spec=spec):
+        assert ops.choose_backend(None, device, dtype, spec) == chosen
+        said = backends.reason_for(None, chosen, device, dtype, spec)
+        assert said is None if reason is None else reason in said
+
+    check(torch.bfloat16, "cuda", None)
+    check(torch.float32, "triton", "computes in")
+    check(
+        torch.float16,
+        "triton",
+        "no kernels for values in format",
+        LayerSpec(spec.key_format, parse_format("boosted2-r0.125")),
+    )
+    found["compiler"] = "needs NVRTC"
+    check(torch.float16, "triton", "needs NVRTC")
+    found.update(compiler=None, capability=(7, 5))
+    check(torch.float16, "triton", "Tesla T4")
+    assert backends.reason_for("triton", "triton", device, torch.float16, spec) is None
+    found.update(capability=(9, 0))
+    monkeypatch.setenv(backends.VARIABLE, "triton")
+    assert backends.reason_for(None, "triton", device, torch.float32, spec) is None
+    monkeypatch.delenv(backends.VARIABLE)
+    monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
+    check(torch.float16, "triton", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "architectures", "supported", "expected"),
+    [
+        (13, [80, 90], 13000, None),
+        (12, [80, 90], 13000, None),
+        (12, [80], 13000, "knows this GPU"),
+        (13, [80, 90], 12080, "driver for CUDA 13, and this one is for 12"),
+        (None, [], 0, "no library"),
+    ],
+)
+def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectures, supported, expected):
+    """Without NVRTC, or with one that does not fit GPU or driver, the default is another backend and nothing is raised."""
+
+    def nvrtc_version():
+        if version is None:
+            raise RuntimeError("no library")
+        return 0, version, 0
+
+    nvrtc = SimpleNamespace(nvrtcVersion=nvrtc_version, nvrtcGetSupportedArchs=lambda: (0, architectures))
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, supported))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver, nvrtc=nvrtc))
+    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    backends.why_no_compiler.cache_clear()
+    reason = backends.why_no_compiler((9, 0))
+    backends.why_no_compiler.cache_clear()
+    assert reason is None if expected is None else expected in reason
+
+
+def test_source_is_one_text():
+    from hf_lowbit_kv.triton_kernels.cuda.nvrtc import source
+
+    text = source("attend.cu")
+    assert "#include" not in text
+    assert text.count("struct AffineKeys {") == 1
+
+
+@pytest.mark.slow  # test_cuda_compiles.py has fast ones
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128),
+        Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, dtype=torch.bfloat16),
+        Case(keys="static-64332222", values="static-3-t", head_dim=128, page_size=128, residual=128),
+    ],
+    ids=str,
+)
+def test_compiles(case, compile_module, monkeypatch, tmp_path):
+    """Without a GPU: NVRTC takes what the macros make of the sources."""
+    from hf_lowbit_kv.triton_kernels.cuda import geometry
+
+    monkeypatch.setenv(compile_module.disk.VARIABLE, str(tmp_path))
+    case = fragment(case)
+    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
+    options = choice, True, 1, True, Fused(before=True, rotated=True, after=False)
+    assert geometry.can_store(case.spec, *case.dims, choice)
+    try:
+        for fused in (False, True):
+            defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, *options, fused=fused)
+            compile_module.binary("attend.cu", defines, "sm_90")
+        compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
+    except compile_module.CompileError:
+        raise
+    except RuntimeError:
+        pytest.skip("NVRTC's library is not installed")
+
+
+def test_compile_failure_shows_the_log(compile_module):
+    with pytest.raises(RuntimeError) as raised:
+        compile_module.binary("attend.cu", (("NT", "1"),), "sm_80")
+    if not isinstance(raised.value, compile_module.CompileError):
+        pytest.skip("NVRTC's library is not installed")
+    assert "use backend='triton'" in str(raised.value)
+    assert "undefined" in str(raised.value)

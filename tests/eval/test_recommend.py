@@ -1,0 +1,113 @@
+"""`recommend`: budgets by arithmetic, the best by measurement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import tiny_models
+from number_text import TEXT, Numbers
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import presets
+from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, recommend, sizes, within
+from hf_lowbit_kv.machine.byte_sizes import parse_size
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), ("1e6", 10**6), ("7", 7)],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["24 GX", "much", "", "-3GB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="is not understood; give"):
+        parse_size(text)
+
+
+def test_size_is_that_of_a_cache_which_holds_the_tokens(model):
+    tokens, batch = 500, 3
+    factories = {name: lambda name=name: lb.from_preset(name, model.half()) for name in ("kivi-2", "kitty", "dense")}
+    found = sizes(factories, model, tokens, batch)
+    for name, factory in factories.items():
+        cache = factory()
+        with torch.no_grad():
+            model(torch.ones(batch, tokens, dtype=torch.int64), past_key_values=cache)
+        nbytes = cache.nbytes
+        assert found[name].nbytes == nbytes.codes + nbytes.metadata + nbytes.window
+        assert found[name].nbytes_full == cache.nbytes_full
+        assert found[name].bits == pytest.approx(cache.bits_per_value)
+    model.float()
+
+
+def test_a_budget_chooses():
+    found = {"eight": Size(8.2, 800, 1600), "four": Size(4.2, 400, 1600), "two": Size(2.4, 240, 1600)}
+    assert within(Budget(5, None, 100), found) == ["four", "two"]
+    assert within(Budget(5, None, 100), found, most=1) == ["four"]
+    assert within(Budget(None, 240, 100), found) == ["two"]
+    with pytest.raises(
+        ValueError, match=r"no preset meets 2 bits per number at 100 tokens; the nearest is 'two' with 2\.40"
+    ):
+        within(Budget(2, None, 100), found)
+    with pytest.raises(ValueError, match=r"no preset meets 100 bytes at 9 tokens in 4 rows; the nearest is 'two'"):
+        within(Budget(None, 100, 9, 4), found)
+
+
+def test_what_is_wanted_is_chosen_whenever_it_meets_the_budget():
+    found = {
+        name: Size(bits, 100, 1600) for name, bits in (("eight", 8.2), ("four", 4.2), ("three", 3.1), ("two", 2.4))
+    }
+    assert within(Budget(9, None, 100), found, most=2, wanted="two") == ["eight", "two"]
+    assert within(Budget(9, None, 100), found, most=1, wanted="two") == ["two"]
+    assert within(Budget(9, None, 100), found, most=2, wanted="four") == ["eight", "four"]
+    assert within(Budget(3, None, 100), found, most=2, wanted="four") == ["two"]
+
+
+@pytest.mark.parametrize(("overrides", "same"), [({}, []), ({"sink": 32}, ["kivi-4-sink"])])
+def test_the_default_is_measured_whenever_it_meets_the_budget(model, monkeypatch, overrides, same):
+    """Itself, or a preset that stores the same."""
+    monkeypatch.setattr("hf_lowbit_kv.eval.preset_search.MOST", 1)  # `dense` has the most bits
+    rows = recommend(model, Numbers(), TEXT, Budget(17, None, 32768), None, overrides, 640, 600, progress=False)
+    (row,) = rows
+    assert presets.DEFAULT_PRESET in (row["preset"], *row["same_as"])
+    assert [name for name in row["same_as"] if name == presets.DEFAULT_PRESET] == same
+    rows = recommend(model, Numbers(), TEXT, Budget(4, None, 32768), None, overrides, 640, 600, progress=False)
+    assert rows[0]["preset"] != presets.DEFAULT_PRESET  # does not meet this one
+
+
+def test_the_best_is_what_measuring_says(model):
+    names = ["kivi-2", "kivi-4", "bitdecoding-kc-4", "kv8"]
+    rows = recommend(model, Numbers(), TEXT, Budget(5, None, 32768), names, tokens=640, start=256, progress=False)
+    assert [row["preset"] for row in rows] == ["kivi-4", "kivi-2"]  # kv8 does not meet the budget
+    best = rows[0]
+    assert best["same_as"] == ["bitdecoding-kc-4"]
+    assert 0 < best["kl"] < rows[1]["kl"]
+    assert best["bits_per_value"] == pytest.approx(lb.get_preset("kivi-4").spec().bits_per_value(32768, 64))
+    assert best["code"] == 'cache = hf_lowbit_kv.from_preset("kivi-4", model)'
+    assert eval(best["code"].split("= ")[1], {"hf_lowbit_kv": lb, "model": model}).preset == "kivi-4"
+
+
+def test_overrides_are_part_of_the_code(model):
+    rows = recommend(
+        model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], {"residual": 64}, 640, 256, progress=False
+    )
+    assert rows[0]["code"].endswith('("kivi-2", model, residual=64)')
+
+
+def test_a_short_text_is_refused(model):
+    with pytest.raises(ValueError, match="tokens=701 is more than the 700 tokens of text 'numbers'"):
+        recommend(model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], tokens=701, progress=False)
+
+
+def test_presets_for_other_models_are_left_out(model):
+    names, reasons = fitting_presets(model)
+    assert "kivi-2" in names
+    assert "latent" in reasons["mla"]
+    assert set(names) | set(reasons) == set(lb.preset_names())

@@ -1,0 +1,306 @@
+"""Formats and a transform that exist in tests alone, to show what adding one takes: a class, and a line in the registry."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import codebook
+import pytest
+import torch
+from cases import left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import formats
+from hf_lowbit_kv.backends import operations as backend
+from hf_lowbit_kv.storage.paged_store import LayerSpec, read_pages
+
+
+@dataclass(frozen=True, repr=False)
+class Sign(formats.Format):
+    """One bit a value: its sign, times the mean magnitude of its token."""
+
+    @property
+    def name(self) -> str:
+        return "sign"
+
+    @classmethod
+    def parse(cls, name: str):
+        return cls() if re.fullmatch("sign", name) else None
+
+    @property
+    def tokenwise(self) -> bool:
+        return True
+
+    def arrays(self, head_dim, page_size, dtype):
+        return [("codes", torch.uint8, (page_size, head_dim // 8)), ("scale", torch.float16, (page_size, 1))]
+
+    def encode_arrays(self, x, parameters=()):
+        bits = (x > 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+        return {"codes": bits.sum(-1, dtype=torch.uint8), "scale": x.float().abs().mean(-1, keepdim=True).half()}
+
+    def decode_arrays(self, arrays, head_dim, parameters=()):
+        bits = (arrays["codes"].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        return (bits.flatten(-2).float() * 2 - 1) * arrays["scale"].float()
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS, Sign])
+    formats._parse.cache_clear()
+    yield
+    formats._parse.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 2}], ids=str)
+def test_a_new_format_generates(registered, options):
+    """Attending to its pages gives the tokens that the host's attention gives over the same pages, unpacked."""
+    models = tiny_models("llama")
+    ids, _ = left_padded(1, 100)
+    generate = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options = {"page_size": 32, "residual": 32, **options}
+    generate["num_beams"] = options.pop("num_beams", 1)
+    caches = [lb.LowBitCache(model, "sign", "dense", **options) for model in models]
+    packed, unpacked = (
+        model.generate(ids, past_key_values=cache, **generate) for model, cache in zip(models, caches, strict=True)
+    )
+    assert torch.equal(packed, unpacked)
+    cache = caches[0]
+    assert cache.nbytes.codes > 0
+    assert cache.spec.key_format.bits_per_value(64, 32) == 1 + 16 / 64
+
+
+def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
+        backend.choose_backend("triton", torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
+
+
+# ---- parameters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def method():
+    with codebook.registered():
+        yield
+
+
+def models_of(layers=2):
+    return tiny_models("llama", num_hidden_layers=layers)
+
+
+def cache_for(model, **options):
+    layers = model.config.num_hidden_layers
+    return lb.LowBitCache(model, **codebook.METHOD, parameters=codebook.calibrated(layers, 2, 64), **options)
+
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3}], ids=str)
+def test_codebooks_and_calibrated_transforms_generate(method, options, backend):
+    """Attending packed gives the tokens of transformers' attention over the same pages, decoded and mapped back."""
+    ours, theirs = models_of()
+    ids, _ = left_padded(1, 100)
+    options = dict(options)
+    generate = {**GREEDY, "num_beams": options.pop("num_beams", 1)}
+    if "residual" in options:
+        options = {"per_layer": {0: options, 1: options}}
+    packed, unpacked = (
+        model.generate(ids, past_key_values=cache_for(model, backend=backend, **options), **generate)
+        for model in (ours, theirs)
+    )
+    assert torch.equal(packed, unpacked)
+    # and pages matter: without them the tokens are others
+    assert not torch.equal(packed, ours.generate(ids, **generate))
+
+
+def test_padded_rows_hold_what_they_hold_alone(method):
+    ours, _ = models_of()
+    ids, mask = left_padded(3, 90)
+    cache = cache_for(ours)
+    together = ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    for row in range(3):
+        alone = cache_for(ours)
+        text = ours.generate(ids[row : row + 1, 7 * row :], past_key_values=alone, **GREEDY)
+        assert torch.equal(text[0], together[row, 7 * row :])
+        for one, other in zip(alone.packed_layers, cache.packed_layers, strict=True):
+            full = int(one.store.state.paged[0, 0]) // 32
+            pages = (
+                read_pages(x.store.state.pool, x.store.state.page_table[r, :full]) for x, r in ((one, 0), (other, row))
+            )
+            assert full >= 2
+            assert torch.equal(*pages)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}], ids=str)
+def test_copies_and_crop(method, options):
+    ours, _ = models_of()
+    ids, _ = left_padded(1, 100)
+    cache = cache_for(ours, **options)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        ours(torch.full((1, 6), 9), past_key_values=twin)
+        twin.crop(-6)
+        step = torch.tensor([[5]])
+        assert torch.equal(ours(step, past_key_values=cache).logits, ours(step, past_key_values=twin).logits)
+        # far back into the pages: stored keys and values come back mapped, and nothing is lost but what the format rounds
+        twin.crop(-60)
+        assert int(twin.packed_layers[0].store.state.length[0, 0]) == 41
+        assert ours(step, past_key_values=twin).logits.isfinite().all()
+
+
+def test_it_can_be_saved(method, tmp_path):
+    ours, _ = models_of()
+    cache = cache_for(ours)
+    ids, _ = left_padded(1, 80)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        torch.save(cache, tmp_path / "cache.pt")
+        loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+        step = torch.tensor([[5]])
+        assert torch.equal(ours(step, past_key_values=loaded).logits, ours(step, past_key_values=cache).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_compiled_step_is_one_graph(method):
+    ours, _ = models_of(1)
+    ids, _ = left_padded(1, 80)
+    torch._dynamo.reset()
+    logits = []
+    for model in (ours, torch.compile(ours, backend="eager", fullgraph=True)):
+        cache = cache_for(ours, max_cache_len=128)
+        with torch.no_grad():
+            ours(ids, past_key_values=cache)
+            for token in range(3):
+                inputs = torch.tensor([[token + 5]])
+                out = model(inputs, past_key_values=cache, position_ids=torch.tensor([[80 + token]])).logits
+        logits.append(out)
+    assert torch.equal(*logits)
+
+
+#: what is sliced among processes: the format of this file, and the package's own formats and transforms with parameters. Those
+#: of `vecinfer-2` have one codebook for all heads, or (`per head`) one for each
+SLICED = ("codebook", "vecinfer-2", "vecinfer-2 per head", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3")
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two processes, each with one of the layer's two KV heads."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with codebook.registered():
+        found = {name: _layer(name, tp_size=2, heads=slice(rank, rank + 1)) for name in SLICED}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _cache(name: str, config):
+    if name == "codebook":
+        return lb.LowBitCache(config, **codebook.METHOD, parameters=codebook.calibrated(1, 2, 64))
+    gen = torch.Generator().manual_seed(0)
+    preset, per_head = name.split(" ")[0], name.endswith("per head")
+    given = {}
+    for parameter in lb.get_preset(preset).spec().parameters(64, 64, 2):
+        one = parameter.name.endswith("codebook") and not per_head
+        shape = (1 if one else 2, *parameter.shape[1:])
+        given[parameter.name] = (torch.randn(shape, generator=gen).abs() + 0.5).to(parameter.dtype)
+        if parameter.name.endswith("codebook"):
+            given[parameter.name] = torch.randn(shape, generator=gen).to(parameter.dtype)
+    return lb.from_preset(preset, config, parameters={0: given}, sink=4, residual=32, page_size=32)
+
+
+def _layer(name: str, tp_size: int, heads: slice):
+    """Output of a step, bytes of pages and of parameters of a layer that is given these of two KV heads."""
+    config = tiny_models("llama", num_hidden_layers=1)[0].config
+    layer = _cache(name, config).packed_layers[0]
+    layer.tp_size = tp_size
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 120, 64, generator=gen) for n in (4, 2, 2))
+    q, k, v = q.unflatten(1, (2, 2))[:, heads].flatten(1, 2), k[:, heads], v[:, heads]
+    layer.update(k[:, :, :119], v[:, :, :119])
+    layer.step(q[:, :, :119], k[:, :, :119], v[:, :, :119], None, 0.125, None, None)
+    out = layer.step(q[:, :, 119:], k[:, :, 119:], v[:, :, 119:], None, 0.125, None, None)
+    state = layer.store.state
+    return {"out": out, "pool": state.pool[0], "parameters": list(state.parameters)}
+
+
+def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
+    """Of a record that all heads share, each process holds the whole."""
+    processes = [
+        torch.multiprocessing.get_context("spawn").Process(target=_rank, args=(r, str(tmp_path))) for r in range(2)
+    ]
+    for process in processes:
+        process.start()
+    every = {name: _layer(name, tp_size=1, heads=slice(0, 2)) for name in SLICED}
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        parts = torch.load(tmp_path / f"{rank}.pt")
+        for name, whole in every.items():
+            part = parts[name]
+            assert torch.equal(part["pool"][:, 0], whole["pool"][: len(part["pool"]), rank]), name
+            for mine, theirs in zip(part["parameters"], whole["parameters"], strict=True):
+                assert len(mine) == 1
+                assert torch.equal(mine[0], theirs[rank % len(theirs)]), name
+            torch.testing.assert_close(part["out"], whole["out"][:, :, 2 * rank : 2 * rank + 2], msg=name)
+
+
+# ---- Triton: `encode` and `decode` are all that it needs ------------------------------------------------------------------
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the tests themselves run here")
+def test_interpreted():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def check_triton(options, monkeypatch, device: str) -> tuple:
+    """Texts and states, by the reference and by Triton's kernels."""
+    import codebook_kernels
+
+    from hf_lowbit_kv.triton_kernels import common, registry
+
+    monkeypatch.setitem(registry.KERNELS, codebook.Codebook, codebook_kernels)
+    common.launches.clear()
+    ours = models_of(1)[0].to(device)
+    ids, mask = (x.to(device) for x in left_padded(2, 70))
+    texts, states = [], []
+    for name in ("torch", "triton"):
+        cache = cache_for(ours, backend=name, **options)
+        generate = {**GREEDY, "max_new_tokens": 6, "attention_mask": mask, "disable_compile": True}
+        texts.append(ours.generate(ids, past_key_values=cache, **generate))
+        states.append(cache.packed_layers[0].store.state)
+    assert common.launches["read_pages_kernel"] > 0
+    assert "attend_kernel" not in common.launches
+    return texts, states
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=str)
+def test_small_codebook(method, options, monkeypatch):
+    """Every byte and the tokens of the reference."""
+    texts, states = check_triton(options, monkeypatch, "cpu")
+    assert torch.equal(*texts)
+    assert torch.equal(states[0].pool[0], states[1].pool[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_gpu_codebook(method, monkeypatch):
+    """Sums of squares may be fused there, so a few of the codes differ where two centroids are equally near."""
+    texts, states = check_triton({}, monkeypatch, "cuda")
+    assert torch.equal(*texts)
+    assert (states[0].pool[0] != states[1].pool[0]).float().mean() < 1e-3

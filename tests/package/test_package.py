@@ -1,0 +1,214 @@
+"""The wheel, used from outside the checkout, and what the checkout itself must not contain."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from hf_lowbit_kv.backends.choice import BACKENDS
+from hf_lowbit_kv.storage import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+#: folders of the checkout, and what they are called in the wheel
+FOLDERS = {"hf_lowbit_kv": "hf_lowbit_kv", "triton_kernels": "hf_lowbit_kv/triton_kernels", "eval": "hf_lowbit_kv/eval"}
+#: what only this repository runs, and its records
+NOT_SHIPPED = ROOT / "eval" / "benchmarks", ROOT / "eval" / "results"
+
+
+def shipped_files() -> list[Path]:
+    """The files of the checkout that belong in the wheel."""
+    return [
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not set(NOT_SHIPPED) & set(path.parents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built as pip builds it without isolation: by the backend that pyproject.toml names, in a process of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building in place would leave `build/` in the checkout
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+        (source / name).symlink_to(ROOT / name)
+    program = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, folder], check=True, cwd=source, capture_output=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_wheel_is_the_tree_without_benchmarks_and_results(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    (metadata,) = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
+    expected = {
+        "/".join([FOLDERS[path.relative_to(ROOT).parts[0]], *path.relative_to(ROOT).parts[1:]])
+        for path in shipped_files()
+    }
+    assert len(expected) > 100
+    assert {name for name in names if not name.startswith(f"{metadata}/")} == expected
+    assert len(names) == len(set(names))
+
+
+#: imports every module below a folder that comes first on the path; prints what was imported, and modules that lack a package
+IMPORT_ALL = """
+import sys
+
+target, *modules = sys.argv[1:]
+# an editable install of the checkout must not help out
+sys.meta_path = [finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")]
+import importlib
+
+lacking = {}
+for name in modules:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.startswith("hf_lowbit_kv"):
+            raise
+        lacking[name] = error.name
+loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "hf_lowbit_kv"}
+assert all(file.startswith(target) for file in loaded.values()), loaded
+assert set(modules) - set(lacking) <= set(loaded)
+assert "triton_kernels" not in sys.modules and "eval" not in sys.modules
+try:
+    import hf_lowbit_kv.eval.benchmarks
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("the benchmarks are in the wheel")
+
+import hf_lowbit_kv
+
+assert hf_lowbit_kv.get_preset("kivi-2").spec().bits_per_value(32768, 128) < 2.5
+print(*lacking.values())
+"""
+#: packages that a machine or an installation may lack
+OPTIONAL = {"cuda", "datasets", "lm_eval", "triton"}
+
+
+def test_every_module_of_the_wheel_is_imported_outside_the_checkout(wheel, tmp_path):
+    target = tmp_path / "site"
+    command = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", target, wheel]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True, cwd=tmp_path)
+    paths = (path.relative_to(target).with_suffix("") for path in sorted(target.glob("hf_lowbit_kv/**/*.py")))
+    modules = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    assert {"hf_lowbit_kv.triton_kernels.cuda", "hf_lowbit_kv.cli", "hf_lowbit_kv.eval.perplexity"} <= set(modules)
+    # PYTHONPATH comes before the editable install of the checkout
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), *_paths_without_checkout()])}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, str(target), *modules],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {name.split(".")[0] for name in done.stdout.split()} <= OPTIONAL
+
+
+def _paths_without_checkout() -> list[str]:
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in inherited if path and Path(path).resolve() != ROOT]
+
+
+def test_what_is_shipped_uses_no_benchmark():
+    """Not late either, and not by a name in a string. `eval` imports the package's modules, never the package itself."""
+    wrong = []
+    for path in shipped_files():
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "eval.benchmarks" in node.value:
+                names = [node.value]
+            front = path.parent == ROOT / "eval" and "hf_lowbit_kv" in names
+            if front or any("benchmarks" in name.split(".") or "eval.benchmarks" in name for name in names):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {names}")
+    assert wrong == []
+
+
+def test_every_extra_that_is_named_exists():
+    """Of the project's extras, those in messages, documentation and notebooks."""
+    declared = set(importlib.metadata.metadata("hf-lowbit-kv").get_all("Provides-Extra"))
+    named = {
+        extra
+        for glob in ("*.py", "*.md", "*.ipynb", "Makefile")
+        for path in ROOT.rglob(glob)
+        if not {".venv", "tests"} & set(path.relative_to(ROOT).parts)
+        for extras in re.findall(r"(?:hf-lowbit-kv|\./?|\")\[([a-z][a-z,_]+)\]", path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    assert {"eval", "dev"} <= declared
+    assert named - declared == set()
+
+
+def test_linux_gets_what_the_kernels_need():
+    requirements = [Requirement(text) for text in importlib.metadata.requires("hf-lowbit-kv")]
+    linux, mac = (
+        {"platform_system": system, "platform_machine": machine, "extra": ""}
+        for system, machine in (("Linux", "x86_64"), ("Darwin", "arm64"))
+    )
+    wanted = [
+        {each.name for each in requirements if each.marker is None or each.marker.evaluate(where)}
+        for where in (linux, mac)
+    ]
+    assert wanted[0] - wanted[1] == {"cuda-bindings", "triton"}
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:(?:home|root|work|Users|mnt|opt)/\w|tmp\b)")
+
+
+def test_no_machine_paths_in_the_checkout():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
+    files = [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+    assert {ROOT / "README.md", ROOT / "Makefile", ROOT / "hf_lowbit_kv/cache/low_bit_cache.py", Path(__file__)} <= set(
+        files
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:200]}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("folder", ["home", "root", "work", "Users", "mnt", "opt", "tmp"])
+def test_machine_paths_are_recognized(folder):
+    path = f"/{folder}/someone/file.txt"
+    assert all(MACHINE_PATH.search(line) for line in (path, f"write to {path}", f'open("{path}")', f"--out={path}"))
+    assert not MACHINE_PATH.search(f"tests{path} and $HOME{path}")  # inside the checkout, and below a variable
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_operations_of_a_backend_take_what_the_references_take(name):
+    if name in ("triton", "cuda"):
+        pytest.importorskip("triton")
+    for reading in BACKENDS[name].modules:
+        module = BACKENDS[name].operations(reading)
+        for operation in ("attend", "append", "read", "step"):
+            if operation == "step" and not hasattr(module, "step"):
+                continue
+            taken = inspect.signature(getattr(module, operation)).parameters.values()
+            expected = inspect.signature(getattr(reference, operation, reference.attend)).parameters.values()
+            assert [(x.name, x.default) for x in taken] == [(x.name, x.default) for x in expected]

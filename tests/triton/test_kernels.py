@@ -1,0 +1,242 @@
+"""Triton kernels against the reference: identical bytes, and outputs within twice the error of plain low-precision attention.
+
+The whole matrix is marked `gpu`. Without a GPU a part of it runs in Triton's interpreter, in a process of its own, because
+the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest tests/triton/test_kernels.py` runs it directly).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fp8_rows import SPECIAL, check_special_rows
+from interpreted import PARTS, run_part
+from kernel_cases import Case, generator, random_step, store_for
+from kernel_checks import (
+    DEVICE,
+    GPU,
+    INTERPRETED,
+    SEED,
+    attend_poisoned,
+    check_attend,
+    check_attend_transformed,
+    check_graph,
+    check_store,
+    check_transform,
+    needs_gpu,
+    needs_interpreter,
+)
+from kernel_matrix import (
+    GRAPHS,
+    SMALL,
+    SMALL_LOOKUPS,
+    SMALL_STORES,
+    TRANSFORMS,
+    codebook_attends,
+    matrix,
+    stores,
+    transformed,
+)
+from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
+
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.storage.transforms import parse_transform
+from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the tests themselves run here")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_interpreted(part):
+    run_part(__file__, part)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_attend(case):
+    check_attend(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL_LOOKUPS, ids=str)
+def test_small_lookups(case):
+    check_attend(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("case", "chunks"), SMALL_STORES, ids=str)
+def test_small_store(case, chunks):
+    check_store(case, chunks)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_small_special_rows(case):
+    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_special_rows(case):
+    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", transformed(), ids=str)
+def test_attend_transformed(case):
+    check_attend_transformed(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 64, "transform": "hadamard"},
+        {"head_dim": 96, "transform": "hadamard"},
+        {"head_dim": 64, "transform": "smooth+hadamard", "value_transform": "matrix"},
+        {"head_dim": 64, "transform": "matrix", "value_transform": "hadamard"},
+    ],
+    ids=str,
+)
+def test_small_attend_transformed(options):
+    check_attend_transformed(Case(heads=2, tokens=3, padded=True, **options))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] != torch.bfloat16 and x[0] != 256], ids=str)
+def test_small_transform(options):
+    check_transform(*options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", TRANSFORMS, ids=str)
+def test_transform(options):
+    check_transform(*options)
+
+
+POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+
+
+def compile_only(kernel, grid, *args, device, **constants):
+    """In place of `launch._launch`: compile for a GPU that need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    bound = dict(zip(kernel.arg_names, args))
+    bound |= {name: value for name, value in constants.items() if name in kernel.arg_names}
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    signature, values, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = bound[param.name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1 and not param.do_not_specialize):
+            signature[param.name], values[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+    for capability in (80, 90):
+        if "PDL" in kernel.arg_names:
+            values |= {(kernel.arg_names.index("PDL"),): capability >= 90}
+        source = ASTSource(kernel, signature, values, attributes)
+        compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **entry_points.OPTIONS})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keys="int2-channel", values="int2-token", head_dim=128, page_size=128, residual=128, lengths=(4000,)),
+        Case(keys="int4-token", values="int8-token-g32", dtype=torch.bfloat16, tokens=100, residual=0, padded=True),
+        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128, lengths=(4000,)),
+        Case(
+            keys="boosted2-r0.25-variance", values="boosted2-r1-random", dtype=torch.bfloat16, tokens=100, padded=True
+        ),
+        Case(keys="fp8", values="fp8", head_dim=96, residual=0, tokens=100, padded=True),
+    ],
+    ids=str,
+)
+def test_compiles(case, monkeypatch):
+    """Every kernel gets through Triton's compiler for sm80 and sm90, without a GPU: the interpreter accepts more."""
+    for module in (entry_points, prompt, read):
+        monkeypatch.setattr(module, "_launch", compile_only)
+    monkeypatch.setattr(entry_points, "_takes_ptx", lambda device: True)
+    monkeypatch.setattr(entry_points, "_chained", lambda device: False)  # `compile_only` decides
+    monkeypatch.setattr(read, "takes_ptx", lambda device: True)
+    gen = generator(case, SEED)
+    store, step = store_for(case, "cpu"), random_step(case, gen)
+    entry_points.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
+    entry_points.append(step.k, step.v, step.mask, store.state, case.spec)
+    for backend in ("triton", "cuda"):
+        entry_points.read(store.state, ops.storage_spec(case.spec, backend), 50)
+    entry_points.transform(step.q, step.k, parse_transform("hadamard"), ())
+    factors = torch.ones(case.heads, 48)
+    entry_points.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", SMALL_SPREAD, ids=str)
+def test_small_scales_of_all_sizes(case):
+    check_attend(case)
+
+
+@needs_interpreter
+def test_small_constant_rows():
+    check_constant_rows(
+        attend_poisoned, dataclasses.replace(CONSTANT_ROWS[0], page_size=64, lengths=(256,)), DEVICE, SEED
+    )
+
+
+@needs_interpreter
+def test_small_spread_of_boosted_keys():
+    """Scales of 2^-24 to 2^14 among a page's boosted channels, and data for which products divided by the largest lost bits."""
+    case = next(case for case in GPU_SPREAD if case.keys.startswith("boosted") and case.spread == "keys")
+    check_attend(dataclasses.replace(case, lengths=(417,), heads=1), seed=2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", GPU_SPREAD, ids=str)
+def test_scales_of_all_sizes(case):
+    check_attend(case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
+def test_constant_rows(case):
+    check_constant_rows(attend_poisoned, case, DEVICE, SEED)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_attend(case):
+    check_attend(case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", codebook_attends(), ids=str)
+def test_attend_lookups(case):
+    check_attend(case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("case", "chunks"), stores(), ids=str)
+def test_store(case, chunks):
+    check_store(case, chunks)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("options", GRAPHS, ids=str)
+def test_graph(options):
+    check_graph(options)
