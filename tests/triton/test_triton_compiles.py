@@ -19,7 +19,15 @@ from triton.runtime.jit import JITFunction
 
 from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
+from hf_lowbit_kv.triton_kernels import (
+    entry_points,
+    fused_gate,
+    fused_norm,
+    fused_products,
+    fused_rotary,
+    prompt,
+    read,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
@@ -130,3 +138,31 @@ def test_latents_compile(content, layout, compiled):
         entry_points.step(*(x[:, :, :1] for x in (filled.q, filled.k, filled.v)), None, state, spec, case.scaling)
         assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
     assert {"prompt_kernel", "read_pages_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_fused_pieces(dtype, compiled):
+    q, k = (torch.zeros(8, n, 1, 128, dtype=dtype) for n in (32, 8))
+    cos = torch.zeros(8, 1, 128, dtype=dtype)
+    fused_rotary.rotary(q, k, cos, cos)
+    fused_rotary.rotary(q, k, cos[..., :32], cos[..., :32])
+    fused_norm.rms_norm(torch.zeros(8, 1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5, 1.0)
+    for activation in fused_gate.ACTIVATIONS:
+        fused_gate.gated(*torch.zeros(2, 8, 1, 14336, dtype=dtype), activation)
+    assert {"rotary_kernel", "rms_norm_kernel", "gate_kernel"} <= set(compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_fused_products(dtype, rows, compiled):
+    """Weights come sixteen bytes at a time and ahead of their use, and nothing is spilled."""
+    x, weights = (
+        torch.zeros(rows, 1, 4096, dtype=dtype),
+        [torch.zeros(n, 4096, dtype=dtype) for n in (4096, 1024, 1024)],
+    )
+    fused_products.products(x, weights, [weight[:, 0].contiguous() for weight in weights])
+    fused_products.gated_product(x, (weights[1], weights[2]), "silu")
+    for name in ("products_kernel", "gated_product_kernel"):
+        ptx = compiled[name].asm["ptx"]
+        assert "cp.async.cg.shared.global" in ptx
+        assert ".local" not in ptx
