@@ -1,0 +1,202 @@
+"""Bytes of a cache of any length and number of rows, and of reading a prompt, from a model's shape alone.
+
+Caches and layers are made on the meta device, and their tensors' bytes are summed: what is counted is what is allocated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.method_caches import from_preset
+from ..cache.own_layers import RECURRENT, own_layers, tensors_of
+from ..calibration.calibrators import calibrator_for
+from ..formats.records import size
+from ..machine.cache_argument import as_argument
+from ..presets import get_preset
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import PagedStore
+from ..storage.readings import DIRECT
+from ..triton_kernels.config import BUFFER_BYTES
+from .model_shapes import Shape
+
+#: tokens of a prompt that are read at once
+CHUNK = 2048
+META = torch.device("meta")
+
+
+class CacheMemory:
+    """Counts the layers of a cache, those of one kind together.
+
+    Args:
+        shape: of the model. layers: the layers' own caches, by index.
+    """
+
+    #: whether the cache needs a calibration of the model
+    calibrated = False
+
+    def __init__(self, shape: Shape, layers: Iterable[Any]):
+        self.shape, self.layers = shape, list(layers)
+        kinds: Counter[Any] = Counter()
+        self._counters: dict[Any, Callable[[int, int], int]] = {}
+        for index, layer in enumerate(self.layers):
+            kind = self._recurrent(index) if isinstance(layer, RECURRENT) else self._kind(index, layer)
+            kinds[kind] += 1
+            self._counters.setdefault(kind, self._counter(kind, index))
+        self._kinds = kinds
+
+    def nbytes(self, tokens: int, rows: int = 1) -> int:
+        """Bytes allocated for `rows` rows of `tokens` tokens."""
+        return sum(count * self._counters[kind](tokens, rows) for kind, count in self._kinds.items())
+
+    def _kind(self, index: int, layer: Any) -> tuple[Any, ...]:
+        """What tells layers that take equally many bytes from others."""
+        raise NotImplementedError
+
+    def _counter(self, kind: tuple[Any, ...], index: int) -> Callable[[int, int], int]:
+        """Bytes of such a layer, by tokens and rows. The state of a recurrent one does not grow."""
+        if kind[0] is RECURRENT:
+            return lambda tokens, rows: rows * kind[1]
+        return lambda tokens, rows: self._nbytes(index, tokens, rows)
+
+    def _nbytes(self, index: int, tokens: int, rows: int) -> int:
+        raise NotImplementedError
+
+    def _recurrent(self, index: int) -> tuple[Any, ...]:
+        if isinstance(self.layers[index], DynamicLayer) or hasattr(self.layers[index], "keys"):
+            raise ValueError(
+                f"model={self.shape.name!r} has layer {index} with attention and a recurrent state in one; such layers are not "
+                "counted"
+            )
+        return RECURRENT, _recurrent_bytes(self.shape)[index]
+
+    def _widths(self, index: int) -> tuple[int, int, int]:
+        """KV heads and widths of keys and values of a layer that stays transformers' own."""
+        sizes = DIRECT.sizes(self.shape.config.per_layer_config[index])
+        if sizes.heads is None or sizes.first is None or sizes.second is None:
+            raise ValueError(f"model={self.shape.name!r}: its configuration does not say what layer {index} stores")
+        return sizes.heads, sizes.first, sizes.second
+
+
+class FullMemory(CacheMemory):
+    """transformers' own growing cache, in the model's dtype."""
+
+    def __init__(self, shape: Shape):
+        self.packed_sizes = _plain(shape).packed_sizes
+        super().__init__(shape, DynamicCache(config=shape.config).layers)
+
+    def _kind(self, index, layer):
+        return type(layer), self.packed_sizes.get(index), getattr(layer, "sliding_window", None)
+
+    def _nbytes(self, index, tokens, rows):
+        heads, first, second = self.packed_sizes.get(index) or self._widths(index)
+        window = getattr(self.layers[index], "sliding_window", None)
+        kept = tokens if window is None else min(tokens, window - 1)  # the newest token is attended to where it arrives
+        return rows * heads * kept * (first + second) * self.shape.dtype.itemsize
+
+
+class PresetMemory(CacheMemory):
+    """A preallocated cache of a preset: `LowBitCache.nbytes`.
+
+    Raises:
+        ValueError: the preset does not serve the model.
+    """
+
+    def __init__(self, shape: Shape, preset: str):
+        spec = get_preset(preset).spec()
+        placeholders = _Placeholders(spec, _plain(shape).packed_sizes)
+        self.cache = from_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
+        super().__init__(shape, self.cache.layers)
+        self.calibrated = any(layer.parameters for layer in self.cache.packed_layers)
+
+    def _kind(self, index, layer):
+        if isinstance(layer, LowBitLayer):
+            return layer.spec, self.cache.packed_sizes[index]
+        return type(layer), getattr(layer, "max_cache_len", None)
+
+    def _nbytes(self, index, tokens, rows):
+        layer = self.layers[index]
+        if not isinstance(layer, LowBitLayer):
+            heads, *widths = self._widths(index)
+            layer = own_layers(self.shape.config, tokens)[index]
+            layer.lazy_initialization(*(_meta(rows, heads, 1, width, dtype=self.shape.dtype) for width in widths))
+            return sum(tensor.nbytes for tensor in tensors_of(layer))
+        heads, *widths = self.cache.packed_sizes[index]
+        store = PagedStore(layer.spec, rows, heads, *widths, self.shape.dtype, META, tokens)
+        records = 0
+        for role, part, width in layer.spec.roles(*widths):
+            if part.parameters(width, heads):
+                shared = _shared(part, width, heads)
+                records += (1 if shared else heads) * size(part.record_fields(width))
+        return sum(tensor.nbytes for tensor in store.state.tensors()) + records
+
+
+class _Placeholders:
+    """Parameters of the right sizes without values: what a calibration of the model would hold for a layer."""
+
+    def __init__(self, spec: LayerSpec, sizes: Mapping[int, tuple[Any, ...]]):
+        self.spec, self.sizes = spec, sizes
+
+    def for_layer(self, index: int) -> dict[str, torch.Tensor]:
+        heads, *widths = self.sizes[index]
+        tensors = {}
+        for role, part, width in self.spec.roles(*widths):
+            for name, shape, dtype in part.parameters(width, heads):
+                first = 1 if _shared(part, width, heads) else shape[0]
+                tensors[f"{role}.{name}"] = _meta(first, *shape[1:], dtype=dtype)
+        return tensors
+
+
+def _shared(part: Any, width: int, heads: int) -> bool:
+    """Whether all KV heads of a layer share the parameters that `calibrate` makes."""
+    return not getattr(calibrator_for(part, width, heads), "separate", True)
+
+
+def _plain(shape: Shape) -> LowBitCache:
+    """A cache in the model's dtype, for the sizes of what is packed. Raises `ValueError` where no cache serves the model."""
+    try:
+        return from_preset("dense", shape.model)
+    except ValueError:
+        return from_preset("mla", shape.model)
+
+
+def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device=META)
+
+
+def _recurrent_bytes(shape: Shape) -> dict[int, int]:
+    """Bytes of a row's state by layer: two tokens are read on the meta device."""
+    cache = DynamicCache(config=shape.config)
+    with torch.no_grad():
+        shape.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=True, **as_argument(cache))
+    return {index: sum(tensor.nbytes for tensor in tensors_of(layer)) for index, layer in enumerate(cache.layers)}
+
+
+def chunk_bytes(shape: Shape, packed: bool) -> int:
+    """Bytes at work at once while a chunk of `CHUNK` tokens is read: the MLP's activations, or, behind packed tokens, the
+    buffer that attention unpacks into with its own inputs and outputs, whichever is more.
+
+    Counted as transformers' code allocates them: of the MLP the activated gate, the other half and their product, and four times
+    the hidden states (residual, norm, and what goes in and out). An 8B shape took 120 kB a token on an H200, and this says 119.
+    """
+    config = shape.config
+    hidden, itemsize = config.hidden_size, shape.dtype.itemsize
+    dense = getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    expert = getattr(config, "moe_intermediate_size", None) or dense
+    widths = max(3 * dense, experts * (3 * expert + hidden))
+    activations = CHUNK * (widths + 4 * hidden) * itemsize
+    if not packed:
+        return activations
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    # queries and output in the model's dtype, output and its log-sum-exp carried in float32
+    attention = CHUNK * heads * (2 * width * itemsize + 4 * width + 4) + CHUNK * 4 * hidden * itemsize
+    return max(activations, BUFFER_BYTES + attention)

@@ -1,0 +1,234 @@
+"""Does it fit? Bytes of weights, cache and reading for every preset, from a configuration alone.
+
+Nothing here is a second way of counting: the model and its cache are made on the meta device, where tensors have sizes and no
+memory, and their bytes are summed. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..machine.byte_sizes import parse_size
+from ..presets import get_preset, preset_names
+from ..storage.layer_spec import check_count
+from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
+from .model_shapes import WEIGHT_KINDS, Shape, shape_of, weight_bytes
+
+#: bytes for CUDA's own context, loaded kernels and recorded graphs
+CUDA_BYTES = 10**9
+#: what a row of the table is called that is not a preset
+FULL = "16-bit"
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes that a model takes with one cache.
+
+    Attributes:
+        preset: name, or "16-bit" for transformers' own growing cache.
+        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one chunk, and of
+            CUDA with recorded steps.
+        memory: bytes that there are.
+        longest_context: tokens of a row that would fit, with this number of rows; 0: none does.
+        most_rows: rows of this context that would fit.
+        calibrated: whether the preset needs a calibration of the model.
+    """
+
+    preset: str
+    weights: int
+    cache: int
+    chunk: int
+    cuda: int
+    memory: int
+    longest_context: int
+    most_rows: int
+    calibrated: bool
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.chunk + self.cuda
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.memory
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"total": self.total, "fits": self.fits}
+
+
+class FitTable(Sequence[Fit]):
+    """One `Fit` a cache, the 16-bit one first. Prints as a table.
+
+    Attributes:
+        name: of the model. context: tokens of a row. rows: number of rows. positions: tokens that the model was made for, or
+        `None` where its configuration does not say.
+    """
+
+    def __init__(self, rows_of_table: Sequence[Fit], name: str, context: int, rows: int, positions: int | None):
+        self._fits, self.name, self.context, self.rows, self.positions = (
+            list(rows_of_table), name, context, rows, positions,
+        )  # fmt: skip
+
+    def __getitem__(self, index):
+        return self._fits[index]
+
+    def __len__(self) -> int:
+        return len(self._fits)
+
+    @property
+    def title(self) -> str:
+        rows = f"{self.rows} rows of " if self.rows > 1 else ""
+        memory = self._fits[0].memory / GB
+        return f"{self.name}, {rows}{self.context} tokens, {memory:g} GB. GB are 10^9 bytes"
+
+    @property
+    def note(self) -> str | None:
+        """What to know beside the figures, or `None`."""
+        if self.positions is None or self.context <= self.positions:
+            return None
+        return (
+            f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling "
+            "(see the model's card)"
+        )
+
+    def cells(self) -> Iterator[dict[str, str]]:
+        """The table's cells as text, heading by heading."""
+        for fit in self._fits:
+            yield {
+                "cache": fit.preset + (" *" if fit.calibrated else ""),
+                "weights GB": f"{fit.weights / GB:.2f}",
+                "cache GB": f"{fit.cache / GB:.2f}",
+                "chunk GB": f"{fit.chunk / GB:.2f}",
+                "CUDA GB": f"{fit.cuda / GB:.2f}",
+                "sum GB": f"{fit.total / GB:.2f}",
+                "fits": "yes" if fit.fits else "no",
+                "longest context": f"{fit.longest_context:,}" if fit.longest_context else "-",
+                "most rows": str(fit.most_rows) if fit.most_rows else "-",
+            }
+
+    def table(self) -> Table:
+        """For rich's console."""
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title=self.title, title_justify="left")
+        cells = list(self.cells())
+        for heading in cells[0]:
+            table.add_column(heading, justify="left" if heading == "cache" else "right")
+        for row in cells:
+            table.add_row(*row.values())
+        table.caption = "* needs a calibration of the model" if any(fit.calibrated for fit in self) else None
+        table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+            if self.note:
+                console.print(self.note)
+        return capture.get()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = list(self.cells())
+        head = "".join(f"<th>{heading}</th>" for heading in rows[0])
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
+        note = f"<p>{self.note}</p>" if self.note else ""
+        return f"<table><caption>{self.title}</caption><tr>{head}</tr>{body}</table>{note}"
+
+
+def fits(
+    model: str | Path | PreTrainedConfig | PreTrainedModel,
+    context: int,
+    memory: str | int = "24GB",
+    *,
+    rows: int = 1,
+    weights: str | None = None,
+    presets: Sequence[str] | None = None,
+) -> FitTable:
+    """What a model and its cache take on a GPU, for every preset.
+
+    Args:
+        model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work offline.
+        context: tokens of a row.
+        memory: of the GPU, in bytes or as `"24GB"`.
+        rows: sequences at once.
+        weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
+        presets: names; `None`: all that serve the model.
+
+    Raises:
+        ValueError: a number, name or size out of range, or a model that no cache serves.
+
+    Chunk: activations of 2048 tokens, or what attention unpacks into, whichever is more. Sliding and recurrent layers are
+    counted as transformers allocates them.
+    """
+    check_count("context", context)
+    check_count("rows", rows)
+    memory = parse_size(memory) if isinstance(memory, str) else memory
+    shape = shape_of(model)
+    parameters = _weights(shape, weights)
+    counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets)}
+    table = []
+    for name, counter in counters.items():
+        chunk = chunk_bytes(shape, packed=name != FULL)
+        left = memory - parameters - chunk - CUDA_BYTES
+        table.append(
+            Fit(
+                name,
+                parameters,
+                counter.nbytes(context, rows),
+                chunk,
+                CUDA_BYTES,
+                memory,
+                longest_context=_largest(lambda tokens: counter.nbytes(tokens, rows) <= left),  # noqa: B023
+                most_rows=_largest(lambda number: counter.nbytes(context, number) <= left),  # noqa: B023
+                calibrated=counter.calibrated,
+            )
+        )
+    return FitTable(table, shape.name, context, rows, getattr(shape.config, "max_position_embeddings", None))
+
+
+def _weights(shape: Shape, weights: str | None) -> int:
+    if weights is None or weights in WEIGHT_KINDS:
+        return weight_bytes(shape, weights or shape.weights)
+    try:
+        return parse_size(weights)
+    except ValueError:
+        allowed = ", ".join(WEIGHT_KINDS)
+        raise ValueError(f"weights={weights!r} is not offered; allowed: {allowed}, or a size such as '5.7GB'") from None
+
+
+def _preset_memory(shape: Shape, presets: Sequence[str] | None) -> dict[str, PresetMemory]:
+    """What counts the caches of these presets; without names, of all that serve the model."""
+    counters, reasons = dict[str, PresetMemory](), list[ValueError]()
+    for name in preset_names() if presets is None else presets:
+        get_preset(name)  # an unknown one raises in any case
+        try:
+            counters[name] = PresetMemory(shape, name)
+        except ValueError as error:
+            if presets is not None:
+                raise
+            reasons.append(error)
+    if not counters:
+        raise ValueError(f"no preset serves model={shape.name!r}: {reasons[0]}") from reasons[0]
+    return counters
+
+
+def _largest(fitting: Callable[[int], bool], most: int = 2**31) -> int:
+    """The largest number up to `most` that fits, where every smaller one does too; 0: none."""
+    low, high = 0, 1
+    while high < most and fitting(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low

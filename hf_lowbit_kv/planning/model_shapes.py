@@ -1,0 +1,138 @@
+"""A model's shape without its weights: from a bundled configuration, a folder, the hub, or a configuration object.
+
+`bundled/known_models.json` holds what decides the sizes of well-known models, so that their names work offline.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled" / "known_models.json"
+
+
+class WeightKind(NamedTuple):
+    """How many bits a weight takes. Embeddings, norms and biases stay in 16 bits unless all is of one type."""
+
+    bits: float
+    """of the weights it applies to"""
+    per_output: float = 0.0
+    """further bits for each output channel"""
+    only_experts: bool = False
+    everything: bool = False
+    """embeddings, norms and biases too"""
+
+
+#: what `weights=` takes. Integers: a 16-bit scale per output channel (int8), or a 16-bit scale and a 16-bit zero point for each 128
+#: weights (int4: GPTQ, AWQ and torchao with groups of 128). fp8: a float32 scale for each 128 x 128 weights. mxfp4: 8 bits for
+#: each 32 weights, of the experts alone.
+WEIGHT_KINDS = {
+    "float32": WeightKind(32, everything=True),
+    "bfloat16": WeightKind(16, everything=True),
+    "float16": WeightKind(16, everything=True),
+    "int8": WeightKind(8, per_output=16),
+    "fp8": WeightKind(8 + 32 / 128**2),
+    "int4": WeightKind(4 + 32 / 128),
+    "mxfp4": WeightKind(4 + 8 / 32, only_experts=True),
+}
+#: what a configuration's `quantization_config` calls them: method and bits -> name here
+QUANTIZED = {
+    ("gptq", 4): "int4",
+    ("awq", 4): "int4",
+    ("gptq", 8): "int8",
+    ("fp8", None): "fp8",
+    ("mxfp4", None): "mxfp4",
+}
+
+
+class Shape(NamedTuple):
+    """A model on the meta device: it has layers and sizes, and no memory."""
+
+    name: str
+    model: PreTrainedModel
+    weights: str
+    """one of `WEIGHT_KINDS`: how the model is published"""
+    config: PreTrainedConfig
+    """of the decoder"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What attention computes in, and a 16-bit cache stores."""
+        return self.model.dtype
+
+
+@cache
+def known_models() -> dict[str, Any]:
+    """The bundled configurations by hub name: `config` (fields), `weights`, `published_billions`, `source`."""
+    return json.loads(BUNDLED.read_text(encoding="utf-8"))
+
+
+def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
+    """The shape of a model.
+
+    Args:
+        model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
+
+    Raises:
+        ValueError: the configuration's quantization is not known here, or no causal language model has that configuration.
+        OSError: the hub or folder has no such model.
+    """
+    if isinstance(model, PreTrainedModel):
+        model = model.config
+    if isinstance(model, PreTrainedConfig):
+        name, config, weights = getattr(model, "_name_or_path", "") or model.model_type, model, None
+    elif (known := known_models().get(str(model))) is not None:
+        name, config, weights = str(model), AutoConfig.for_model(**known["config"]), known["weights"]
+    else:
+        name, config, weights = str(model), AutoConfig.from_pretrained(model), None
+    config = config.get_text_config(decoder=True)
+    weights = weights or _published_as(name, config)
+    dtype = torch.float32 if weights == "float32" else torch.float16 if weights == "float16" else torch.bfloat16
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that nothing here runs
+        return Shape(name, AutoModelForCausalLM.from_config(config, dtype=dtype), weights, config)
+
+
+def _published_as(name: str, config: PreTrainedConfig) -> str:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        method, bits = str(fields.get("quant_method", "")).split(".")[-1].lower(), fields.get("bits")
+        if (kind := QUANTIZED.get((method, bits)) or QUANTIZED.get((method, None))) is None:
+            raise ValueError(
+                f"model={name!r} is published with quant_method={method!r}, whose size is not known here; say weights=, one of "
+                f"{', '.join(WEIGHT_KINDS)}, or a size such as '5.7GB'"
+            )
+        return kind
+    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return dtype if dtype in WEIGHT_KINDS else "bfloat16"
+
+
+def weight_bytes(shape: Shape, kind: str) -> int:
+    """Bytes of all parameters, where they are stored as `kind` says (a name of `WEIGHT_KINDS`)."""
+    weights = WEIGHT_KINDS[kind]
+    bits = 0.0
+    for parameter, quantizable, expert in _parameters(shape.model):
+        if weights.everything or (quantizable and (expert or not weights.only_experts)):
+            bits += parameter.numel() * weights.bits + parameter.numel() / parameter.shape[-1] * weights.per_output
+        else:
+            bits += 16 * parameter.numel()
+    return round(bits / 8)
+
+
+def _parameters(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, bool, bool]]:
+    """Each parameter once, whether it is quantized where a model's linear layers are, and whether it belongs to experts."""
+    head = model.get_output_embeddings()
+    linear = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    for name, parameter in model.named_parameters():
+        expert = ".experts." in name and parameter.dim() >= 2 and "bias" not in name
+        yield parameter, id(parameter) in linear or expert, expert
