@@ -18,6 +18,7 @@ from .doctor import doctor
 from .formats import Affine, Boosted, Codebook, Dense, Format, Fp8, parse_format
 from .generation.enable import disable, enable
 from .generation.generate import generate, release
+from .planning.fits import fits
 from .presets import Preset, get_preset, preset_names
 from .storage.paged_store import LayerSpec
 from .storage.transforms import Hadamard, Transform, parse_transform
@@ -50,6 +51,7 @@ __all__ = [
     "disable",
     "doctor",
     "enable",
+    "fits",
     "from_preset",
     "generate",
     "get_preset",

@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv doctor` and `hf-lowbit-kv calibrate`: what a machine and a model need once."""
+"""`hf-lowbit-kv doctor`, `calibrate` and `fits`: what a machine and a model need once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..doctor import doctor as examine
 from ..eval.local_models import calibration_texts, model_name
-from .shared_options import DeviceOption, DtypeOption, ModelOption, load, resolve_presets
+from ..planning.fits import fits as memory_fits
+from ..planning.model_shapes import WEIGHT_KINDS
+from .shared_options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PresetOption,
+    load,
+    print_json,
+    resolve_presets,
+)
 
 
 def doctor(
@@ -97,6 +108,29 @@ def calibrate(
     found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+
+
+def fits(
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
+    model: Annotated[
+        str, typer.Option(help="Hub name, folder, or one of the known names; the weights are not read.")
+    ] = "Qwen/Qwen3-8B",
+    memory: Annotated[str, typer.Option(help="Of the GPU, e.g. 24GB (10^9 bytes) or 24GiB.")] = "24GB",
+    rows: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    weights: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(WEIGHT_KINDS)}, or a size such as 5.7GB.", show_default="as published"),
+    ] = None,
+    preset: PresetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a model and its cache take of a GPU's memory, for every preset: weights, cache, reading a prompt, CUDA."""
+    names = resolve_presets(preset) or None
+    table = memory_fits(model, context, memory, rows=rows, weights=weights, presets=names)
+    if as_json:
+        print_json([fit.as_dict() for fit in table])
+        return
+    table.print_to(Console())
 
 
 def _read(path: Path) -> str:

@@ -41,6 +41,8 @@ class CacheMemory:
 
     #: whether the cache needs a calibration of the model
     calibrated = False
+    #: of layers with full attention: KV heads and widths of the two streams, as far as the configuration tells
+    packed_sizes: dict[int, tuple[int | None, ...]]
 
     def __init__(self, shape: Shape, layers: Iterable[Any]):
         self.shape, self.layers = shape, list(layers)
@@ -78,11 +80,12 @@ class CacheMemory:
         return RECURRENT, _recurrent_bytes(self.shape)[index]
 
     def _widths(self, index: int) -> tuple[int, int, int]:
-        """KV heads and widths of keys and values of a layer that stays transformers' own."""
-        sizes = DIRECT.sizes(self.shape.config.per_layer_config[index])
-        if sizes.heads is None or sizes.first is None or sizes.second is None:
+        """KV heads and widths of a layer's two streams."""
+        sizes = self.packed_sizes.get(index) or DIRECT.sizes(self.shape.config.per_layer_config[index])
+        heads, first, second = sizes
+        if heads is None or first is None or second is None:
             raise ValueError(f"model={self.shape.name!r}: its configuration does not say what layer {index} stores")
-        return sizes.heads, sizes.first, sizes.second
+        return heads, first, second
 
 
 class FullMemory(CacheMemory):
@@ -96,7 +99,7 @@ class FullMemory(CacheMemory):
         return type(layer), self.packed_sizes.get(index), getattr(layer, "sliding_window", None)
 
     def _nbytes(self, index, tokens, rows):
-        heads, first, second = self.packed_sizes.get(index) or self._widths(index)
+        heads, first, second = self._widths(index)
         window = getattr(self.layers[index], "sliding_window", None)
         kept = tokens if window is None else min(tokens, window - 1)  # the newest token is attended to where it arrives
         return rows * heads * kept * (first + second) * self.shape.dtype.itemsize
@@ -113,12 +116,13 @@ class PresetMemory(CacheMemory):
         spec = get_preset(preset).spec()
         placeholders = _Placeholders(spec, _plain(shape).packed_sizes)
         self.cache = from_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
+        self.packed_sizes = self.cache.packed_sizes
         super().__init__(shape, self.cache.layers)
         self.calibrated = any(layer.parameters for layer in self.cache.packed_layers)
 
     def _kind(self, index, layer):
         if isinstance(layer, LowBitLayer):
-            return layer.spec, self.cache.packed_sizes[index]
+            return layer.spec, self.packed_sizes[index]
         return type(layer), getattr(layer, "max_cache_len", None)
 
     def _nbytes(self, index, tokens, rows):
@@ -128,10 +132,10 @@ class PresetMemory(CacheMemory):
             layer = own_layers(self.shape.config, tokens)[index]
             layer.lazy_initialization(*(_meta(rows, heads, 1, width, dtype=self.shape.dtype) for width in widths))
             return sum(tensor.nbytes for tensor in tensors_of(layer))
-        heads, *widths = self.cache.packed_sizes[index]
-        store = PagedStore(layer.spec, rows, heads, *widths, self.shape.dtype, META, tokens)
+        heads, *widths = self._widths(index)
+        store = PagedStore(layer.spec, rows, heads, widths[0], widths[1], self.shape.dtype, META, tokens)
         records = 0
-        for role, part, width in layer.spec.roles(*widths):
+        for _, part, width in layer.spec.roles(*widths):
             if part.parameters(width, heads):
                 shared = _shared(part, width, heads)
                 records += (1 if shared else heads) * size(part.record_fields(width))
@@ -174,6 +178,7 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 def _recurrent_bytes(shape: Shape) -> dict[int, int]:
     """Bytes of a row's state by layer: two tokens are read on the meta device."""
     cache = DynamicCache(config=shape.config)
+    shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take bfloat16 alone
     with torch.no_grad():
         shape.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=True, **as_argument(cache))
     return {index: sum(tensor.nbytes for tensor in tensors_of(layer)) for index, layer in enumerate(cache.layers)}
@@ -183,8 +188,9 @@ def chunk_bytes(shape: Shape, packed: bool) -> int:
     """Bytes at work at once while a chunk of `CHUNK` tokens is read: the MLP's activations, or, behind packed tokens, the
     buffer that attention unpacks into with its own inputs and outputs, whichever is more.
 
-    Counted as transformers' code allocates them: of the MLP the activated gate, the other half and their product, and four times
-    the hidden states (residual, norm, and what goes in and out). An 8B shape took 120 kB a token on an H200, and this says 119.
+    Counted as transformers' code allocates them: of the MLP the activated gate, the other half and their product, and four
+    times the hidden states (residual, norm, and what goes in and out). An 8B shape took 120 kB a token on an H200, and this
+    says 119.
     """
     config = shape.config
     hidden, itemsize = config.hidden_size, shape.dtype.itemsize

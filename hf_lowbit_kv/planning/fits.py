@@ -36,8 +36,8 @@ class Fit:
 
     Attributes:
         preset: name, or "16-bit" for transformers' own growing cache.
-        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one chunk, and of
-            CUDA with recorded steps.
+        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one chunk, and
+            of CUDA with recorded steps.
         memory: bytes that there are.
         longest_context: tokens of a row that would fit, with this number of rows; 0: none does.
         most_rows: rows of this context that would fit.
@@ -89,51 +89,57 @@ class FitTable(Sequence[Fit]):
     def title(self) -> str:
         rows = f"{self.rows} rows of " if self.rows > 1 else ""
         memory = self._fits[0].memory / GB
-        return f"{self.name}, {rows}{self.context} tokens, {memory:g} GB. GB are 10^9 bytes"
+        return f"{self.name}, {rows}{self.context} tokens, {memory:g} GB (columns in GB of 10^9 bytes)"
 
     @property
-    def note(self) -> str | None:
-        """What to know beside the figures, or `None`."""
-        if self.positions is None or self.context <= self.positions:
-            return None
-        return (
-            f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling "
-            "(see the model's card)"
-        )
+    def notes(self) -> list[str]:
+        """What to know beside the figures."""
+        notes = ["longest: tokens of a row that would fit; rows: so many rows of this length would fit"]
+        if any(fit.calibrated for fit in self):
+            notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
+        if self.positions is not None and self.context > self.positions:
+            notes.append(
+                f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling (see the "
+                "model's card)"
+            )
+        return notes
 
     def cells(self) -> Iterator[dict[str, str]]:
         """The table's cells as text, heading by heading."""
         for fit in self._fits:
             yield {
-                "cache": fit.preset + (" *" if fit.calibrated else ""),
-                "weights GB": f"{fit.weights / GB:.2f}",
-                "cache GB": f"{fit.cache / GB:.2f}",
-                "chunk GB": f"{fit.chunk / GB:.2f}",
-                "CUDA GB": f"{fit.cuda / GB:.2f}",
-                "sum GB": f"{fit.total / GB:.2f}",
+                "preset": fit.preset + (" *" if fit.calibrated else ""),
+                "weights": f"{fit.weights / GB:.2f}",
+                "cache": f"{fit.cache / GB:.2f}",
+                "chunk": f"{fit.chunk / GB:.2f}",
+                "CUDA": f"{fit.cuda / GB:.2f}",
+                "sum": f"{fit.total / GB:.2f}",
                 "fits": "yes" if fit.fits else "no",
-                "longest context": f"{fit.longest_context:,}" if fit.longest_context else "-",
-                "most rows": str(fit.most_rows) if fit.most_rows else "-",
+                "longest": f"{fit.longest_context:,}" if fit.longest_context else "-",
+                "rows": str(fit.most_rows) if fit.most_rows else "-",
             }
 
     def table(self) -> Table:
         """For rich's console."""
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title=self.title, title_justify="left")
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         cells = list(self.cells())
         for heading in cells[0]:
-            table.add_column(heading, justify="left" if heading == "cache" else "right")
+            table.add_column(heading, justify="left" if heading == "preset" else "right", no_wrap=True)
         for row in cells:
             table.add_row(*row.values())
-        table.caption = "* needs a calibration of the model" if any(fit.calibrated for fit in self) else None
-        table.caption_justify = "left"
         return table
+
+    def print_to(self, console: Console) -> None:
+        """Title, table and notes."""
+        console.print(self.title, style="italic", highlight=False, soft_wrap=True)
+        console.print(self.table())
+        for note in self.notes:
+            console.print(note, highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
         console = Console(width=120, no_color=True)
         with console.capture() as capture:
-            console.print(self.table())
-            if self.note:
-                console.print(self.note)
+            self.print_to(console)
         return capture.get()
 
     __repr__ = __str__
@@ -142,8 +148,8 @@ class FitTable(Sequence[Fit]):
         rows = list(self.cells())
         head = "".join(f"<th>{heading}</th>" for heading in rows[0])
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
-        note = f"<p>{self.note}</p>" if self.note else ""
-        return f"<table><caption>{self.title}</caption><tr>{head}</tr>{body}</table>{note}"
+        notes = "".join(f"<p>{note}</p>" for note in self.notes)
+        return f"<table><caption>{self.title}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
 def fits(

@@ -30,9 +30,9 @@ class WeightKind(NamedTuple):
     """embeddings, norms and biases too"""
 
 
-#: what `weights=` takes. Integers: a 16-bit scale per output channel (int8), or a 16-bit scale and a 16-bit zero point for each 128
-#: weights (int4: GPTQ, AWQ and torchao with groups of 128). fp8: a float32 scale for each 128 x 128 weights. mxfp4: 8 bits for
-#: each 32 weights, of the experts alone.
+#: what `weights=` takes. Integers: a 16-bit scale per output channel (int8), or a 16-bit scale and a 16-bit zero point for each
+#: 128 weights (int4: GPTQ, AWQ and torchao with groups of 128). fp8: a float32 scale for each 128 x 128 weights. mxfp4: 8 bits
+#: for each 32 weights, of the experts alone.
 WEIGHT_KINDS = {
     "float32": WeightKind(32, everything=True),
     "bfloat16": WeightKind(16, everything=True),
@@ -84,7 +84,9 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         ValueError: the configuration's quantization is not known here, or no causal language model has that configuration.
         OSError: the hub or folder has no such model.
     """
+    dtype: torch.dtype | None = None
     if isinstance(model, PreTrainedModel):
+        dtype = model.dtype
         model = model.config
     if isinstance(model, PreTrainedConfig):
         name, config, weights = getattr(model, "_name_or_path", "") or model.model_type, model, None
@@ -93,14 +95,15 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
     else:
         name, config, weights = str(model), AutoConfig.from_pretrained(model), None
     config = config.get_text_config(decoder=True)
-    weights = weights or _published_as(name, config)
-    dtype = torch.float32 if weights == "float32" else torch.float16 if weights == "float16" else torch.bfloat16
+    weights = weights or _published_as(name, config, dtype)
+    dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that nothing here runs
         return Shape(name, AutoModelForCausalLM.from_config(config, dtype=dtype), weights, config)
 
 
-def _published_as(name: str, config: PreTrainedConfig) -> str:
+def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> str:
+    """How the weights are stored, as the configuration says; of a model that is loaded in full, its dtype."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -111,8 +114,8 @@ def _published_as(name: str, config: PreTrainedConfig) -> str:
                 f"{', '.join(WEIGHT_KINDS)}, or a size such as '5.7GB'"
             )
         return kind
-    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    return dtype if dtype in WEIGHT_KINDS else "bfloat16"
+    stored = str(dtype or getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return stored if stored in WEIGHT_KINDS else "bfloat16"
 
 
 def weight_bytes(shape: Shape, kind: str) -> int:

@@ -1,0 +1,143 @@
+"""What fits: counted bytes against what caches really allocate, and weights against models' published sizes."""
+
+import json
+
+import pytest
+import torch
+from cases import FAMILIES, random_parameters, tiny_config, tiny_models
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.own_layers import tensors_of
+from hf_lowbit_kv.cli import app
+from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory
+from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, fits
+from hf_lowbit_kv.planning.model_shapes import known_models, shape_of, weight_bytes
+
+CALIBRATED = ("eigen-2", "vecinfer-2")
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 700), (3, 129)])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_cache_bytes_are_those_of_a_preallocated_cache(family, rows, tokens):
+    model = tiny_models(family)[0]
+    shape = shape_of(model)
+    for preset in ("kivi-4-sink", "kv8", "dense"):
+        cache = lb.from_preset(preset, model, max_cache_len=tokens, backend="torch")
+        with torch.no_grad():
+            model(torch.randint(3, 160, (rows, 9)), **as_argument(cache))
+        assert PresetMemory(shape, preset).nbytes(tokens, rows) == int(cache.nbytes)
+
+
+@pytest.mark.parametrize("preset", CALIBRATED)
+def test_cache_bytes_with_a_calibration(preset):
+    model = tiny_models("llama")[0]
+    spec = lb.get_preset(preset).spec()
+    parameters = random_parameters(model, spec)
+    if preset == "vecinfer-2":  # `calibrate` makes one codebook for a layer
+        parameters = {i: {name: x[:1] for name, x in of.items()} for i, of in parameters.items()}
+    cache = lb.from_preset(preset, model, max_cache_len=400, parameters=parameters, backend="torch")
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]), **as_argument(cache))
+    counter = PresetMemory(shape_of(model), preset)
+    assert counter.calibrated
+    assert counter.nbytes(400) == int(cache.nbytes)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_16_bit_cache_is_transformers_own(family):
+    model = tiny_models(family)[1]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 160, (2, 70)), **as_argument(cache))
+    held = sum(x.nbytes for layer in cache.layers for x in tensors_of(layer) if x.is_floating_point())
+    assert FullMemory(shape_of(model)).nbytes(70, 2) == held
+
+
+@pytest.mark.parametrize("name", sorted(known_models()))
+def test_known_models_have_their_published_size(name):
+    shape = shape_of(name)
+    parameters = weight_bytes(shape, "bfloat16") / 2
+    # what is published of Gemma 3 counts 0.42 billion numbers of its vision tower
+    vision = 0.42e9 if "gemma-3" in name else 0
+    assert parameters + vision == pytest.approx(known_models()[name]["published_billions"] * 1e9, rel=0.01)
+
+
+def test_quantized_weights_in_closed_form():
+    config = tiny_config("llama", num_hidden_layers=1)
+    shape = shape_of(config)
+    parameters = dict(shape.model.named_parameters())
+    linear = [p for name, p in parameters.items() if "_proj" in name]
+    others = sum(p.numel() for name, p in parameters.items() if "_proj" not in name)
+    assert weight_bytes(shape, "int4") == sum(p.numel() for p in linear) * 4.25 / 8 + 2 * others
+    assert weight_bytes(shape, "int8") == sum(p.numel() + 2 * p.shape[0] for p in linear) + 2 * others
+    assert weight_bytes(shape, "float32") == 4 * (sum(p.numel() for p in linear) + others)
+
+
+def test_the_bundled_mxfp4_model_is_as_large_as_its_checkpoint():
+    """13.8 GB, as the model's makers say: experts below 16 bits alone."""
+    assert weight_bytes(shape_of("openai/gpt-oss-20b"), "mxfp4") == pytest.approx(13.8e9, rel=0.01)
+
+
+def test_longest_context_and_most_rows_are_the_largest_that_fit():
+    table = fits("Qwen/Qwen3-8B", 8192, "24GB", presets=["kivi-4-sink"])
+    assert [fit.preset for fit in table] == [FULL, "kivi-4-sink"]
+    for fit in table:
+        assert fit.total == fit.weights + fit.cache + fit.chunk + CUDA_BYTES
+        for tokens, expected in ((fit.longest_context, True), (fit.longest_context + 1, False)):
+            assert fits("Qwen/Qwen3-8B", tokens, "24GB", presets=["kivi-4-sink"])[table.index(fit)].fits is expected
+        for rows, expected in ((fit.most_rows, True), (fit.most_rows + 1, False)):
+            again = fits("Qwen/Qwen3-8B", 8192, "24GB", rows=rows, presets=["kivi-4-sink"])
+            assert again[table.index(fit)].fits is expected
+
+
+def test_what_does_not_fit_at_all():
+    fit = fits("meta-llama/Llama-3.1-8B", 1000, "8GB", presets=["kivi-2"])[1]
+    assert (fit.fits, fit.longest_context, fit.most_rows) == (False, 0, 0)
+    assert fits("meta-llama/Llama-3.1-8B", 1000, "8GB", presets=["kivi-2"], weights="4.9GB")[1].fits
+
+
+def test_latents_are_counted():
+    table = fits("deepseek-ai/DeepSeek-V3", 65536, "80GB")
+    nbytes = {fit.preset: fit.cache for fit in table}
+    assert nbytes[FULL] == 65536 * 576 * 61 * 2
+    assert nbytes["snapmla"] < 0.6 * nbytes[FULL]
+    assert "kivi-2" not in nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("Qwen/Qwen3-8B", 0), "context"),
+        (("Qwen/Qwen3-8B", 100, "much"), "size 'much'"),
+        (("Qwen/Qwen3-8B", 100, "24GB", {"rows": 0}), "rows"),
+        (("Qwen/Qwen3-8B", 100, "24GB", {"weights": "int3"}), "weights='int3' is not offered"),
+        (("Qwen/Qwen3-8B", 100, "24GB", {"presets": ["kivi-9"]}), "kivi-9"),
+        (("Qwen/Qwen3-8B", 100, "24GB", {"presets": ["snapmla"]}), "latent attention"),
+    ],
+)
+def test_errors_name_the_argument(arguments, message):
+    *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+    with pytest.raises(ValueError, match=message):
+        fits(*positional, **options)
+
+
+def test_command():
+    run = CliRunner().invoke(
+        app, ["fits", "--model", "Qwen/Qwen3-8B", "--context", "65536", "--memory", "24GB", "--json"]
+    )
+    rows = json.loads(run.stdout)
+    assert rows[0]["preset"] == FULL
+    assert not rows[0]["fits"]
+    assert all(row["total"] == row["weights"] + row["cache"] + row["chunk"] + row["cuda"] for row in rows)
+    shown = CliRunner().invoke(app, ["fits", "--model", "Qwen/Qwen3-8B", "--context", "65536"])
+    assert "kivi-4-sink" in shown.stdout
+    assert "40960 positions" in shown.stdout
+
+
+def test_public_name():
+    table = lb.fits("Qwen/Qwen3-0.6B", 4096, 10**10, presets=["kv8"])
+    assert "kv8" in str(table)
+    assert "<table>" in table._repr_html_()
