@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..formats import Format
-from ..machine.cache_argument import as_argument
 from ..presets import get_preset
 from ..storage.paged_store import LayerSpec
 from ..storage.transforms import Transform
 from . import gradients as differentiation
+from .attention_weights import PageGrid
 from .calibration_windows import Tokens, announcement, longest_window
 from .calibrators import Calibrator, calibrator_for
 from .steps_shown import Report, say, steps_shown
+from .window_reading import packed_sizes, read_windows
 
 SIDES = ("keys", "values")
 
@@ -38,6 +39,7 @@ def calibrate(
     seed: int = 0,
     per_head: bool | None = None,
     gradients: bool = True,
+    attention: bool = True,
     progress: bool | Report | None = True,
 ) -> Calibration:
     """Make what `preset` needs for `model`, of its keys and values on `texts`.
@@ -57,6 +59,8 @@ def calibrate(
         per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
         gradients: whether presets that weigh errors by gradients (eigen-*) may compute them, on further windows of at most 1024
             tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
+        attention: whether presets that weigh tokens by the attention they get (eigen-*) may compute it. Windows of fewer than
+            1024 tokens are not weighed, with a warning.
         progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
             terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
             and how far it goes.
@@ -80,10 +84,12 @@ def calibrate(
     extra = tokens.draw_for_gradients(*differentiation.wanted(model, max(watched)), seed) if watched else None
     plan.choose(len(windows.windows), length, seed)
     plan.check(device)
+    grids = plan.weighed(length) if attention else []
     say(announcement(tokens, windows, extra), progress)
     tensors: dict[str, torch.Tensor] = {}
     with steps_shown(progress) as shown:
-        read_windows(model, windows.windows, plan.see, lambda done: shown("reading", done, len(windows.windows)))
+        count = len(windows.windows)
+        read_windows(model, windows.windows, plan.see, functools.partial(_told, shown, count), grids)
         if extra is not None:
             count = len(extra.windows)
             for number, (page_size, sides) in enumerate(watched.items()):
@@ -98,6 +104,7 @@ def calibrate(
         "samples": len(windows.windows),
         "length": length,
         "gradients": bool(watched),
+        "attention": bool(grids),
         "page_sizes": plan.page_sizes,
         "seed": seed,
         "device": device,
@@ -105,6 +112,10 @@ def calibrate(
         "tensors": sorted(tensors),
     }
     return Calibration(tensors, describe_model(model, plan.sizes), [source])
+
+
+def _told(shown: Report, count: int, done: int) -> None:
+    shown("reading", done, count)
 
 
 class _Job(NamedTuple):
@@ -121,6 +132,11 @@ class _Job(NamedTuple):
     def first(self) -> int:
         """The first page of a window without such tokens."""
         return -(-self.skip // self.page_size)
+
+    @property
+    def grid(self) -> PageGrid:
+        """The pages of a text, as a cache packs them."""
+        return PageGrid(self.skip, self.page_size)
 
 
 def _jobs(spec: Any) -> Iterator[_Job]:
@@ -166,6 +182,8 @@ class _Plan:
                         )
         self.length = max((calibrator.length for calibrator in self.calibrators.values()), default=512)
         self.kept: dict[tuple[int, int, str], list[torch.Tensor]] = {}
+        # of the keys that are kept, weights [H, page_size] of each page
+        self.kept_weights: dict[tuple[PageGrid, int], list[torch.Tensor]] = {}
         self.drawn: dict[int, _Drawn] = {}
 
     @property
@@ -176,6 +194,20 @@ class _Plan:
             size: [number for number, side in enumerate(SIDES) if (size, side) in found] for size in self.page_sizes
         }
         return {size: numbers for size, numbers in sides.items() if numbers}
+
+    def weighed(self, length: int) -> list[PageGrid]:
+        """The pages for which windows of `length` tokens are weighed by attention, for calibrators of keys that want it. Warns
+        where windows are too short for that."""
+        wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
+        found: list[PageGrid] = []
+        for job in self.jobs:
+            if job.side != "keys" or not any(key in wanted for key, _ in _parts(job)) or job.grid in found:
+                continue
+            if (reason := job.grid.why_not(length)) is None:
+                found.append(job.grid)
+            else:
+                warnings.warn(f"keys are not weighed by the attention that they get: {reason}", stacklevel=3)
+        return found
 
     def choose(self, windows: int, length: int, seed: int) -> None:
         """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all. Each calibrator
@@ -202,26 +234,34 @@ class _Plan:
                         with _named(layer, job, part):
                             calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
 
-    def see(self, window: int, layer: int, x: tuple) -> None:
-        """Keys and values of a window `[1, H, S, D]`."""
+    def see(self, window: int, layer: int, x: tuple, weights: Mapping[PageGrid, torch.Tensor]) -> None:
+        """Keys and values of a window `[1, H, S, D]`, and weights of the keys `[H, S]`."""
         if layer not in self.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
             for size, drawn in self.drawn.items():
                 pages = [tokens[0, :, size * page : size * (page + 1)] for page in drawn.keep[window]]
                 self.kept.setdefault((size, layer, side), []).extend(page.clone() for page in pages)
-            for calibrator, part_of in self._found(layer, side, tokens, "map"):
-                calibrator.observe(part_of)
+            for calibrator, job, part_of in self._found(layer, side, tokens, "map"):
+                seen = weights.get(job.grid) if side == "keys" and calibrator.attention else None
+                calibrator.observe(part_of, None if seen is None else seen[:, job.skip :])
+        for grid, of_tokens in weights.items():
+            size = grid.page_size
+            pages = [of_tokens[:, size * page : size * (page + 1)] for page in self.drawn[size].keep[window]]
+            self.kept_weights.setdefault((grid, layer), []).extend(page.clone() for page in pages)
 
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
         """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`, read in pages of this size."""
-        for calibrator, part_of in self._found(layer, SIDES[side], gradients, "map_queries"):
+        for calibrator, _, part_of in self._found(layer, SIDES[side], gradients, "map_queries"):
             if calibrator.page_size == page_size:
                 calibrator.observe_gradients(part_of)
 
-    def _found(self, layer: int, side: str, x: torch.Tensor, how: str) -> Iterator[tuple[Calibrator, torch.Tensor]]:
-        """The calibrators of a layer that see tokens or gradients before anything is fitted, each once, with what they see: `x`
-        behind the job's first tokens, through the method `how` of the transforms in front."""
+    def _found(
+        self, layer: int, side: str, x: torch.Tensor, how: str
+    ) -> Iterator[tuple[Calibrator, _Job, torch.Tensor]]:
+        """The calibrators of a layer that see tokens or gradients before anything is fitted, each once, with the job that asks
+        for them and with what they see: `x` behind the job's first tokens, through the method `how` of the transforms in
+        front."""
         shown: set[Calibrator] = set()  # jobs may share a transform
         for job in self.jobs:
             if job.side != side:
@@ -230,7 +270,7 @@ class _Plan:
             for key, part in _parts(job):
                 if (found := self.calibrators.get((layer, *key))) is not None:
                     if found not in shown:
-                        yield found, tokens
+                        yield found, job, tokens
                     shown.add(found)
                     break  # what stands behind it sees what it gives in `fit`
                 if isinstance(part, Transform):
@@ -240,13 +280,18 @@ class _Plan:
         """The tensors of a layer, by their names in the file. Its tokens are forgotten."""
         found = {}
         for job in self.jobs:
+            places = self.drawn[job.page_size].for_job(job)
             pages = self.kept[job.page_size, layer, job.side]
-            x = torch.stack([pages[at] for at in self.drawn[job.page_size].for_job(job)], 1).float()
+            x = torch.stack([pages[at] for at in places], 1).float()
+            of_pages = self.kept_weights.get((job.grid, layer)) if job.side == "keys" else None
+            weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1)
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:
                     with _named(layer, job, part):
-                        tensors = calibrator.fit(x[:, : calibrator.pages or None], seed)
+                        some = slice(calibrator.pages or None)
+                        seen = weights[:, some] if weights is not None and calibrator.attention else None
+                        tensors = calibrator.fit(x[:, some], seed, seen)
                     for parameter, tensor in zip(part.parameters(1, 1), tensors, strict=True):
                         found[".".join(("layers", str(layer), *key[:-1], parameter.name))] = tensor.cpu()
                 if isinstance(part, Transform):
@@ -254,6 +299,8 @@ class _Plan:
                     x = part.map(x.flatten(1, 2)[None], given)[0].view(x.shape)
         for size, side in itertools.product(self.page_sizes, SIDES):
             self.kept.pop((size, layer, side), None)
+        for grid in {job.grid for job in self.jobs}:
+            self.kept_weights.pop((grid, layer), None)
         return found
 
 
@@ -272,37 +319,3 @@ def _named(layer: int, job: _Job, part: Any) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"layer {layer}, {job.side}, {part}: {error}") from error
-
-
-def packed_sizes(model: Any) -> dict[int, Any]:
-    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values."""
-    from ..cache.low_bit_cache import LowBitCache
-
-    return LowBitCache(model, "dense", "dense").packed_sizes
-
-
-class Recorder(DynamicCache):
-    """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
-
-    def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor], None]):
-        super().__init__(config=config)
-        self._see = see
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        self._see(layer_idx, key_states, value_states)
-        return key_states, value_states
-
-
-@torch.no_grad()
-def read_windows(
-    model: Any,
-    windows: Sequence[torch.Tensor],
-    see: Callable[[int, int, tuple], None],
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Let the model read each window, and call `see(window, layer, (keys, values))`."""
-    for number, window in enumerate(windows):
-        cache = Recorder(model.config, lambda layer, *x, number=number: see(number, layer, x))
-        model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)
-        if progress is not None:
-            progress(number + 1)

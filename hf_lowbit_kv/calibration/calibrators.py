@@ -32,6 +32,8 @@ class Calibrator(ABC):
 
     #: whether it wants `observe_gradients`
     gradients: ClassVar[bool] = False
+    #: whether it wants weights of tokens, by the attention that they get (`attention_weights`); keys alone have any
+    attention: ClassVar[bool] = False
     #: tokens of a window, where the user says nothing
     length: ClassVar[int] = 512
 
@@ -53,17 +55,27 @@ class Calibrator(ABC):
             device: type of the model's, e.g. `"cpu"`. tokens: of each KV head that `fit` will get.
         """
 
-    def observe(self, tokens: torch.Tensor) -> None:  # noqa: B027
-        """tokens: keys or values of a window, `[1, H, S, D]`, as the transforms in front give them. Nothing need be done."""
+    def observe(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> None:  # noqa: B027
+        """See a window. Nothing need be done.
+
+        Args:
+            tokens: keys or values, `[1, H, S, D]`, as the transforms in front give them.
+            weights: what each counts, float32 `[H, S]`, 0 where that is not known; `None`: all count alike.
+        """
 
     def observe_gradients(self, gradients: torch.Tensor) -> None:  # noqa: B027
         """gradients: of log p(tokens drawn from the model) with respect to keys or values of a window, `[1, H, S, D]`, as
         queries far behind see them (`calibration/gradients.py`). Nothing need be done."""
 
     @abstractmethod
-    def fit(self, pages: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
-        """The tensors that `part.parameters` lists, in that order, from pages `[H, n, page_size, D]`, float32, as the
-        transforms in front give them. seed: of all that is drawn at random."""
+    def fit(self, pages: torch.Tensor, seed: int, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The tensors that `part.parameters` lists, in that order.
+
+        Args:
+            pages: `[H, n, page_size, D]`, float32, as the transforms in front give them.
+            seed: of all that is drawn at random.
+            weights: what each token counts, float32 `[H, n, page_size]`, 0 where that is not known; `None`: all count alike.
+        """
 
 
 #: share of the identity in a head's weights: directions that no calibration text asked for are not free
@@ -74,43 +86,57 @@ FACTORS = tuple(0.6 + i / 15 for i in range(13))
 TOKENS = 128 * 128
 SMALLEST = 1e-6
 FP16_MAX = 65504.0
+#: share of all tokens alike, beside the tokens that are weighed by attention
+ALIKE = 0.4
 
 
 class EigenCalibrator(Calibrator):
     """A map to channels that are independent inside a page, sorted by what an error in them costs.
 
-    C is the covariance of keys around the mean of their page. W is the mean of g g^T plus a ridge, where g is the gradient of
-    log p(tokens drawn from the model) with respect to a key, as queries far behind it see it. The eigenvectors U of
-    W^1/2 C W^1/2 give k' = U^T W^1/2 k. An error of any channel then costs the same, to second order. Without gradients W is
-    the identity.
+    C is the covariance of keys around the mean of their page: `ALIKE` of it that of all keys alike, and the rest one in which
+    a key counts as much as it is attended to, in each window by itself. W is the mean of g g^T plus a ridge, where g is the
+    gradient of log p(tokens drawn from the model) with respect to a key, as queries far behind it see it. The eigenvectors U
+    of W^1/2 C W^1/2 give k' = U^T W^1/2 k. An error of any channel then costs the same, to second order. Without gradients W
+    is the identity.
     """
 
     gradients = True
+    attention = True
     length = 4096  # how keys vary depends on their positions
 
     def __init__(self, part, head_dim, num_kv_heads, *options, **named):
         super().__init__(part, head_dim, num_kv_heads, *options, **named)
         self.covariance = torch.zeros(num_kv_heads, head_dim, head_dim, dtype=torch.float64)
-        self.weights = torch.zeros_like(self.covariance)
+        self.attended, self.weights = torch.zeros_like(self.covariance), torch.zeros_like(self.covariance)
+        self.tokens = self.windows = 0
 
-    def observe(self, tokens):
+    def observe(self, tokens, weights=None):
         count = tokens.shape[2] // self.page_size * self.page_size
         pages = tokens[0, :, :count].double().unflatten(1, (-1, self.page_size))
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         self.covariance += (rest.mT @ rest).cpu()
+        self.tokens += count
+        if weights is not None:
+            counts = weights[:, :count].double()
+            total = counts.sum(1).clamp(min=1e-300)[:, None, None]
+            self.attended += ((rest * counts[..., None]).mT @ rest / total).cpu()
+            self.windows += 1
 
     def observe_gradients(self, gradients):
         g = gradients[0].double()
         self.weights += (g.mT @ g).cpu()
 
-    def fit(self, pages, seed):
+    def fit(self, pages, seed, weights=None):
         if not bool(self.covariance.isfinite().all()):
             raise ValueError("the keys are not all finite")
+        covariance = self.covariance / max(self.tokens, 1)
+        if self.windows:
+            covariance = ALIKE * covariance + (1 - ALIKE) * self.attended / self.windows
         identity = torch.eye(self.head_dim, dtype=torch.float64)
         mean = self.weights.diagonal(dim1=-2, dim2=-1).mean(-1)
-        weights = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
-        root = _square_root(weights + RIDGE * identity)
-        vectors = torch.linalg.eigh(root @ self.covariance @ root).eigenvectors
+        costs = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
+        root = _square_root(costs + RIDGE * identity)
+        vectors = torch.linalg.eigh(root @ covariance @ root).eigenvectors
         # ascending -> descending; keys are rows: k' = k (W^1/2 U). Half precision makes the file small: any matrix serves
         return ((root @ vectors.flip(-1)).half(),)
 
@@ -123,20 +149,23 @@ def _square_root(matrix: torch.Tensor) -> torch.Tensor:
 
 class StaticCalibrator(Calibrator):
     """Centers are means. Steps are fitted to what remains around the mean of a page: the best of 13 multiples of the Gaussian
-    step for each channel. With token scales it is the Gaussian step, for tokens of typical size."""
+    step for each channel. With token scales it is the Gaussian step, for tokens of typical size. Weights of tokens count for
+    steps, not for centers."""
 
     part: Static
+    attention = True
 
     @property
     def pages(self) -> int:
         return TOKENS // self.page_size
 
-    def fit(self, pages, seed):
+    def fit(self, pages, seed, weights=None):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
         center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # where a channel's zero lies; any number serves
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
-        size = rest.square().mean(1).sqrt()
+        shares = _shares(weights, rest)
+        size = (rest.square() * shares).sum(1).sqrt()
         size = size.clamp(min=float(size.amax()) * SMALLEST + 1e-30)
         bits = self.part.bits(self.head_dim).to(pages.device)
         gaussian = torch.tensor([STEP[int(b)] for b in bits], device=pages.device)
@@ -146,9 +175,19 @@ class StaticCalibrator(Calibrator):
         best, step = torch.full_like(size, torch.inf), size * gaussian
         for factor in FACTORS:
             tried = size * gaussian * factor
-            error = (uniform_codes(rest, tried[:, None], bits) - rest).square().mean(1)
+            error = ((uniform_codes(rest, tried[:, None], bits) - rest).square() * shares).sum(1)
             step, best = torch.where(error < best, tried, step), torch.minimum(error, best)
         return center, step
+
+
+def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """What each of the tokens `[H, n, D]` counts, float32 `[H, n, 1]`, 1 in all for each head. weights: as `fit` gets them."""
+    alike = tokens.new_full((*tokens.shape[:2], 1), 1 / tokens.shape[1])
+    if weights is None:
+        return alike
+    counts = weights.flatten(1)[..., None]
+    total = counts.sum(1, keepdim=True)
+    return torch.where(total > 0, ALIKE * alike + (1 - ALIKE) * counts / total.clamp(min=1e-30), alike)
 
 
 #: factors below this share of a head's largest are raised to it
@@ -160,11 +199,11 @@ class SmoothCalibrator(Calibrator):
 
     largest: torch.Tensor | None = None
 
-    def observe(self, tokens):
+    def observe(self, tokens, weights=None):
         most = tokens.float().abs().amax((0, 2))
         self.largest = most if self.largest is None else torch.maximum(self.largest, most)
 
-    def fit(self, pages, seed):
+    def fit(self, pages, seed, weights=None):
         assert self.largest is not None
         if not bool(self.largest.isfinite().all()):
             raise ValueError("the keys are not all finite")
@@ -193,7 +232,7 @@ class CodebookCalibrator(Calibrator):
         )
         check_kmeans(device)
 
-    def fit(self, pages, seed):
+    def fit(self, pages, seed, weights=None):
         vectors = pages.flatten(1).unflatten(-1, (-1, self.part.dim))
         groups = vectors if self.separate else vectors.flatten(0, 1)[None]
         books = [kmeans(group, self.part.size, seed + number) for number, group in enumerate(groups)]

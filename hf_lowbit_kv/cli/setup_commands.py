@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from ..calibration.calibrate import calibrate as run
-from ..calibration.calibrate import packed_sizes
 from ..calibration.calibration_target import add_to_file, try_file, try_user_files
 from ..calibration.steps_shown import log_line
+from ..calibration.window_reading import packed_sizes
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..doctor import doctor as examine
@@ -78,6 +78,9 @@ def calibrate(
     gradients: Annotated[
         bool, typer.Option(help="Weigh errors by gradients, for the presets that do (eigen-*).")
     ] = True,
+    attention: Annotated[
+        bool, typer.Option(help="Weigh keys by the attention that they get, for the presets that do (eigen-*).")
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +106,8 @@ def calibrate(
     if (before := try_file(path, repr(str(path)))) is not None:
         before.check(described)
     console = Console(stderr=True)
-    options = {"samples": samples, "length": length, "seed": seed, "per_head": per_head, "gradients": gradients}
+    drawn = {"samples": samples, "length": length, "seed": seed}
+    options = {**drawn, "per_head": per_head, "gradients": gradients, "attention": attention}
     shown = True if console.is_terminal else log_line
     found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)

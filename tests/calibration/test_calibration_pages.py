@@ -10,8 +10,8 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration import gradients
-from hf_lowbit_kv.calibration.calibrate import packed_sizes
 from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator
+from hf_lowbit_kv.calibration.window_reading import packed_sizes
 
 PAGE_SIZES = (32, 64, 256)
 TEXT = " ".join(str(3 + i * i * 7 % 147) for i in range(6000))
@@ -32,7 +32,7 @@ def spec_of(page_size, preset="eigen-2", **changes):
 
 
 def calibrate(model, specs, **options):
-    options = {"samples": 4, "length": 512, "gradients": False, "progress": False, **options}
+    options = {"samples": 4, "length": 512, "gradients": False, "attention": False, "progress": False, **options}
     return lb.calibrate(model, tokenizer, [TEXT], specs, **options)
 
 
@@ -82,7 +82,7 @@ def test_steps_and_codebooks_get_pages_of_that_size(model, monkeypatch):
     shapes = []
     fit = StaticCalibrator.fit
     monkeypatch.setattr(
-        StaticCalibrator, "fit", lambda self, pages, seed: (shapes.append(pages.shape), fit(self, pages, seed))[1]
+        StaticCalibrator, "fit", lambda self, pages, *rest: (shapes.append(pages.shape), fit(self, pages, *rest))[1]
     )
     for page_size in PAGE_SIZES:
         shapes.clear()
@@ -100,7 +100,7 @@ def test_pages_with_sinks_are_left_out(model, monkeypatch):
     seen = {}
     fit = StaticCalibrator.fit
     monkeypatch.setattr(
-        StaticCalibrator, "fit", lambda self, pages, seed: (seen.update(n=pages.shape[1]), fit(self, pages, seed))[1]
+        StaticCalibrator, "fit", lambda self, pages, *rest: (seen.update(n=pages.shape[1]), fit(self, pages, *rest))[1]
     )
     for sink, pages in ((0, 16), (1, 15), (32, 15), (33, 14), (64, 14)):
         calibrate(model, [spec_of(32, sink=sink)])

@@ -104,7 +104,9 @@ def model():
 
 def calibrate(model, texts, preset="eigen-2", **options):
     """Without k-means, so that it is quick."""
-    return lb.calibrate(model, Numbers(), texts, preset, **{"length": 256, "gradients": False, **options})
+    return lb.calibrate(
+        model, Numbers(), texts, preset, **{"length": 256, "gradients": False, "attention": False, **options}
+    )
 
 
 def test_many_short_texts_calibrate(model):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration.calibrate import packed_sizes
+from hf_lowbit_kv.calibration.window_reading import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.cli import app, main
@@ -287,7 +287,17 @@ def run(*arguments) -> int:
 
 def test_the_whole_command_twice(model_folder, text, user_folder, capsys):
     """The first call writes to the default place; a damaged file there stops the second at once."""
-    arguments = ("calibrate", "-p", "eigen-2", "--no-gradients", "--model", model_folder, "--text", text)
+    arguments = (
+        "calibrate",
+        "-p",
+        "eigen-2",
+        "--no-gradients",
+        "--no-attention",
+        "--model",
+        model_folder,
+        "--text",
+        text,
+    )
     assert run(*arguments, "--length", 256, "--samples", 4) == 0
     (path,) = user_folder.iterdir()
     assert re.sub(r"\s", "", str(path)) in re.sub(r"\s", "", capsys.readouterr().err)

@@ -134,7 +134,9 @@ def test_a_calibration_is_a_model_argument(model_folder, tmp_path):
     model, tokenizer = tiny_models("llama")[0], PreTrainedTokenizerFast.from_pretrained(model_folder)
     text = " ".join(str(3 + i * i % 97) for i in range(2100))
     path = tmp_path / "eigen.safetensors"
-    lb.calibrate(model, tokenizer, [text], "eigen-2", samples=8, length=256, gradients=False).save(path)
+    lb.calibrate(model, tokenizer, [text], "eigen-2", samples=8, length=256, gradients=False, attention=False).save(
+        path
+    )
     choices = "kv_chunk=32,page_size=32,residual=32,dtype=float32"
     arguments = f"pretrained={model_folder},preset=eigen-2,calibration={path},{choices}"
     lm = LowBitLM.create_from_arg_string(arguments, {"device": "cpu", "batch_size": 8})

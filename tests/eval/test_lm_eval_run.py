@@ -119,7 +119,9 @@ def test_a_calibration_is_an_option(run, model_folder, task, tmp_path, monkeypat
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     model, tokenizer = load_model(str(model_folder), device="cpu")
     texts = [" ".join(str(3 + i * i % 97) for i in range(1100))]
-    found = lb.calibrate(model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, progress=False)
+    found = lb.calibrate(
+        model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, attention=False, progress=False
+    )
     found.save(tmp_path / "eigen.safetensors")
     options = ["--tasks", "numbers", "-p", "eigen-2", "--model", model_folder, "--include_path", task, "--limit", 2]
     code, out, err = run(*options, *SMALL_OVERRIDES, "--json", "--calibration", tmp_path / "eigen.safetensors")

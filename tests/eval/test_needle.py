@@ -72,7 +72,9 @@ def test_a_calibration_is_an_option(folder, text, tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     model, tokenizer = load_model(str(folder), device="cpu")
     texts, path = [text.read_text(encoding="utf-8") * 3], tmp_path / "eigen.safetensors"
-    lb.calibrate(model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, progress=False).save(path)
+    lb.calibrate(
+        model, tokenizer, texts, "eigen-2", samples=4, length=256, gradients=False, attention=False, progress=False
+    ).save(path)
     options = ["--length", "300", "--depth", "0.5", "--kv-chunk", "32", "--set", "page_size=32", "--set", "residual=32"]
     command = ["eval", "needle", "--model", str(folder), "-p", "eigen-2", "--text", str(text), "--json", *options]
     for further, code in ((["--calibration", str(path)], 0), ([], 1)):

@@ -179,7 +179,7 @@ def test_calibrated_presets_generate():
     text = "".join(chr(97 + (i * i) % 23) for i in range(4000))
     ids, mask = left_padded(2, 200)
     for gradients in (True, False):
-        options = {"samples": 8, "length": 256, "gradients": gradients}
+        options = {"samples": 8, "length": 256, "gradients": gradients, "attention": False}
         calibration = lb.calibrate(models[0], _tokenizer, [text], "eigen-2", **options)
         options = {"calibration": calibration, "page_size": 32, "residual": 32}
         generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

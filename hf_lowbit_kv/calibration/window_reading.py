@@ -1,0 +1,102 @@
+"""A model reads windows of texts, and its keys and values are handed on, with the attention that each token got."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..cache.implementation import selected
+from ..cache.low_bit_cache import LowBitCache
+from ..machine.cache_argument import as_argument
+from ..storage.readings import causal_attention
+from ..storage.reference import plain_attention
+from .attention_weights import CHUNK, PageGrid, weights_of
+
+#: called with number of the window, layer, (keys, values) `[1, H, S, D]`, and weights of their tokens `[H, S]` by grid
+See = Callable[[int, int, tuple, Mapping[PageGrid, torch.Tensor]], None]
+
+
+def packed_sizes(model: Any) -> dict[int, Any]:
+    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values."""
+    return LowBitCache(model, "dense", "dense").packed_sizes
+
+
+class Recorder(DynamicCache):
+    """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
+
+    def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor], None]):
+        super().__init__(config=config)
+        self._see = see
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self._see(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+@torch.no_grad()
+def read_windows(
+    model: Any,
+    windows: Sequence[torch.Tensor],
+    see: See,
+    progress: Callable[[int], None] | None = None,
+    grids: Collection[PageGrid] = (),
+) -> None:
+    """Let the model read each window.
+
+    Args:
+        windows: tokens, int64 `[S]`.
+        see: gets what each layer makes of each window.
+        grids: pages for which tokens are weighed. Without any, `see` gets no weights, and every layer's keys and values.
+
+    Raises:
+        ValueError: weights are asked of a layer that stores no keys and values (MLA).
+    """
+    for number, window in enumerate(windows):
+        ids = window[None].to(model.device)
+        if grids:
+            cache = _watching(model, functools.partial(see, number), grids)
+            with selected(model):
+                model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
+        else:
+            recorder = Recorder(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
+            model(ids, **as_argument(recorder), use_cache=True, logits_to_keep=1)
+        if progress is not None:
+            progress(number + 1)
+
+
+def _watching(
+    model: Any, see: Callable[[int, tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]
+) -> LowBitCache:
+    """A low-bit cache whose packed layers store nothing: they hand on what they are given, and attend in full precision. Good
+    for one forward pass. Layers that are not packed (sliding ones) are the host's."""
+    cache = LowBitCache(model, "dense", "dense", backend="torch")
+    for index, layer in enumerate(cache.layers):
+        if layer not in cache.packed_layers:
+            continue
+        if layer.spec.reading.name != "separate":
+            raise ValueError(
+                f"layer {index} stores a {layer.spec.reading.name} in place of keys and values, whose attention is not "
+                "weighed: attention=False (--no-attention) does without"
+            )
+        step = functools.partial(_step, functools.partial(see, index), grids)
+        layer.step = step  # type: ignore[method-assign]
+    return cache
+
+
+def _step(see, grids, query, key, value, mask, scaling: float, softcap, sinks) -> torch.Tensor:
+    """`LowBitLayer.step` for a whole window: `[1, S, Hq, Dv]`."""
+    see((key, value), weights_of(query, key, grids, scaling, softcap, sinks))
+    if softcap is None and sinks is None:
+        return causal_attention(query, key, value, scaling)
+    position = torch.arange(key.shape[2], device=key.device)
+    blocks = []
+    for low in range(0, key.shape[2], CHUNK):
+        high = min(low + CHUNK, key.shape[2])
+        allowed = position[:high] <= position[low:high, None]
+        at = query[:, :, low:high], key[:, :, :high], value[:, :, :high]
+        blocks.append(plain_attention(*at, allowed, scaling, softcap, sinks))
+    return torch.cat(blocks, 1)
