@@ -10,9 +10,13 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 - `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what
   of it storing costs: without the attention alone of the same steps (over what is stored at each), timed in the same rounds.
 - `behind_ms`, `step_behind_ms`: `ms` and `step_ms` where each stands behind another kernel, as in a model (`time_behind`):
-  nothing is in a cache, instructions neither. `behind_ratio`: `ratio` so.
-- `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if the step read its packed bytes at the
-  bandwidth measured in the same run, and did nothing else.
+  nothing is in a cache, instructions neither.
+- `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: fastest peer's time / ours. A peer only attends; its inputs take
+  turns as ours do. Behind another kernel the peer stands there, too. `step_behind_ratio` is what a model sees.
+- `byte_limit_ratio`: what `ratio` would be if the step read its packed bytes at the bandwidth measured in the same run, and did
+  nothing else. Of ragged batches the peer is the preset `dense`: PyTorch's attention takes rows of one length.
+- `against`: with `--against`, a commit or a folder with another state of this project's packages. Its kernels are checked and
+  timed in the same process, on the same layers and in the same rounds: `against_ms`, `against_step_behind_ms`, ...
 - `relerr`: relative error against float32 attention over the same packed bytes.
 - `per_head`: whose calibrated parameters are: `true`: each KV head has its own; `false`: a layer's heads share them; `null`: as
   `calibrate` makes them.
@@ -22,10 +26,14 @@ steps are timed in the same rounds, so their ratio is meant; absolute times drif
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -33,18 +41,12 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backends.operations import choose_backend, storage_spec
-from hf_lowbit_kv.eval.benchmarks.packed_layer import (
-    SHAPES,
-    Case,
-    Shape,
-    append_fault,
-    attend_error,
-    build,
-    rewind,
-    step_fault,
-)
-from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, Inputs, usable_peers
-from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_behind, time_interleaved
+from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError, build_sets, measure
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import USUAL, Shape, matrix
+from hf_lowbit_kv.eval.benchmarks.kernels_ahead import Compilers, tiny
+from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
+from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, PEERS, Inputs, usable_peers
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
 from hf_lowbit_kv.eval.provenance import (
     append_record,
     device_name,
@@ -53,7 +55,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.determinism import fixed_order
 from hf_lowbit_kv.presets import get_preset
 
 PRESETS = (
@@ -70,140 +71,16 @@ PRESETS = (
 console = wide_console()
 
 
-class WrongResultError(RuntimeError):
-    """A check failed, so nothing was timed."""
+#: a peer that is so many times as slow as the fastest one is not timed along with every preset
+SLOW_PEER = 1.5
 
 
-def measure(
-    shape: Shape,
-    preset: str,
-    backend: str,
-    peers: dict[str, Any],
-    bandwidth: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int = 128,
-    query_length: int = 1,
-    rounds: int = 20,
-    per_head: bool | None = None,
-) -> dict[str, Any]:
-    """Check, then time one preset on one shape.
+class Cell(NamedTuple):
+    """A measurement. backend: `None` is the default for device, dtype and formats."""
 
-    Args:
-        peers: calls to time along, by name. bandwidth: bytes a second that can be read.
-
-    Returns:
-        A record without provenance, see the module's description.
-
-    Raises:
-        WrongResultError: the output or the packed bytes are wrong.
-    """
-    spec = get_preset(preset).spec()
-    geometry = (shape, storage_spec(spec, backend), head_dim, query_length, dtype, device, per_head)
-    cases = [build(*geometry)]
-    cases += [build(*geometry) for _ in range(sets_needed(cases[0].nbytes, device) - 1)]
-    relerr, bound = attend_error(cases[0], backend)
-    if not relerr <= bound:  # NaN is not
-        raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
-    if fault := append_fault(cases[0], backend):
-        raise WrongResultError(f"append: {fault}")
-    if fault := step_fault(cases[0], backend):
-        raise WrongResultError(f"step: {fault}")
-
-    calls = [lambda case=case: case.attend(backend) for case in cases]
-    graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
-    candidates = [Candidate("ours", calls, graph), *(Candidate(name, [call]) for name, call in peers.items())]
-    behind = time_behind([Candidate("ours", calls[:1], graph), *candidates[1:]], device, rounds)
-    behind_ms = behind.pop("ours")
-    if not spec.untransformed:
-        calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
-        candidates.append(Candidate("bare", calls, graph))
-    times = time_interleaved(candidates, device, rounds)
-    ms, bare_ms = times.pop("ours"), times.pop("bare", None)
-    peer = min(times, key=times.__getitem__) if times else None
-    peer_ms = times[peer] if peer else None
-    append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
-    step_ms, alone_ms, step_behind_ms = time_step(cases, backend, graph, device, rounds)
-    nbytes = cases[0].nbytes
-    fixed = {"fixed_order": True} if backend == "cuda" and fixed_order() else {}
-    return (
-        fixed
-        | {
-            "shape": shape.name,
-            "preset": preset,
-            "keys": spec.key_format.name,
-            "values": spec.value_format.name,
-            "backend": backend,
-            "ms": ms,
-            "peer": peer,
-            "peer_ms": peer_ms,
-            "ratio": peer_ms / ms if peer_ms else None,
-            "byte_limit_ratio": peer_ms * 1e-3 * bandwidth / nbytes if peer_ms else None,
-            "relerr": relerr,
-            "append_ms": append_ms,
-            "append_share": append_ms / ms,
-            "pack_ms": pack_ms,
-            "pack_share": None if pack_ms is None else pack_ms / ms,
-            "step_ms": step_ms,
-            "step_append_ms": step_ms - alone_ms,
-            "step_append_share": step_ms / alone_ms - 1,
-            "behind_ms": behind_ms,
-            "behind_ratio": min(behind.values()) / behind_ms if behind else None,
-            "step_behind_ms": step_behind_ms,
-            "transform": str(spec.key_transform),
-            "transform_ms": None if bare_ms is None else ms - bare_ms,
-            "transform_share": None if bare_ms is None else ms / bare_ms - 1,
-            "bytes": nbytes,
-            "bandwidth": bandwidth,
-            "peers_ms": times,
-            "dtype": str(dtype).removeprefix("torch."),
-            "head_dim": head_dim,
-            "query_length": query_length,
-        }
-        | ({"per_head": per_head} if spec.parameters(head_dim, head_dim, shape.kv_heads) else {})
-    )
-
-
-def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:
-    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens; and what of them packing
-    costs, or `None` where tokens go straight into pages."""
-    counters = case.state.length.clone(), case.state.paged.clone()
-    steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
-    candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
-    if not case.spec.direct:
-        packed = case.state.paged.clone()
-        for step in steps:  # up to the first that packs; as many as a page has tokens, less one, pack nothing then
-            step()
-            if not torch.equal(case.state.paged, packed):
-                break
-        behind = case.state.length.clone(), case.state.paged.clone()
-        candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
-    found = time_interleaved(candidates, device, rounds)
-    return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
-
-
-def time_step(
-    cases: list[Case], backend: str, graph: bool, device: torch.device, rounds: int
-) -> tuple[float, float, float]:
-    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens; of their attention
-    alone; and of the step behind another kernel."""
-    along = cases[0].counters_along()
-    steps = [lambda case=case, token=token: case.step(token, backend) for token in range(len(along)) for case in cases]
-    alone = [
-        lambda case=case, token=token, at=at: case.attend_at(token, at, backend)
-        for token, at in enumerate(along)
-        for case in cases
-    ]
-
-    def before():
-        for case in cases:
-            rewind(case, along[0])
-
-    candidates = [Candidate("step", steps, graph, before), Candidate("alone", alone, graph, before)]
-    first = Candidate("step", steps[:: len(cases)], graph, before)
-    found, behind = time_interleaved(candidates, device, rounds), time_behind([first], device, rounds)
-    before()
-    return found["step"], found["alone"], behind["step"]
+    shape: str
+    preset: str
+    backend: str | None = None
 
 
 def measure_low_bit(
@@ -241,41 +118,89 @@ def measure_low_bit(
     ], reasons
 
 
-def runs(
-    shapes: list[str], presets: list[str], backends: list[str | None], low_bit: bool = False, **options
-) -> Iterator[tuple[Any, ...]]:
-    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape.
+def fast_peers(
+    shape: Shape, backend: str, head_dim: int, query_length: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Sequence[Callable[[], Any]]]:
+    """By name, calls of 16-bit attention on inputs that take turns; peers that are far slower than the fastest are left
+    out. What is left out is printed."""
+    if shape.ragged:
+        spec = storage_spec(get_preset("dense").spec(), backend)
+        cases = build_sets(shape, spec, head_dim, query_length, dtype, device, None)
+        return {"dense": [partial(case.attend, backend) for case in cases]}
+    draw = partial(Inputs.random, *shape[1:5], head_dim, query_length, dtype, device)
+    inputs = [draw()]
+    nbytes = inputs[0].k.nbytes + inputs[0].v.nbytes
+    inputs += [draw() for _ in range(sets_needed(nbytes, device) - 1)]
+    calls, reasons = usable_peers(inputs[0])
+    found: dict[str, Sequence[Callable[[], Any]]] = {}
+    found |= {name: [call, *(PEERS[name](each) for each in inputs[1:])] for name, call in calls.items()}
+    if len(found) > 1 and device.type == "cuda":
+        times = time_interleaved([Candidate(name, rotated) for name, rotated in found.items()], device, 5)
+        least = min(times.values())
+        for name in [name for name, ms in times.items() if ms > SLOW_PEER * least]:
+            del found[name]
+            reasons[name] = f"takes {times[name] / least:.1f} times as long as the fastest"
+    for name, reason in reasons.items():
+        console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+    return found
 
-    backends: None is the default for device, dtype and formats."""
+
+def print_low_bit(shape: Shape, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """`runs` of other low-bit caches."""
+    inputs = Inputs.random(
+        *shape[1:5], options["head_dim"], options["query_length"], options["dtype"], options["device"]
+    )
+    others, reasons = measure_low_bit(shape, inputs, usable_peers(inputs)[0])
+    for name, reason in reasons.items():
+        console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+    for other in others:
+        yield f"{shape.name} {other['preset']}", other, None
+
+
+def runs(
+    cells: Sequence[Cell], low_bit: bool = False, compilers: Compilers | None = None, **options
+) -> Iterator[tuple[Any, ...]]:
+    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape, so cells of one
+    shape should stand together. options: arguments of `measure`."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
-    for shape in (Shape.parse(name) for name in shapes):
-        inputs = Inputs.random(*shape[1:], options["head_dim"], options["query_length"], dtype, device)
-        peers, reasons = usable_peers(inputs)
-        for name, reason in reasons.items():
-            console.print(f"{shape.name}: no {name}: {reason}", markup=False)
-        if low_bit:
-            others, reasons = measure_low_bit(shape, inputs, peers)
-            for name, reason in reasons.items():
-                console.print(f"{shape.name}: no {name}: {reason}", markup=False)
-            for other in others:
-                yield f"{shape.name} {other['preset']}", other, None
-        for preset in presets:
-            for asked in backends:
-                backend = choose_backend(asked, device, options["dtype"], get_preset(preset).spec())
-                what = f"{shape.name} {preset} {backend}"
-                record = fault = None
-                try:
-                    record = measure(shape, preset, backend, peers, bandwidth, **options)
-                except WrongResultError as error:
-                    fault = str(error)
-                except Exception as error:  # what fails here must not cost the measurements that follow
-                    traceback.print_exc()
-                    fault = f"{type(error).__name__}: {error}"
-                yield what, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
-                gc.collect()
-        del inputs, peers
+    resolved = [
+        cell._replace(backend=choose_backend(cell.backend, device, dtype, get_preset(cell.preset).spec()))
+        for cell in cells
+    ]
+    begun: dict[Cell, list] = {}
+    for cell in resolved if compilers else ():
+        if cell.backend == "cuda":
+            assert compilers is not None
+            sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
+            begun[cell] = compilers.begin(
+                partial(tiny, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
+            )
+    peers: dict[str, Any] = {}
+    last = None
+    for cell in resolved:
+        shape = Shape.parse(cell.shape)
+        if shape != last:
+            peers.clear()
+            gc.collect()
+            head_dim = shape.head_dim or options["head_dim"]
+            peers |= fast_peers(shape, str(cell.backend), head_dim, options["query_length"], dtype, device)
+            if low_bit:
+                yield from print_low_bit(shape, options)
+            last = shape
+        what = f"{shape.name} {cell.preset} {cell.backend}"
+        record = fault = None
+        Compilers.wait(begun.get(cell, ()))
+        try:
+            record = measure(shape, cell.preset, cell.backend, peers, bandwidth, **options)
+        except WrongResultError as error:
+            fault = str(error)
+        except Exception as error:  # what fails here must not cost the measurements that follow
+            traceback.print_exc()
+            fault = f"{type(error).__name__}: {error}"
+        yield what, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
+        gc.collect()
 
 
 def main(
@@ -284,8 +209,11 @@ def main(
     backend: Annotated[
         list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")
     ] = None,
+    cells: Annotated[
+        bool, typer.Option("--matrix", help="Eight presets on six shapes, two presets on all others; not with --shape.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "float16",
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
+    head_dim: Annotated[int, typer.Option(help="Head size, where the shape does not say.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
     per_head: Annotated[
@@ -295,6 +223,12 @@ def main(
         ),
     ] = None,
     low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Commit, or folder with another state of the packages: timed beside this one.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile beforehand [default: one a core on a GPU].")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/decode-<device>.jsonl].")] = None,
@@ -302,26 +236,50 @@ def main(
     """Check and time packed decode attention, and append a JSON line for each measurement."""
     torch.manual_seed(torch.seed())  # fresh data every time
     where = torch.device(device)
-    shapes, presets = shape or list(SHAPES), preset or list(PRESETS)
-    asked: list[str | None] = [*backend] if backend else [None]
-    for name in presets:
-        get_preset(name)
-    for kind in asked:
+    if cells and (shape or backend):
+        raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
+    for kind in backend or ():
         choose_backend(kind, where)  # raises for what does not exist
+    for name in preset or ():
+        get_preset(name)
+    if cells:
+        asked = [Cell(*cell) for cell in matrix() if preset is None or cell[1] in preset]
+    else:
+        shapes, presets = shape or [each.name for each in USUAL], preset or list(PRESETS)
+        asked = [Cell(*cell) for cell in itertools.product(shapes, presets, [*backend] if backend else [None])]
+    for cell in asked:
+        Shape.parse(cell.shape)
+    other = None if against is None else OtherTree(against)
+    jobs = (os.cpu_count() or 1 if where.type == "cuda" else 0) if jobs is None else jobs
     out = out or results_path("decode", device_name(where))
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
-    options = {"head_dim": head_dim, "query_length": query_length, "rounds": rounds, "per_head": per_head}
-    found = runs(shapes, presets, asked, low_bit, dtype=getattr(torch, dtype), device=where, **options)
-    total = len(shapes) * len(presets) * len(asked)
-    for what, record, fault in track(found, "measuring", total=total, console=console, transient=True):
-        if fault:
-            wrong.append(f"{what}: {fault}")
-            continue
-        record |= {"gpu": device_name(where)} | provenance(commit)
-        records.append(record)
-        append_record(out, record)
+    with ExitStack() as stack:
+        compilers = Compilers(jobs, other) if jobs and where.type == "cuda" else None
+        if compilers is not None:
+            stack.callback(compilers.close)
+        found = runs(
+            asked,
+            low_bit,
+            compilers,
+            dtype=getattr(torch, dtype),
+            device=where,
+            head_dim=head_dim,
+            query_length=query_length,
+            rounds=rounds,
+            per_head=per_head,
+            against=other,
+        )
+        for what, record, fault in track(found, "measuring", total=len(asked), console=console, transient=True):
+            if fault:
+                wrong.append(f"{what}: {fault}")
+                continue
+            record |= {"gpu": device_name(where)} | provenance(commit)
+            records.append(record)
+            append_record(out, record)
     console.print(table(records))
+    if other is not None:
+        console.print(comparison(records))
     for fault in wrong:
         console.print(f"FAILED, not recorded: {fault}", markup=False)
     if wrong:
@@ -340,8 +298,10 @@ def table(records: list[dict[str, Any]]) -> Table:
         "limit",
         "TB/s",
         "relerr",
+        "step",
         "behind",
         "step behind",
+        "ratio",
         "append",
         "pack",
         "in step",
@@ -355,10 +315,21 @@ def table(records: list[dict[str, Any]]) -> Table:
         against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
         speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
         names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
-        behind = (f"{r['behind_ms']:.4f}", f"{r['step_behind_ms']:.4f}")
+        behind = tuple(f"{r[name]:.4f}" for name in ("step_ms", "behind_ms", "step_behind_ms"))
+        behind += (f"{r['step_behind_ratio']:.2f}" if r["peer"] else "-",)
         shares = ("append_share", "pack_share", "step_append_share", "transform_share")
         parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
         out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *behind, *parts)
+    return out
+
+
+def comparison(records: list[dict[str, Any]]) -> Table:
+    """The other tree's milliseconds and ours, and by how much ours are less; attention and steps, alone and behind a kernel."""
+    kinds = "ms", "behind_ms", "step_ms", "step_behind_ms"
+    out = Table("shape", "preset", *(name.removesuffix("_ms").replace("_", " ") for name in kinds))
+    for r in (r for r in records if "against" in r):
+        pairs = ((r[f"against_{kind}"], r[kind]) for kind in kinds)
+        out.add_row(r["shape"], r["preset"], *(f"{old:.4f} {new:.4f} {new / old - 1:+.1%}" for old, new in pairs))
     return out
 
 

@@ -24,8 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.eval.benchmarks.bench_decode import WrongResultError
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, attend_error, build
+from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
+from hf_lowbit_kv.eval.benchmarks.packed_layer import attend_error, build
 from hf_lowbit_kv.eval.benchmarks.peers import Inputs
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, time_interleaved
 from hf_lowbit_kv.eval.provenance import (

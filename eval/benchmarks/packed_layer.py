@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
+from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
@@ -24,38 +25,6 @@ from hf_lowbit_kv.storage.transforms import NONE
 
 #: numbers encoded at a time when pages are filled
 SLAB = 2**26
-
-
-class Shape(NamedTuple):
-    """One decode step: `tokens` are attended to, the query's own included."""
-
-    name: str
-    batch: int
-    heads: int
-    kv_heads: int
-    tokens: int
-
-    @classmethod
-    def parse(cls, name: str) -> Shape:
-        """A known name, or `<batch>x<heads>x<kv_heads>x<tokens>`."""
-        if name in SHAPES:
-            return SHAPES[name]
-        if (match := re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", name)) is None:
-            raise ValueError(
-                f"shape={name!r} is not known; allowed: {', '.join(SHAPES)}, or BATCHxHEADSxKVHEADSxTOKENS"
-            )
-        return cls(name, *(int(number) for number in match.groups()))
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("gqa_b1_128k", 1, 32, 8, 131072),
-        Shape("gqa_b8_32k", 8, 32, 8, 32768),
-        Shape("gqa_b32_8k", 32, 32, 8, 8192),
-        Shape("mha_b8_8k", 8, 32, 32, 8192),
-    )
-}
 
 
 @dataclass
@@ -69,6 +38,8 @@ class Case:
     new_k: torch.Tensor
     """`[page_size, B, H, 1, D]`: tokens to append one by one"""
     new_v: torch.Tensor
+    ops: Any = ops
+    """`backends.operations`, of this tree or of another"""
 
     @property
     def state(self) -> LayerState:
@@ -91,7 +62,7 @@ class Case:
     def attend(self, backend: str) -> torch.Tensor:
         """A step's attention, the transform of its queries and keys included; what is stored counts as transformed."""
         options = self.scaling, None, None, backend
-        return ops.attend(self.q, self.k, self.v, None, self.state, self.spec, *options)
+        return self.ops.attend(self.q, self.k, self.v, None, self.state, self.spec, *options)
 
     def without_transform(self) -> Case:
         """The same step with queries and keys as they are attended to."""
@@ -102,8 +73,15 @@ class Case:
         store.state = self.state._replace(parameters=own)
         return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
+    def of(self, tree: OtherTree) -> Case:
+        """The same layer and inputs, for the code of another tree."""
+        store, state = copy.copy(self.store), tree.state(self.state)
+        widths = self.store.head_dim_k, self.store.head_dim_v
+        store.spec, store.state = tree.spec(self.spec, widths, self.q.dtype), state
+        return dataclasses.replace(self, store=store, ops=tree.module("backends.operations"))
+
     def append(self, token: int, backend: str) -> None:
-        ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
+        self.ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
 
     def append_page(self, backend: str) -> None:
         """As many tokens as a page has, one by one."""
@@ -113,21 +91,28 @@ class Case:
     def step(self, token: int, backend: str) -> torch.Tensor:
         """A decode step of one query token: attention, and the token is stored."""
         inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, self.state, self.spec
-        return ops.step(*inputs, self.scaling, None, None, backend)
+        return self.ops.step(*inputs, self.scaling, None, None, backend)
 
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
         """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
         state = self.state._replace(length=counters[0], paged=counters[1])
         inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, state, self.spec
-        return ops.attend(*inputs, self.scaling, None, None, backend)
+        return self.ops.attend(*inputs, self.scaling, None, None, backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
-        first, found = int(self.state.length[0, 0]), []
-        for length in range(first, first + self.spec.page_size):
-            paged = self.spec.paged_after(length - self.spec.sink)
-            found.append((torch.full_like(self.state.length, length), torch.full_like(self.state.paged, paged)))
+        first, found = self.state.length[:, 0].tolist(), []
+        for step in range(self.spec.page_size):
+            lengths = [length + step for length in first]
+            found.append(
+                (self._counters(lengths), self._counters([self.spec.paged_after(n - self.spec.sink) for n in lengths]))
+            )
         return found
+
+    def _counters(self, numbers: list[int]) -> torch.Tensor:
+        """int32 `[B, H]`: a number for each row."""
+        column = torch.tensor(numbers, dtype=torch.int32, device=self.state.length.device)
+        return column[:, None].expand(-1, self.state.length.shape[1]).contiguous()
 
 
 def build(
@@ -139,9 +124,11 @@ def build(
         codebook a layer and all else for each KV head.
     """
     page = spec.page_size
-    history = shape.tokens - query_length
-    if history < spec.sink + spec.tail_size:
-        raise ValueError(f"tokens={shape.tokens} is too few; nothing would be packed with sink and residual of {spec}")
+    histories = [tokens - query_length for tokens in shape.lengths()]
+    if min(histories) < spec.sink + spec.tail_size:
+        raise ValueError(
+            f"tokens={min(histories) + query_length} is too few; nothing would be packed with sink and residual of {spec}"
+        )
 
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, head_dim, device=device).to(dtype)
@@ -156,7 +143,7 @@ def build(
         *(draw(*kv_heads, query_length) for _ in "kv"),
         *(draw(page, *kv_heads, 1) for _ in "kv"),
     )
-    fill(store, history)
+    fill(store, histories)
     return case
 
 
@@ -187,9 +174,9 @@ def random_parameters(
     return given
 
 
-def fill(store: PagedStore, length: int) -> None:
-    """Make every row hold `length` random tokens, by encoding whole pages at once. Channels differ in scale and offset,
-    as those of real keys do."""
+def fill(store: PagedStore, lengths: int | Sequence[int]) -> None:
+    """Make every row hold as many random tokens (one number: all rows the same), by encoding whole pages at once. Channels
+    differ in scale and offset, as those of real keys do."""
     state, spec = store.state, store.spec
     sides = zip(spec.formats, (store.head_dim_k, store.head_dim_v), strict=True)
     parts = spec.part_bytes(store.head_dim_k, store.head_dim_v, store.dtype)
@@ -200,8 +187,9 @@ def fill(store: PagedStore, length: int) -> None:
         first += size
     for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
         window.copy_(torch.randn_like(window, dtype=torch.float32))
-    state.length.fill_(length)
-    state.paged.fill_(spec.paged_after(length - spec.sink))
+    for row, length in enumerate([lengths] * len(state.length) if isinstance(lengths, int) else lengths):
+        state.length[row] = length
+        state.paged[row] = spec.paged_after(length - spec.sink)
 
 
 def _fill_side(
@@ -319,10 +307,12 @@ def rewind(case: Case, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def _oldest_in_tail(case: Case) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values `[B, H, page_size, D]` of the tail's oldest page, the next one to be packed; `None` without a
-    tail, or where the tail does not hold a whole page yet."""
+    tail, or where the tail of a row does not hold a whole page yet."""
     state, spec = case.state, case.spec
-    paged, tokens = int(state.paged[0, 0]), int(state.length[0, 0]) - spec.sink
-    if spec.direct or tokens - paged < spec.page_size:
+    paged, tokens = state.paged[:, 0].long(), state.length[:, 0].long() - spec.sink
+    if spec.direct or bool((tokens - paged < spec.page_size).any()):
         return None
-    slots = torch.arange(paged, paged + spec.page_size, device=state.tail_k.device) % spec.tail_size
-    return state.tail_k[:, :, slots], state.tail_v[:, :, slots]
+    slots = (paged[:, None] + torch.arange(spec.page_size, device=state.tail_k.device)) % spec.tail_size
+    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    # [B, page_size, H, D] -> [B, H, page_size, D]
+    return state.tail_k[rows, :, slots].transpose(1, 2), state.tail_v[rows, :, slots].transpose(1, 2)

@@ -14,7 +14,7 @@ from hf_lowbit_kv.eval.benchmarks import bench_all
 from hf_lowbit_kv.eval.benchmarks.bench_all import Outcome, chosen, run_plan, why_skipped
 from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted
 from hf_lowbit_kv.eval.benchmarks.bench_plan import PACKAGES, PLAN, Entry
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.presets import get_preset
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,24 +11,33 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from hf_lowbit_kv.backends.operations import storage_spec
 from hf_lowbit_kv.eval import provenance
 from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
     bench_memory,
     bench_prefill,
     bench_prompt,
+    kernels_ahead,
     packed_layer,
     peers,
     timing,
 )
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, append_fault, attend_error, build, step_fault
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import SHAPES, Shape, matrix
+from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
+from hf_lowbit_kv.eval.benchmarks.packed_layer import append_fault, attend_error, build, step_fault
+from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, modules
 
 CPU = torch.device("cpu")
+H200 = {"multi_processor_count": 132, "shared_memory_per_multiprocessor": 228 * 1024}
 KEYS = {
     *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
     *("append_ms", "append_share", "pack_ms", "pack_share", "transform", "transform_ms", "transform_share"),
     *("step_ms", "step_append_ms", "step_append_share", "behind_ms", "behind_ratio", "step_behind_ms"),
+    *("step_ratio", "step_behind_ratio", "behind_peer_ms"),
     *("dtype", "head_dim", "query_length"),
     *("gpu", "torch", "triton", "transformers", "commit", "date"),
 }
@@ -154,6 +164,62 @@ def test_append_check_compares_bytes(monkeypatch):
 
     monkeypatch.setattr(packed_layer.ops, "append", off_by_one)
     assert "packed bytes differ" in append_fault(case, "torch")
+
+
+def test_ragged_rows_differ_by_whole_pages_and_pass_the_checks():
+    shape = SHAPES["ragged_b8_4k_32k"]
+    lengths = shape.lengths()
+    assert (min(lengths), max(lengths), len(set(lengths))) == (4096, 32768, 8)
+    assert all((length - 4096) % 128 == 0 for length in lengths)
+    torch.manual_seed(0)
+    tiny = Shape("tiny", 3, 4, 2, 900, shortest=516)
+    case = build(tiny, LayerSpec.parse("int4-channel|int2-token|32|128|128"), 64, 1, torch.float32, CPU)
+    assert case.state.length[:, 0].tolist() == [length - 1 for length in tiny.lengths()]
+    assert len(case.state.paged[:, 0].unique()) > 1
+    relerr, bound = attend_error(case, "torch")
+    assert relerr <= bound
+    assert append_fault(case, "torch") is None
+    assert step_fault(case, "torch") is None
+
+
+def test_the_matrix_has_every_shape():
+    cells = matrix()
+    assert {shape for shape, _ in cells} == set(SHAPES)
+    assert len(cells) == len(set(cells))
+
+
+def test_another_tree_is_timed_on_the_same_layers(tmp_path):
+    """This checkout's own folders stand for it: results agree, and both are recorded."""
+    out, tree = tmp_path / "decode.jsonl", str(RESULTS.parents[1])
+    done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", "kivi-2", "--against", tree)
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.read_text())
+    assert record["against"] == tree
+    for kind in ("ms", "step_ms"):
+        assert record[f"against_{kind}"] > 0
+    other = OtherTree(tree)
+    assert other.module("storage.layer_spec").LayerSpec is not LayerSpec
+    case = build(
+        Shape("tiny", 1, 2, 1, 400), LayerSpec.parse("int4-channel|int4-token|0|128|128"), 64, 1, torch.float32, CPU
+    )
+    assert torch.equal(case.of(other).attend("torch"), case.attend("torch"))
+
+
+def test_another_tree_must_exist():
+    with pytest.raises(ValueError, match=r"against='no-such-commit' is neither a folder with .* nor a commit"):
+        OtherTree("no-such-commit")
+
+
+def test_kernels_of_a_cell_are_known_before_it_is_measured(monkeypatch):
+    spec = storage_spec(get_preset("kivi-2").spec(), "cuda")
+    case = build(Shape("tiny", 1, 4, 1, 300), spec, 64, 1, torch.float16, CPU)
+    monkeypatch.setattr(modules, "properties", lambda device: SimpleNamespace(**H200))
+    monkeypatch.setattr(cuda_entry_points, "properties", modules.properties)
+    monkeypatch.setattr(kernels_ahead.nvrtc, "_bindings", lambda: pytest.fail("nothing is compiled"))
+    wanted = kernels_ahead.wanted_by(case, None, "cuda")
+    macros = [dict(each.defines) for each in wanted]
+    assert [each.file for each in wanted] == ["attend.cu", "attend.cu", "attend.cu", "append.cu"]
+    assert [(of["FUSED"], of["ORDERED"]) for of in macros[:3]] == [("0", "0"), ("0", "1"), ("1", "0")]
 
 
 def test_peers_say_why_they_cannot_run(monkeypatch):

@@ -1,0 +1,194 @@
+"""One cell of `bench_decode`: a preset on a shape, checked and then timed. `bench_decode` says what its figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_lowbit_kv.backends.operations import storage_spec
+from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
+from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
+from hf_lowbit_kv.eval.benchmarks.packed_layer import Case, append_fault, attend_error, build, rewind, step_fault
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, sets_needed, time_behind, time_interleaved
+from hf_lowbit_kv.machine.determinism import fixed_order
+from hf_lowbit_kv.presets import get_preset
+
+#: names under which the two trees are timed
+OURS, AGAINST = "ours", "against"
+
+
+class WrongResultError(RuntimeError):
+    """A check failed, so nothing was timed."""
+
+
+def check(case: Case, backend: str, whose: str = "") -> float:
+    """The relative error of the output. Raises `WrongResultError`."""
+    relerr, bound = attend_error(case, backend)
+    if not relerr <= bound:  # NaN is not
+        raise WrongResultError(f"{whose}relative error {relerr:.2g} is above its bound {bound:.2g}")
+    if fault := append_fault(case, backend):
+        raise WrongResultError(f"{whose}append: {fault}")
+    if fault := step_fault(case, backend):
+        raise WrongResultError(f"{whose}step: {fault}")
+    return relerr
+
+
+def build_sets(shape: Shape, spec: Any, *geometry: Any) -> list[Case]:
+    """As many cases as must take turns, so that none is found in the device's cache. geometry: what `build` takes next."""
+    cases = [build(shape, spec, *geometry)]
+    count = sets_needed(cases[0].nbytes, torch.device(cases[0].q.device))
+    return cases + [build(shape, spec, *geometry) for _ in range(count - 1)]
+
+
+def measure(
+    shape: Shape,
+    preset: str,
+    backend: str,
+    peers: Mapping[str, Sequence[Callable[[], Any]]],
+    bandwidth: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = 128,
+    query_length: int = 1,
+    rounds: int = 20,
+    per_head: bool | None = None,
+    against: OtherTree | None = None,
+) -> dict[str, Any]:
+    """Check, then time one preset on one shape.
+
+    Args:
+        peers: by name, calls on inputs that take turns. bandwidth: bytes a second that can be read. against: another tree,
+            whose kernels are checked and timed on the same layers in the same rounds.
+
+    Returns:
+        A record without provenance, see `bench_decode`.
+
+    Raises:
+        WrongResultError: the output or the packed bytes are wrong.
+    """
+    spec, head_dim = get_preset(preset).spec(), shape.head_dim or head_dim
+    cases = build_sets(shape, storage_spec(spec, backend), head_dim, query_length, dtype, device, per_head)
+    relerr = check(cases[0], backend)
+    trees = {OURS: cases}
+    if against is not None:
+        trees[AGAINST] = [case.of(against) for case in cases]
+        check(trees[AGAINST][0], backend, f"{against.name}: ")
+
+    graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
+    candidates = [
+        Candidate(name, [lambda case=case: case.attend(backend) for case in held], graph)
+        for name, held in trees.items()
+    ]
+    candidates += [Candidate(name, calls) for name, calls in peers.items()]
+    firsts = [Candidate(each.name, each.calls[:1], each.graph) for each in candidates]
+    behind = time_behind(firsts, device, rounds)
+    if not spec.untransformed:
+        calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
+        candidates.append(Candidate("bare", calls, graph))
+    times = time_interleaved(candidates, device, rounds)
+    bare_ms = times.pop("bare", None)
+    alone = {name: times.pop(name) for name in trees}
+    alone_behind = {name: behind.pop(name) for name in trees}
+    peer = min(times, key=times.__getitem__) if times else None
+    peer_ms, behind_peer_ms = (times[peer], min(behind.values())) if peer else (None, None)
+    append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
+    steps, attention_ms, steps_behind = time_steps(trees, backend, graph, device, rounds)
+    ms, step_ms, nbytes = alone[OURS], steps[OURS], cases[0].nbytes
+
+    def against_peer(own: float, peer_ms: float | None) -> float | None:
+        return None if peer_ms is None else peer_ms / own
+
+    record = {
+        "shape": shape.name,
+        "preset": preset,
+        "keys": spec.key_format.name,
+        "values": spec.value_format.name,
+        "backend": backend,
+        "ms": ms,
+        "peer": peer,
+        "peer_ms": peer_ms,
+        "ratio": against_peer(ms, peer_ms),
+        "byte_limit_ratio": None if peer_ms is None else peer_ms * 1e-3 * bandwidth / nbytes,
+        "relerr": relerr,
+        "append_ms": append_ms,
+        "append_share": append_ms / ms,
+        "pack_ms": pack_ms,
+        "pack_share": None if pack_ms is None else pack_ms / ms,
+        "step_ms": step_ms,
+        "step_ratio": against_peer(step_ms, peer_ms),
+        "step_append_ms": step_ms - attention_ms,
+        "step_append_share": step_ms / attention_ms - 1,
+        "behind_ms": alone_behind[OURS],
+        "behind_peer_ms": behind_peer_ms,
+        "behind_ratio": against_peer(alone_behind[OURS], behind_peer_ms),
+        "step_behind_ms": steps_behind[OURS],
+        "step_behind_ratio": against_peer(steps_behind[OURS], behind_peer_ms),
+        "transform": str(spec.key_transform),
+        "transform_ms": None if bare_ms is None else ms - bare_ms,
+        "transform_share": None if bare_ms is None else ms / bare_ms - 1,
+        "bytes": nbytes,
+        "bandwidth": bandwidth,
+        "peers_ms": times,
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_dim": head_dim,
+        "query_length": query_length,
+    }
+    if against is not None:
+        record |= {
+            "against": against.name,
+            "against_ms": alone[AGAINST],
+            "against_behind_ms": alone_behind[AGAINST],
+            "against_step_ms": steps[AGAINST],
+            "against_step_behind_ms": steps_behind[AGAINST],
+        }
+    if backend == "cuda" and fixed_order():
+        record["fixed_order"] = True
+    if spec.parameters(head_dim, head_dim, shape.kv_heads):
+        record["per_head"] = per_head
+    return record
+
+
+def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:
+    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens; and what of them packing
+    costs, or `None` where tokens go straight into pages."""
+    counters = case.state.length.clone(), case.state.paged.clone()
+    steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
+    candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
+    if not case.spec.direct:
+        packed = case.state.paged.clone()
+        for step in steps:  # up to the first that packs; as many as a page has tokens, less one, pack nothing then
+            step()
+            if not torch.equal(case.state.paged, packed):
+                break
+        behind = case.state.length.clone(), case.state.paged.clone()
+        candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
+    found = time_interleaved(candidates, device, rounds)
+    rewind(case, counters)
+    return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
+
+
+def time_steps(
+    trees: Mapping[str, Sequence[Case]], backend: str, graph: bool, device: torch.device, rounds: int
+) -> tuple[dict[str, float], float, dict[str, float]]:
+    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens, by tree; of the
+    attention alone of these steps, of the first tree; and of the steps behind another kernel, by tree."""
+    cases = next(iter(trees.values()))
+    along = cases[0].counters_along()
+
+    def before() -> None:  # trees share their layers
+        for case in cases:
+            rewind(case, along[0])
+
+    def steps(held: Sequence[Case]) -> list[Callable[[], Any]]:
+        return [partial(case.step, token, backend) for token in range(len(along)) for case in held]
+
+    alone = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]
+    candidates = [Candidate(name, steps(held), graph, before) for name, held in trees.items()]
+    found = time_interleaved([*candidates, Candidate("alone", alone, graph, before)], device, rounds)
+    firsts = [Candidate(each.name, each.calls[:: len(cases)], graph, before) for each in candidates]
+    behind = time_behind(firsts, device, rounds)
+    before()
+    return found, found.pop("alone"), behind

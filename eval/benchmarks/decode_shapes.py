@@ -1,0 +1,81 @@
+"""Shapes of a decode step that `bench_decode` measures, by name."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+#: rows of a ragged shape differ by multiples of so many tokens: all are as far from packing a page
+PAGE = 128
+
+
+class Shape(NamedTuple):
+    """One decode step: `tokens` are attended to, the query's own included."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    """of the longest row"""
+    head_dim: int | None = None
+    """`None`: what the benchmark is asked for"""
+    shortest: int | None = None
+    """tokens of the shortest row, in a ragged batch; `None`: all rows are of one length"""
+
+    @classmethod
+    def parse(cls, name: str) -> Shape:
+        """A known name, or `<batch>x<heads>x<kv_heads>x<tokens>`. Raises `ValueError` for anything else."""
+        if name in SHAPES:
+            return SHAPES[name]
+        if (match := re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", name)) is None:
+            raise ValueError(
+                f"shape={name!r} is not known; allowed: {', '.join(SHAPES)}, or BATCHxHEADSxKVHEADSxTOKENS"
+            )
+        return cls(name, *(int(number) for number in match.groups()))
+
+    @property
+    def ragged(self) -> bool:
+        return self.shortest is not None
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row: spread evenly from `shortest` to `tokens`, in steps of `PAGE`."""
+        if self.shortest is None:
+            return [self.tokens] * self.batch
+        pages = (self.tokens - self.shortest) // PAGE
+        return [self.tokens - PAGE * round(pages * row / (self.batch - 1)) for row in reversed(range(self.batch))]
+
+
+#: the columns of docs/benchmarks.md
+USUAL = (
+    Shape("gqa_b1_128k", 1, 32, 8, 131072),
+    Shape("gqa_b8_32k", 8, 32, 8, 32768),
+    Shape("gqa_b32_8k", 32, 32, 8, 8192),
+    Shape("mha_b8_8k", 8, 32, 32, 8192),
+)
+#: query heads a KV head, head sizes, short rows, large batches, rows of unlike lengths
+OTHERS = (
+    Shape("heads5_b8_32k", 8, 40, 8, 32768),
+    Shape("heads8_b8_32k", 8, 64, 8, 32768),
+    Shape("heads16_b8_32k", 8, 32, 2, 32768),
+    Shape("dim64_b8_32k", 8, 64, 8, 32768, head_dim=64),
+    Shape("dim96_b8_32k", 8, 32, 8, 32768, head_dim=96),
+    Shape("dim256_b4_32k", 4, 8, 4, 32768, head_dim=256),
+    Shape("gqa_b1_1k", 1, 32, 8, 1024),
+    Shape("gqa_b8_1k", 8, 32, 8, 1024),
+    Shape("gqa_b64_4k", 64, 32, 8, 4096),
+    Shape("gqa_b256_1k", 256, 32, 8, 1024),
+    Shape("ragged_b8_4k_32k", 8, 32, 8, 32768, shortest=4096),
+    Shape("ragged_b64_512_8k", 64, 32, 8, 8192, shortest=512),
+)
+SHAPES = {shape.name: shape for shape in USUAL + OTHERS}
+
+#: what `bench_decode --matrix` measures: all of these presets on these shapes, and two presets on all others
+MATRIX_PRESETS = ("fp8", "kv8", "kivi-4", "kivi-4-sink", "kivi-2", "kitty-pro", "eigen-2", "vecinfer-2")
+MATRIX_SHAPES = ("gqa_b8_32k", "gqa_b1_128k", "heads16_b8_32k", "dim256_b4_32k", "gqa_b64_4k", "gqa_b256_1k")
+ELSEWHERE = ("kivi-4-sink", "kivi-2")
+
+
+def matrix() -> list[tuple[str, str]]:
+    """Cells of the matrix: shape and preset, by shape."""
+    return [(shape, preset) for shape in SHAPES for preset in (MATRIX_PRESETS if shape in MATRIX_SHAPES else ELSEWHERE)]

@@ -1,0 +1,129 @@
+"""Another state of this package in the same process, under a name of its own: what `bench_decode --against` compares with.
+
+The other tree's files are imported with the package's name replaced in their text, so that its modules, and the operations that
+it registers with torch, stand beside ours. Only what is asked for is imported; transformers hears nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import weakref
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hf_lowbit_kv.eval.provenance import RESULTS
+
+OURS = "hf_lowbit_kv"
+#: the folders of a tree that kernels need
+FOLDERS = ("hf_lowbit_kv", "triton_kernels")
+_numbers = itertools.count(1)
+
+
+class OtherTree:
+    """A commit of this checkout, or a folder that holds another one's `hf_lowbit_kv/` and `triton_kernels/`.
+
+    Raises:
+        ValueError: there is no such folder, and git knows no such commit.
+    """
+
+    def __init__(self, where: str):
+        self.name = where
+        self._package = f"{OURS}_{next(_numbers)}"
+        folder = Path(where)
+        if not all((folder / name).is_dir() for name in FOLDERS):
+            archive = _archive(where)
+            folder = Path(tempfile.mkdtemp())  # sources are read late, by Triton and for NVRTC
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            with tarfile.open(fileobj=BytesIO(archive)) as packed:
+                packed.extractall(folder, filter="data")
+        self.folder = folder
+        sys.meta_path.insert(0, _Finder(self._package, folder))
+
+    def module(self, name: str) -> ModuleType:
+        """The module that is `hf_lowbit_kv.<name>` there."""
+        return importlib.import_module(f"{self._package}.{name}")
+
+    def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
+        """The other tree's `LayerSpec` of the same text. widths: channels of keys and of values.
+
+        Raises:
+            ValueError: the other tree does not know a format, or its pages are of another size.
+        """
+        found = self.module("storage.layer_spec").LayerSpec.parse(spec.key)
+        ours, theirs = (each.part_bytes(*widths, dtype) for each in (spec, found))
+        if ours != theirs:
+            raise ValueError(f"{self.name} stores a page of {spec.key} in {theirs} bytes, and this tree in {ours}")
+        return found
+
+    def state(self, state: Any) -> Any:
+        """The other tree's `LayerState` of the same tensors."""
+        kind = self.module("storage.paged_store").LayerState
+        if lacking := [name for name in kind._fields if name not in state._fields]:
+            raise ValueError(f"{self.name} wants {lacking[0]!r} of a layer's state, which this tree does not have")
+        return kind(*(getattr(state, name) for name in kind._fields))
+
+
+def _archive(commit: str) -> bytes:
+    """The folders of a commit."""
+    command = ["git", "archive", commit, *FOLDERS]
+    try:
+        done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise ValueError(
+            f"against={commit!r} is neither a folder with {' and '.join(FOLDERS)} nor a commit: {said}"
+        ) from None
+    return done.stdout
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds a package's modules in a tree."""
+
+    def __init__(self, package: str, folder: Path):
+        self.package, self.folder = package, folder
+
+    def find_spec(self, fullname, path=None, target=None):
+        root, *parts = fullname.split(".")
+        if root != self.package:
+            return None
+        top = self.folder / (parts.pop(0) if parts[:1] == ["triton_kernels"] else OURS)
+        place = top.joinpath(*parts)
+        is_package = (place / "__init__.py").is_file()
+        file = place / "__init__.py" if is_package else place.with_suffix(".py")
+        if not file.is_file():
+            return None
+        loader = _Renaming(fullname, str(file), self.package)
+        locations = [str(place)] if is_package else None
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=loader, submodule_search_locations=locations
+        )
+
+
+class _Renaming(importlib.machinery.SourceFileLoader):
+    """Reads a file with the package's name replaced."""
+
+    def __init__(self, fullname: str, path: str, package: str):
+        super().__init__(fullname, path)
+        self.package = package
+
+    def path_stats(self, path):
+        raise OSError("compiled files beside the sources are of the package by its usual name")
+
+    def get_data(self, path):
+        if self.name == self.package:
+            return b""  # importing the package itself would register it with transformers
+        # names of modules and operations; not of folders, loggers and distributions
+        text = super().get_data(path).decode()
+        return re.sub(rf"\b{OURS}(?=\.\w|::)", self.package, text).encode()
