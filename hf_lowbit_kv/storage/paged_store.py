@@ -124,6 +124,16 @@ class PagedStore:
         if capacity is not None:
             self._mark_static()
 
+    @classmethod
+    def of(cls, spec: LayerSpec, state: LayerState, capacity: int | None) -> PagedStore:
+        """The store of a state that somebody else allocated and hands pages to, e.g. of some rows of a pool."""
+        store = cls.__new__(cls)
+        store.spec, store.capacity, store.state = spec, capacity, state
+        store.batch_size, store.num_heads = state.length.shape
+        store.head_dim_k, store.head_dim_v = state.head_dims
+        store.dtype, store.device = state.sink_k.dtype, state.length.device
+        return store
+
     # ---- capacity -------------------------------------------------------------------------------------------------
 
     @property

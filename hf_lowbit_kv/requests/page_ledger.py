@@ -1,0 +1,44 @@
+"""Which pages of a pool are free, and how many hold each of the others."""
+
+from __future__ import annotations
+
+
+class PageLedger:
+    """Counts the holders of every page. Rows, forks and kept prefixes hold pages; a page without a holder is free.
+
+    Args:
+        count: pages of the pool, numbered from 0.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free page, with one holder from here on. Raises `IndexError` where there is none."""
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """One more holder of a page that is not free."""
+        assert self._holders[page] > 0, f"page {page} is free"
+        self._holders[page] += 1
+
+    def drop(self, page: int) -> bool:
+        """One holder fewer. Whether the page is free now."""
+        assert self._holders[page] > 0, f"page {page} is free"
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self._free.append(page)
+            return True
+        return False
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]

@@ -1,0 +1,143 @@
+"""A model run on the rows of a pool: chunks of one row's prompt, and decode steps of any of the rows.
+
+A decode step of all rows in use is one call of the model, and on a GPU one CUDA graph per padded number of rows. Rows that take
+no part (they are still reading their prompt, or their slot is empty) are masked: they store nothing, and attend to nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..generation import recording
+from ..machine.cache_argument import as_argument
+from .pooled_cache import PooledCache
+from .row_pool import Row, RowPool
+from .slot_memory import StoredLayer
+
+
+def padded_rows(slots: int) -> list[int]:
+    """Numbers of rows that steps run with: powers of two, and all slots."""
+    sizes = [1]
+    while sizes[-1] * 2 < slots:
+        sizes.append(sizes[-1] * 2)
+    return sizes if slots == 1 else [*sizes, slots]
+
+
+@torch.no_grad()
+def read_once(model: Any, cache: LowBitCache, tokens: int) -> None:
+    """Let the model read a text of `tokens` tokens, so that the layers of an empty cache learn their sizes."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    positions = torch.arange(tokens, device=model.device)[None]
+    model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
+
+
+def stored_layers(cache: LowBitCache) -> list[StoredLayer]:
+    """What the layers of a cache store that has read tokens."""
+    return [StoredLayer.of(layer) for layer in cache.packed_layers]
+
+
+class PoolSteps:
+    """Chunks and decode steps of one model on one pool.
+
+    Args:
+        model: a transformers model, unwrapped, with our attention implementation selected whenever it is called here.
+        template: a cache of the model that has read tokens (`read_once`). pool: with the layers of this cache.
+        record: whether decode steps are recorded where the device has graphs.
+    """
+
+    def __init__(self, model: Any, template: LowBitCache, pool: RowPool, record: bool = True):
+        self.model, self.pool, self._template = model, pool, template
+        self.device = model.device
+        self._chunk = PooledCache(template, pool, 1)
+        self._batches: dict[int, PooledCache] = {}
+        self._make_graph = recording.graphs_for(self.device) if record else None
+        self._recorders: dict[int, recording.Recorder] = {}
+        self._steps: dict[int, recording.RecordedStep] = {}
+        #: int64 `[slots]`: of every row the newest token, which is not stored yet
+        with torch.inference_mode(False):
+            self.newest = torch.zeros(pool.slots, dtype=torch.long, device=self.device)
+        self.taken = 0
+        """decode steps that were run"""
+
+    def begin(self) -> None:
+        """The model may have changed since the last call: recordings are checked against it before they are used again."""
+        self._steps.clear()
+        for cache in self._batches.values():
+            cache.get_mask_sizes(1, 0)  # MLA layers look whether weights have changed
+
+    def leave(self, row: Row) -> None:
+        """The row leaves the pool."""
+        slot = row.slot
+        if (moved := self.pool.leave(row)) is not None:
+            self.newest[slot] = self.newest[len(self.pool.rows)]
+            assert moved.slot == slot
+
+    @torch.no_grad()
+    def read(self, row: Row, ids: torch.Tensor) -> torch.Tensor:
+        """Store the next tokens of a row's text.
+
+        Args:
+            ids: int64 `[n]`, on any device.
+
+        Returns:
+            logits of the token behind them, `[vocabulary]`.
+        """
+        tokens = len(ids)
+        self.pool.extend(row, tokens)
+        self.pool.flush()
+        self._chunk.place(row.slot)
+        self._chunk.begin(row.length)
+        positions = torch.arange(row.length, row.length + tokens, device=self.device)[None]
+        ids = ids.to(self.device, non_blocking=True)[None]
+        out = self.model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(self._chunk))
+        row.length += tokens
+        return out.logits[0, -1]
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Store the newest token of each of these rows, and attend with it.
+
+        Returns:
+            logits of the tokens behind them by slot, `[padded rows, vocabulary]`; those of other slots mean nothing.
+        """
+        used = len(self.pool.rows)
+        padded = next(size for size in padded_rows(self.pool.slots) if size >= used)
+        positions, taking_part = [0] * padded, [0] * padded
+        for row in rows:
+            self.pool.extend(row, 1)
+            positions[row.slot], taking_part[row.slot] = row.length, 1
+            row.length += 1
+        self.pool.flush()
+        host = torch.tensor([positions, taking_part], pin_memory=self.device.type == "cuda")
+        numbers = host.to(self.device, non_blocking=True)
+        cache = self._batch(padded)
+        cache.begin(max(positions))
+        inputs = {
+            "input_ids": self.newest[:padded, None],
+            "position_ids": numbers[0][:, None],
+            "attention_mask": numbers[1][:, None],
+            "use_cache": True,
+            **as_argument(cache),
+        }
+        self.taken += 1
+        step = self._step(padded)
+        out = self.model(**inputs) if step is None else step(self.model, **inputs)
+        return out.logits[:, -1]
+
+    def _batch(self, rows: int) -> PooledCache:
+        if rows not in self._batches:
+            self._batches[rows] = PooledCache(self._template, self.pool, rows)
+        return self._batches[rows]
+
+    def _step(self, rows: int) -> recording.RecordedStep | None:
+        """What takes the place of the model for a step of so many rows; `None`: nothing does."""
+        if self._make_graph is None:
+            return None
+        if rows not in self._steps:
+            recorder = self._recorders.setdefault(rows, recording.Recorder(self._make_graph))
+            self._steps[rows] = recording.RecordedStep(recorder)
+        return self._steps[rows]

@@ -1,0 +1,96 @@
+"""Some rows of a pool as a cache that a model can be called with.
+
+The model and the attention function see an ordinary preallocated cache. What differs: rows have different lengths, which the
+pool knows; so nothing is counted on the device, and the pool answers for the room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.pass_checks import Ledger, OverrunWatch
+from ..cache.token_counts import Length
+from ..storage.paged_store import PagedStore
+from .row_pool import RowPool
+
+
+class RowLength(Length):
+    """Of rows in a pool: at fixed addresses, so that steps can be recorded, and counted in Python alone."""
+
+    fixed = True
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+
+    def __copy__(self) -> RowLength:
+        """With a count of its own."""
+        new = RowLength(self.capacity or 0)
+        new.__dict__.update(self.__dict__)
+        return new
+
+
+class PooledLayer(LowBitLayer):
+    """A layer whose rows belong to a pool.
+
+    Args:
+        like: the layer of a cache that has read tokens. store: of the rows.
+    """
+
+    def __init__(self, like: LowBitLayer, store: PagedStore, capacity: int):
+        vars(self).update(vars(like))
+        self.store, self.batch_size, self.length = store, store.batch_size, RowLength(capacity)
+        self._forget()
+
+    def begin(self, length: int) -> None:
+        """A pass over rows of `length` tokens begins, whatever became of the last one."""
+        self.length.set(length)
+        self.taken, self.storing = length, False
+
+    def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
+        """Rows of a pool are not cropped, so nothing is kept of their padding."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.check_crop(tokens_to_remove):
+            raise ValueError("rows of a pool cannot be cropped")
+
+
+class PooledCache(LowBitCache):
+    """A number of rows of a pool, from a slot on.
+
+    Args:
+        template: a cache of the same model that has read tokens.
+        rows: how many.
+    """
+
+    def __init__(self, template: LowBitCache, pool: RowPool, rows: int):
+        vars(self).update(vars(template))
+        self._pool, self._rows = pool, rows
+        stores = [
+            PagedStore.of(layer.spec, state.rows(slice(0, rows)), pool.max_length)
+            for layer, state in zip(template.packed_layers, pool.memory.states, strict=True)
+        ]
+        self.layers: Any = [
+            PooledLayer(layer, store, pool.max_length)
+            for layer, store in zip(template.packed_layers, stores, strict=True)
+        ]
+        self._overrun, self._ledger = OverrunWatch(), Ledger()
+
+    def place(self, slot: int) -> None:
+        """From here on its rows are those from this slot on."""
+        for layer, state in zip(self.packed_layers, self._pool.memory.states, strict=True):
+            assert layer.store is not None
+            layer.store.state = state.rows(slice(slot, slot + self._rows))
+
+    def begin(self, length: int) -> None:
+        """A pass over rows of `length` tokens begins; of rows of different lengths any length will do."""
+        self._ledger = Ledger()
+        for layer in self.layers:
+            layer.begin(length)
+
+    def check_overrun(self, wait: bool = True) -> None:
+        """The pool gives every row its pages before a token comes, so there is nothing to ask the device for."""

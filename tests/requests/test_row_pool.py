@@ -1,0 +1,182 @@
+"""A pool of rows: every row writes what it writes alone, whoever comes and goes beside it."""
+
+import pytest
+import torch
+from cases import FORMATS, cache_of, tiny_models
+from fake_graph import in_place_of_graphs
+from mla_cases import tiny_models as latent_models
+from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests.page_ledger import PageLedger
+from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
+from hf_lowbit_kv.requests.row_pool import RowPool
+
+LENGTHS = (7, 33, 130, 300, 64)
+
+
+@pytest.fixture(scope="module")
+def model(one_thread):
+    return tiny_models("llama")[0]
+
+
+@pytest.fixture
+def texts():
+    return [torch.randint(3, 160, (length,)) for length in LENGTHS]
+
+
+def all_free(pool: RowPool) -> bool:
+    return not pool.rows and all(ledger.free == ledger.count for ledger in pool.ledgers.values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        ("dense", {}),
+        ("kivi-4-sink", {}),
+        ("kivi-2-hadamard", {}),
+        ("kv4", {"residual": 0}),
+        ("kivi-4-sink", {"per_layer": {0: {"residual": 0, "key_format": "int8-token"}}}),
+    ],
+)
+def test_rows_that_come_and_go_write_what_they_write_alone(model, texts, preset, options):
+    steps = steps_on(model, preset, slots=3, **options)
+    assert written(steps, texts) == [one_row(model, text, preset, **options) for text in texts]
+    assert all_free(steps.pool)
+    assert steps.pool.memory.lost == 0
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_every_format(model, formats):
+    """A row among others has the logits that a cache of its own gives."""
+    texts = [torch.randint(3, 160, (length,)) for length in (90, 41)]
+    window = {"page_size": 32, "residual": 32}
+    template = cache_of(model, formats, max_cache_len=32, **window)
+    read_once(model, template, 2)
+    steps = PoolSteps(model, template, RowPool(stored_layers(template), 2, 512, 256))
+    poison(steps.pool)
+    rows = [steps.pool.enter(128) for _ in texts]
+    for row, text in zip(rows, texts, strict=True):
+        steps.read(row, text)
+        steps.newest[row.slot] = 5
+    logits = steps.decode(rows)
+    for row, text in zip(rows, texts, strict=True):
+        alone = cache_of(model, formats, max_cache_len=256, **window)
+        with torch.no_grad():
+            model(text[None], past_key_values=alone)
+            expected = model(torch.tensor([[5]]), past_key_values=alone).logits[0, -1]
+        torch.testing.assert_close(logits[row.slot], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_latents():
+    model = latent_models("deepseek_v3")[0]
+    texts = [torch.randint(3, 100, (length,)) for length in (90, 41, 70)]
+    options = {"page_size": 32}
+    template = lb.from_preset("mla", model, max_cache_len=32, **options)
+    read_once(model, template, 2)
+    steps = PoolSteps(model, template, RowPool(stored_layers(template), 2, 512, 256))
+    fixed = {"do_sample": False, "pad_token_id": 0, "prefill_chunk_size": CHUNK, "cache_options": options}
+    alone = [lb.generate(model, text[None], "mla", 12, **fixed)[0, len(text) :].tolist() for text in texts]
+    assert written(steps, texts, 12) == alone
+
+
+def test_a_fork_goes_on_by_itself_and_shares_full_pages(model, texts):
+    steps = steps_on(model, slots=3)
+    pool, text = steps.pool, texts[3]
+    expected = one_row(model, text, new_tokens=40)
+    row = pool.enter(len(text) + 60)
+    (ledger,) = pool.ledgers.values()
+    first = read(steps, row, text)
+    before = ledger.free
+    forks = [pool.fork(row, len(text) + 60) for _ in range(2)]
+    assert ledger.free == before
+    for fork, token in zip(forks, (3, 4), strict=True):  # they go other ways
+        steps.newest[fork.slot] = token
+    answers = [first]
+    for _ in range(39):
+        answers.append(decode(steps, [row, *forks])[0])
+    assert answers == expected
+    steps.leave(row)
+    poison(pool)
+    # a fork lives on when the row it came from has left
+    assert torch.isfinite(steps.decode(forks)[: len(forks)]).all()
+    for fork in forks:
+        steps.leave(fork)
+    assert all_free(pool)
+
+
+def test_an_open_page_is_copied(model, texts):
+    steps = steps_on(model, "kv4", slots=2, residual=0)
+    text = texts[2][:80]  # two pages and a half
+    row = steps.pool.enter(200)
+    answer = [read(steps, row, text)]
+    fork = steps.pool.fork(row, 200)
+    steps.newest[fork.slot] = 9
+    for _ in range(30):
+        answer.append(decode(steps, [row, fork])[0])
+    assert answer == one_row(model, text, "kv4", 31, residual=0)
+
+
+def test_a_prefix_outlives_its_row(model, texts):
+    """In the dtype of the model, so that tokens read behind a prefix are those of a text that is read whole."""
+    steps = steps_on(model, "dense", slots=2)
+    pool, text = steps.pool, texts[3]
+    row = pool.enter(400)
+    read(steps, row, text)
+    length = pool.prefix_lengths(len(text))[-1]
+    assert length == 256
+    prefix = pool.prefix(row, length)
+    steps.leave(row)
+    poison(pool)
+    longer = torch.cat([text[:length], texts[2]])
+    row = pool.enter(500, prefix)
+    assert row.length == length
+    answer = [read(steps, row, longer[length:])]
+    for _ in range(19):
+        answer += decode(steps, [row])
+    assert answer == one_row(model, longer, "dense")
+    steps.leave(row)
+    assert not all_free(pool)
+    assert pool.drop(prefix) == 8
+    assert all_free(pool)
+
+
+def test_a_row_that_does_not_fit_changes_nothing(model):
+    steps = steps_on(model, slots=3, tokens=256, max_length=512)
+    pool = steps.pool
+    (ledger,) = pool.ledgers.values()
+    assert not pool.could_ever_fit(400)
+    assert pool.could_ever_fit(300)
+    row = pool.enter(300)
+    with pytest.raises(ValueError, match="does not fit"):
+        pool.enter(200)
+    with pytest.raises(ValueError, match="limit=513"):
+        pool.enter(513)
+    assert ledger.free == ledger.count  # pages come when they are due
+    steps.read(row, torch.zeros(200, dtype=torch.long))
+    assert ledger.free < ledger.count
+    with pytest.raises(ValueError, match="its limit is 300"):
+        steps.read(row, torch.zeros(101, dtype=torch.long))
+    steps.leave(row)
+    assert all_free(pool)
+
+
+def test_steps_are_recorded_once_for_each_padded_number_of_rows(model, monkeypatch, texts):
+    expected = [one_row(model, text) for text in texts]
+    graphs = in_place_of_graphs(monkeypatch)
+    steps = steps_on(model, slots=5)
+    assert written(steps, texts) == expected
+    assert padded_rows(5) == [1, 2, 4, 5]
+    assert 0 < len(graphs) <= 4
+    # the first step of each size runs eagerly
+    assert sum(graph.replays for graph in graphs) >= steps.taken - 4
+
+
+def test_a_page_is_free_when_its_last_holder_drops_it():
+    ledger = PageLedger(2)
+    page = ledger.take()
+    ledger.hold(page)
+    assert not ledger.drop(page)
+    assert ledger.free == 1
+    assert ledger.drop(page)
+    assert ledger.free == 2

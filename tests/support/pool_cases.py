@@ -1,0 +1,73 @@
+"""What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for what nobody holds."""
+
+from __future__ import annotations
+
+from cases import SMALL_PAGES
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
+from hf_lowbit_kv.requests.row_pool import RowPool
+
+CHUNK = 64
+
+
+def steps_on(model, preset="kivi-4-sink", slots=4, tokens=2048, max_length=512, poisoned=True, **options) -> PoolSteps:
+    """A model on a new pool, whose free memory is poisoned."""
+    template = lb.from_preset(preset, model, max_cache_len=32, **SMALL_PAGES | options)
+    read_once(model, template, 2)
+    steps = PoolSteps(model, template, RowPool(stored_layers(template), slots, tokens, max_length))
+    if poisoned:
+        poison(steps.pool)
+    return steps
+
+
+def poison(pool: RowPool) -> None:
+    """NaN in every page that nobody holds, and in every window of an empty slot."""
+    for group in pool.memory.groups:
+        for window in group.windows:
+            window[:, len(pool.rows) :] = float("nan")
+        ledger = pool.ledgers[group.paging]
+        for page in range(ledger.count):
+            if not ledger.holders(page):
+                group.pages[:, page] = 255  # NaN in every floating point format
+
+
+def one_row(model, ids, preset="kivi-4-sink", new_tokens=20, chunk=CHUNK, **options):
+    """The tokens that `lb.generate` writes behind these ids, which it reads in chunks."""
+    cache_options = SMALL_PAGES | options
+    fixed = {"do_sample": False, "pad_token_id": 0, "prefill_chunk_size": chunk, "progress": False}
+    out = lb.generate(model, ids[None], preset, new_tokens, cache_options=cache_options, **fixed)
+    return out[0, len(ids) :].tolist()
+
+
+def read(steps, row, ids, chunk=CHUNK) -> int:
+    """Read a text to its end. The greedy token behind it."""
+    for part in ids.split(chunk):
+        logits = steps.read(row, part)
+    steps.newest[row.slot] = logits.argmax()
+    return int(logits.argmax())
+
+
+def decode(steps, rows) -> list[int]:
+    """A step of these rows. Their greedy tokens."""
+    slots = [row.slot for row in rows]
+    found = steps.decode(rows)[slots].argmax(-1)
+    steps.newest[slots] = found
+    return found.tolist()
+
+
+def written(steps, texts, new_tokens=20) -> list[list[int]]:
+    """Greedy answers to these texts, read as slots become free. Free memory is poisoned all the time."""
+    answers: list[list[int]] = [[] for _ in texts]
+    waiting, rows = list(range(len(texts))), {}
+    while waiting or rows:
+        if waiting and steps.pool.free_slots and not steps.pool.missing(len(texts[waiting[0]]) + new_tokens):
+            index = waiting.pop(0)
+            row = rows[index] = steps.pool.enter(len(texts[index]) + new_tokens)
+            answers[index].append(read(steps, row, texts[index]))
+        for index, token in zip(rows, decode(steps, list(rows.values())), strict=True):
+            answers[index].append(token)
+        for index in [index for index in rows if len(answers[index]) == new_tokens]:
+            steps.leave(rows.pop(index))
+            poison(steps.pool)
+    return answers
