@@ -32,6 +32,7 @@ from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.storage.paged_store import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
 
+from .data_parallel import ALONE, Processes
 from .texts import Text, read_text
 
 #: positions whose distributions are compared at a time
@@ -77,6 +78,16 @@ class Scores:
         for name, x in found.items():
             self._parts[name].append(x.cpu())
 
+    @classmethod
+    def joined(cls, windows: Sequence[Scores]) -> Scores:
+        """Those of a text, from those of its windows in their order."""
+        whole = cls()
+        for window in windows:
+            for name, parts in window._parts.items():
+                whole._parts[name] += parts
+            whole.bits_per_value = window.bits_per_value
+        return whole
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """`nll`, `nll_full`, `kl` (nats), `agrees` or `position`, float64 `[positions]`."""
         return torch.cat(self._parts[name]).double()
@@ -119,6 +130,7 @@ def run(
     progress: bool = True,
     overrides: dict[str, Any] | None = None,
     windows: int = 1,
+    processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
     """Score presets on texts.
 
@@ -130,6 +142,7 @@ def run(
         chunk: tokens fed at a time, at most; see the module's description.
         overrides: further arguments of `from_preset`, for every preset.
         windows: windows of each text, one behind the other, at most; 0: as many as it has.
+        processes: those that share the windows. Each returns the results of all.
 
     Returns:
         One dict a preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything counted),
@@ -144,7 +157,7 @@ def run(
     overrides = overrides or {}
     names = list(dict.fromkeys(presets))
     factories = {name: functools.partial(from_preset, name, model, **overrides) for name in names}
-    found = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress)
+    found = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress, processes=processes)
     edges = position_edges(start, context)
     return [{"preset": name} | mean_row(of, edges) for name, of in found.items()]
 
@@ -169,6 +182,7 @@ def score(
     progress: bool = True,
     batch: int = 1,
     parallel: bool = False,
+    processes: Processes = ALONE,
 ) -> dict[str, list[Scores]]:
     """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
     are those of `run`. batch: windows that go through a cache side by side, as rows; on a GPU several cost what one does.
@@ -184,16 +198,15 @@ def score(
     pieces = [(text.name, window_tokens(text, tokenizer, context, windows)) for text in map(read_text, texts)]
     if not pieces:
         raise ValueError("texts=[] is not allowed; give one text or more")
-    found: dict[str, list[Scores]] = {name: [] for name in factories}
-    rows = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
+    everything = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
+    rows = processes.part(everything)
+    found: dict[str, list[Scores]] = {name: [Scores() for _ in rows] for name in factories}
     exact = 1 if parallel else len(groups)  # full-precision passes: one pass has no chunks
     steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output is the caller's
-    with Progress(*columns, console=console, disable=not progress, transient=True) as bar:
+    with Progress(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
-        for name in factories:
-            found[name] = [Scores() for _ in pieces]
         for first in range(0, len(rows), batch):
             some = rows[first : first + batch]
             bar.update(task, description=", ".join(dict.fromkeys(text for _, text, _ in some)))
@@ -203,14 +216,16 @@ def score(
                 full = _whole_logits(model, ids, start, DynamicCache(config=model.config))
                 bar.advance(task, ids.numel())
             for bounds, group in groups.items():
-                scores = {name: [found[name][number] for number, _, _ in some] for name in group}
+                scores = {name: found[name][first : first + batch] for name in group}
                 if full is not None:
                     makers = {name: factories[name] for name in group}
                     _score_in_one_pass(ids, full, makers, scores, model, bounds, start, bar, task)
                 else:
                     caches = {name: factories[name]() for name in group}
                     _score_windows(ids, caches, scores, model, bounds, start, bar, task)
-    return found
+    of_windows = {name: processes.gather(scores) for name, scores in found.items()}
+    by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
+    return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
 
 
 def check_window(model: Any, context: int, start: int) -> None:

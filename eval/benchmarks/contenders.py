@@ -73,6 +73,8 @@ class Contender:
     compile_config: Any = None
     length: int = 0
     filled: int = 0
+    kv_heads: int | None = None
+    """KV heads that this process holds, where tensor parallelism splits those of the model"""
     source: list[torch.Tensor] = field(default_factory=list)
     """what caches are set back to: keys and values `[B, H, n, D]` of all tokens (the host's) or of the tail (ours)"""
 
@@ -97,7 +99,7 @@ class Contender:
         self.length, config, model = tokens - 1, self.model.config, self.model
         if self.ours:
             if self.length > self.filled:  # a longer history serves a shorter length
-                fill_low_bit(self.cache, model, self.batch, self.length)
+                fill_low_bit(self.cache, model, self.batch, self.length, self.kv_heads)
                 self.filled = self.length
                 state = self.cache.packed_layers[0].store.state
                 self.source = [state.tail_k.clone(), state.tail_v.clone()]
@@ -254,10 +256,11 @@ def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitC
     return lb.from_preset(preset, model_or_config, **window, **options)
 
 
-def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int) -> None:
-    """Make every row hold `tokens` random tokens, the same in every layer."""
+def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int, kv_heads: int | None = None) -> None:
+    """Make every row hold `tokens` random tokens, the same in every layer. kv_heads: those of this process [default: all]."""
     config = model.config
-    empty = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
+    heads = config.num_key_value_heads if kv_heads is None else kv_heads
+    empty = torch.zeros(batch, heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
     first: Any = None
     layers: list[Any] = cache.packed_layers
     for layer in layers:

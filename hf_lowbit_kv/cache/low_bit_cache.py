@@ -29,7 +29,7 @@ from .implementation import warn_if_dense
 from .low_bit_layer import LowBitLayer
 from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers, tensors_of
 from .pass_checks import Ledger, OverrunError, OverrunWatch
-from .served_models import check_reading, text_config, tp_size, unwrap
+from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 
 BYTE_KINDS = ("codes", "metadata", "window", "parameters", "unused", "transformers")
 
@@ -159,6 +159,7 @@ class LowBitCache(Cache):
         given = layer_parameters(parameters, specs)
         ranks = tp_size(model_or_config)
         for index, side in sides.items():
+            check_split_heads(model_or_config, sizes[index].heads)
             check_layer(index, specs[index], sizes[index], given[index])
             made = specs[index], config, sizes[index].heads, max_cache_len, backend, ranks, side, given[index]
             layers[index] = LowBitLayer(*made)

@@ -94,3 +94,31 @@ def tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:
     in the configuration of a model that it has loaded so."""
     config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+
+
+#: projections whose outputs hold the keys of all heads, as models name them
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads: int | None) -> None:
+    """Raise where tensor parallelism would cut a KV head in two. transformers splits the output channels of the key
+    projection evenly over ranks, whatever the heads are, and the model's forward pass then fails at a shape.
+
+    Args:
+        heads: KV heads of a layer, of all ranks together; `None`: not known.
+
+    Raises:
+        ValueError: the number of ranks does not divide `heads`, and the model's plan splits the key projection.
+    """
+    ranks = tp_size(model_or_config)
+    if heads is None or heads % ranks == 0:
+        return
+    is_model = isinstance(model_or_config, PreTrainedModel)
+    plan = getattr(model_or_config, "tp_plan" if is_model else "base_model_tp_plan", None) or {}
+    split = [name for name, style in plan.items() if style == "colwise"]
+    if any(name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS for name in split):
+        fitting = max(count for count in range(1, heads + 1) if heads % count == 0 and count < ranks)
+        raise ValueError(
+            f"tp_size={ranks} does not divide num_key_value_heads={heads}: transformers would give each rank a part of a KV "
+            f"head. Use tp_size={fitting}, or device_map='auto', which spreads whole layers over the GPUs"
+        )

@@ -25,6 +25,7 @@ from .shared_options import (
     print_json,
     print_table,
     progress,
+    refuse_several_processes,
     resolve_presets,
 )
 
@@ -60,10 +61,13 @@ def main(args: list[str] | None = None) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
 ) -> None:
     global _traceback_wanted
     _traceback_wanted = traceback
+    if context.invoked_subcommand != "eval":  # which looks at its own commands
+        refuse_several_processes(str(context.invoked_subcommand))
 
 
 @app.command()

@@ -10,8 +10,8 @@ import torch
 import typer
 from rich.console import Console
 
+from ..eval import data_parallel, preset_search
 from ..eval import needle as task
-from ..eval import preset_search
 from ..eval.chunked_reader import FULL
 from ..eval.layer_errors import run as measure_layers
 from ..eval.local_models import default_texts
@@ -32,11 +32,13 @@ from .shared_options import (
     SetOption,
     all_presets,
     check_device,
+    device_of_process,
     load,
     parse_overrides,
     print_json,
     print_table,
     progress,
+    refuse_several_processes,
     resolve_presets,
 )
 
@@ -116,7 +118,7 @@ def lm_eval(
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
-    check_device(device)
+    check_device(device_of_process(device))
     presets = [FULL, *names] if full else names
     if not presets:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
@@ -138,6 +140,7 @@ def lm_eval(
     for name in names:
         lm.use(name, **given)  # raises for what a preset cannot do, before anything is measured
     rows = evaluate(lm, presets, chosen, context.args, **given)
+    data_parallel.leave()
     if lm.rank != 0:
         return
     if as_json:
@@ -237,12 +240,27 @@ def perplexity(
     if text and dataset:
         raise ValueError("--text and --dataset exclude each other; give one of them")
     changes = parse_overrides(overrides, calibration)
+    device = device_of_process(device)
+    processes = data_parallel.join()
     texts: list[Path | Text] = [*(text or default_texts())]
     if dataset:
         texts = [dataset_text(dataset, config, split, column, context * (windows or 10_000))]
     loaded, tokenizer = load(model, device, dtype)
     names = names or all_presets(loaded, changes)
-    rows = run(names, texts, loaded, tokenizer, context=context, start=start, windows=windows, overrides=changes)
+    rows = run(
+        names,
+        texts,
+        loaded,
+        tokenizer,
+        context=context,
+        start=start,
+        windows=windows,
+        overrides=changes,
+        processes=processes,
+    )
+    data_parallel.leave()
+    if not processes.is_first:
+        return
     if as_json:
         print_json(rows)
         return
@@ -385,6 +403,16 @@ def recommend(
 
 
 eval_app = typer.Typer(help="Measure presets against the full-precision cache.", no_args_is_help=True)
+#: measurements that several processes can share
+SHARED = ("perplexity", "lm-eval")
+
+
+@eval_app.callback()
+def _check_processes(context: typer.Context) -> None:
+    if context.invoked_subcommand not in SHARED:
+        refuse_several_processes(f"eval {context.invoked_subcommand}")
+
+
 eval_app.command("perplexity")(perplexity)
 eval_app.command("layers")(layers)
 eval_app.command("sweep")(sweep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..calibration_files.calibration_file import Calibration
+from ..eval.data_parallel import process_count
 from ..eval.local_models import load_model
 from ..eval.preset_search import fitting_presets
 from ..presets import get_preset
@@ -107,6 +109,33 @@ def check_device(name: str | None) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return where
+
+
+def device_of_process(name: str | None) -> str | None:
+    """`--device` for this process. Of several processes on GPUs, each takes the GPU of its own.
+
+    Raises:
+        ValueError: several processes were started, and one GPU is named for all of them.
+    """
+    count = process_count()
+    if count == 1 or name == "cpu":
+        return name
+    if name is not None and torch.device(name).index is not None:
+        raise ValueError(
+            f"--device {name!r} with {count} processes is not allowed: each takes a GPU of its own; leave --device out"
+        )
+    if not torch.cuda.is_available():
+        return name
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+
+
+def refuse_several_processes(command: str) -> None:
+    """Raise `ValueError` where a launcher has started several processes, each of which would do all the work."""
+    if (count := process_count()) > 1:
+        raise ValueError(
+            f"`{command}` runs in one process, and WORLD_SIZE={count}: start it without accelerate launch or torchrun. "
+            "Several processes can share `eval perplexity` and `eval lm-eval`"
+        )
 
 
 @contextmanager

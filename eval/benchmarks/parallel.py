@@ -1,0 +1,330 @@
+"""Tensor parallelism, measured: `torchrun --nproc-per-node N -m hf_lowbit_kv.eval.benchmarks.parallel`.
+
+A model with random weights is loaded with tensor parallelism: each rank holds a part of the weights and some of the KV heads. N
+may be 1, which is what more GPUs are compared with. Two shapes: `llama-8b` and `llama-70b`, cut to the layers that fit.
+
+First texts are compared. All ranks must write the same tokens. `--reference FOLDER` keeps the tokens and logits of one GPU
+(N = 1), or compares with those. A row counts as equal, or as a near-tie: at its first other token, the two likeliest tokens of
+one GPU are closer than six times the typical (root mean square) difference of a logit. Anything else fails, and is not timed.
+Then caches are filled with random keys and values, and decode steps are timed as in `bench_generate.py`.
+
+- `step_ms`: median time of a step of `generate` on rank 0. `tokens_per_second`: of all rows.
+- `nbytes`: allocated bytes of the cache, of each rank. `peak_bytes`: the allocator's peak in a step, of each rank.
+- `mode`: `eager` or `recorded`. `why_eager`: why steps could not be recorded and ran eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import statistics
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
+from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.generation import recording
+from hf_lowbit_kv.machine.cache_argument import as_argument
+
+PRESETS = ("dense", "kv8", "kivi-4-sink", "kivi-2", "eigen-2")
+MODES = ("eager", "recorded")
+#: rows x tokens attended to
+CASES = ("1x131072", "8x32768")
+#: bytes of a GPU for weights, before they are split: each rank makes all of them, and keeps its part
+WEIGHTS_LIMIT = 50e9
+#: the text that is compared: rows, tokens of the prompt, new tokens
+TEXT = (2, 1500, 32)
+console = wide_console()
+
+
+class TextsDifferError(RuntimeError):
+    """Ranks, or several GPUs and one, write other texts, so nothing was timed."""
+
+
+class Case(NamedTuple):
+    """Rows, and tokens that each attends to."""
+
+    batch: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `ROWSxTOKENS`."""
+        batch, _, tokens = text.partition("x")
+        if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens) > 1):
+            raise typer.BadParameter(f"case={text!r} is not understood; allowed: ROWSxTOKENS, e.g. 8x32768")
+        return cls(int(batch), int(tokens))
+
+
+# ---- the model --------------------------------------------------------------------------------------------------------
+
+
+def llama_70b(layers: int = 80) -> LlamaConfig:
+    """The shape of Llama 3.1 70B."""
+    config = llama_8b(layers)
+    config.update({"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64})
+    return config
+
+
+def tiny(layers: int = 2) -> LlamaConfig:
+    """A shape for a dry run on a CPU, with four KV heads."""
+    config = llama_8b(layers)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config.update({**sizes, "head_dim": 64, "vocab_size": 96})
+    return config
+
+
+SHAPES = {"llama-8b": llama_8b, "llama-70b": llama_70b, "tiny": tiny}
+
+
+def fitting_layers(shape: str) -> int:
+    """As many layers of the shape as `WEIGHTS_LIMIT` has room for in 16 bits, at most those of the model."""
+    full, none, one = (_weights(SHAPES[shape](*layers)) for layers in ((), (0,), (1,)))
+    per_layer = one - none
+    return int(min((full - none) // per_layer, (WEIGHTS_LIMIT / 2 - none) // per_layer))
+
+
+def _weights(config: LlamaConfig) -> int:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def split_model(config: LlamaConfig, processes: Processes, device: torch.device, seed: int = 0) -> Any:
+    """A model with random weights, split over the processes. The weights are the same however many processes there are."""
+    config.max_position_embeddings = 2**21  # beyond it transformers warns
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, weight in empty.state_dict().items():
+        random = torch.empty(weight.shape, dtype=dtype, device=device)
+        weights[name] = random.fill_(1) if weight.dim() == 1 else random.normal_(0, 0.02, generator=generator)
+    split = {} if processes.count == 1 else {"distributed_config": DistributedConfig(processes.count, "auto")}
+    # without a name, transformers takes the weights of `state_dict`, and keeps this rank's part of each
+    model = type(empty).from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, attn_implementation=lb.ATTENTION_NAME, **split
+    )
+    model = model if split else model.to(device)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+# ---- texts ------------------------------------------------------------------------------------------------------------
+
+
+def written(preset: str, model: Any) -> dict[str, torch.Tensor]:
+    """Tokens `[rows, new]` that follow a random prompt, and their logits `[rows, new, vocabulary]`, on the CPU."""
+    rows, tokens, new = TEXT
+    ids = torch.randint(0, model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(model.device)
+    cache = make(preset, "eager", model, rows, 0).cache
+    out = model.generate(
+        inputs=ids,
+        attention_mask=torch.ones_like(ids),
+        **as_argument(cache),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return {"tokens": out.sequences[:, tokens:].cpu(), "logits": torch.stack(out.logits, 1).float().cpu()}
+
+
+def compared(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Rows that are equal to the reference, and rows that leave it at a near-tie.
+
+    Raises:
+        TextsDifferError: a row leaves it where the two likeliest tokens are apart.
+    """
+    equal = 0
+    for row, (ours, theirs) in enumerate(zip(found["tokens"], reference["tokens"], strict=True)):
+        if torch.equal(ours, theirs):
+            equal += 1
+            continue
+        step = int((ours != theirs).nonzero()[0])
+        exact = reference["logits"][row, step]
+        best = exact.topk(2).values
+        if best[0] - best[1] > 6 * (found["logits"][row, step] - exact).square().mean().sqrt():
+            raise TextsDifferError(
+                f"token {step} of row {row} is {int(ours[step])}; on one GPU it is {int(theirs[step])}"
+            )
+    return {"rows_equal": equal, "rows_near_tie": len(found["tokens"]) - equal}
+
+
+def check_texts(preset: str, model: Any, processes: Processes, reference: Path | None) -> dict[str, Any]:
+    """Compare the texts of all ranks, and with those of one GPU."""
+    found = written(preset, model)
+    everyone = gathered(processes, found["tokens"].tolist())
+    if any(tokens != everyone[0] for tokens in everyone):
+        raise TextsDifferError(f"{preset}: ranks do not write the same tokens: {everyone}")
+    result: dict[str, Any] = {"ranks_equal": True, "text": list(TEXT)}
+    if reference is None:
+        return result
+    path = reference / f"{preset}.pt"
+    if processes.count == 1:
+        reference.mkdir(parents=True, exist_ok=True)
+        torch.save(found, path)
+        return result
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: run with one process and the same --reference first")
+    return result | compared(found, torch.load(path))
+
+
+def gathered(processes: Processes, value: Any) -> list[Any]:
+    """The value of each rank."""
+    if processes.count == 1:
+        return [value]
+    values: list[Any] = [None] * processes.count
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------------
+
+
+def timed(contender: Contender, processes: Processes, steps: int, rounds: int) -> dict[str, Any]:
+    """Time of a step, and bytes of each rank."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        contender.steps_ms(2)  # loads kernels, records
+        told += [str(each.message) for each in caught if "cannot be recorded" in str(each.message)]
+    if contender.mode == "recorded" and recording.graphs_for(contender.model.device) is None:
+        told.append(f"a device of type {contender.model.device.type!r} has no graphs")
+    samples = [ms for _ in range(rounds) for ms in contender.steps_ms(steps)]
+    with PeakMemory(contender.model.device) as peak:
+        contender.steps_ms(2)
+    weights = sum(_local(weight).nbytes for weight in contender.model.parameters())
+    growth = None if peak.growth is None else peak.before + peak.growth
+    step = statistics.median(samples)
+    return {
+        "step_ms": step,
+        "tokens_per_second": contender.batch / step * 1e3,
+        "nbytes": gathered(processes, contender.allocated_bytes()),
+        "weight_bytes": gathered(processes, weights),
+        "peak_bytes": gathered(processes, growth),
+        "why_eager": told[0] if told else None,
+    }
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def kv_heads_here(model: Any, processes: Processes) -> int:
+    return model.config.num_key_value_heads // processes.count
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SHAPES)}.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model [default: as many as fit].")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help=f"Repeatable [default: {', '.join(PRESETS)}].")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(MODES)}.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"ROWSxTOKENS, repeatable [default: {', '.join(CASES)}].")
+    ] = None,
+    record_collectives: Annotated[
+        bool, typer.Option(help="Try to record steps that talk to other ranks, which lb.generate refuses.")
+    ] = False,
+    reference: Annotated[Path | None, typer.Option(help="Folder with texts of one GPU; N = 1 writes it.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Samples.")] = 3,
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/parallel-<gpu>.jsonl].")] = None,
+) -> None:
+    """Compare texts, then time decode steps; rank 0 appends a JSON line for each preset, mode and case."""
+    cases = [Case.parse(text) for text in case or CASES]
+    modes, shapes = mode or list(MODES), shape or ["llama-8b", "llama-70b"]
+    for name, allowed in [*((x, SHAPES) for x in shapes), *((x, MODES) for x in modes)]:
+        if name not in allowed:
+            raise typer.BadParameter(f"{name!r} is not known; allowed: {', '.join(allowed)}")
+    processes = join()
+    device = processes.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    faults, rows = [], []
+    for name in shapes:
+        count = fitting_layers(name) if layers is None else layers
+        model = split_model(SHAPES[name](count), processes, device)
+        common = {"gpu": device_name(device), "ranks": processes.count, "shape": name, "layers": count}
+        common |= {"dtype": str(model.dtype).removeprefix("torch."), "collectives_recorded": record_collectives}
+        common |= provenance(commit)
+        for each in preset or PRESETS:
+            try:
+                texts = check_texts(each, model, processes, reference and reference / name)
+            except TextsDifferError as error:
+                faults.append(f"{name} {each}: {error}")
+                continue
+            for how, size in itertools.product(modes, cases):
+                record = common | {"preset": each, "mode": how, "batch": size.batch, "tokens": size.tokens} | texts
+                with _as_if_recordable() if record_collectives else contextlib.nullcontext():
+                    record |= _filled_and_timed(each, how, size, model, processes, steps, rounds)
+                rows.append(record)
+                if processes.is_first:
+                    append_record(out or results_path("parallel", device_name(device)), record)
+        del model
+        gc.collect()
+    leave()
+    if processes.is_first:
+        if rows:
+            console.print(table(rows))
+        for fault in faults:
+            console.print(f"FAILED, not timed: {fault}", markup=False)
+    if faults:
+        raise typer.Exit(1)
+
+
+def _filled_and_timed(
+    preset: str, mode: str, case: Case, model: Any, processes: Processes, steps: int, rounds: int
+) -> dict[str, Any]:
+    contender = make(preset, mode, model, case.batch, case.tokens + HEADROOM)
+    contender.kv_heads = kv_heads_here(model, processes)
+    contender.fill(case.tokens)
+    return timed(contender, processes, steps, rounds)
+
+
+def _as_if_recordable() -> Any:
+    """Inside, only what happens when a step is recorded keeps it from being recorded."""
+    return patch.object(recording, "why_not_recorded", lambda model: None)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The records of a run."""
+    shown = Table(title=f"{rows[0]['ranks']} x {rows[0]['gpu']}, tensor parallelism")
+    for column in ("shape", "layers", "preset", "mode", "rows x tokens", "ms a step", "tokens/s", "GB a rank", "texts"):
+        shown.add_column(column, justify="left" if column in ("shape", "preset", "mode") else "right")
+    for row in rows:
+        texts = f"{row['rows_equal']} equal, {row['rows_near_tie']} near-ties" if "rows_equal" in row else ""
+        shown.add_row(
+            row["shape"],
+            str(row["layers"]),
+            row["preset"],
+            "eager (not recorded)" if row["why_eager"] else row["mode"],
+            f"{row['batch']} x {row['tokens']}",
+            f"{row['step_ms']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            ", ".join(f"{count / 1e9:.3f}" for count in row["nbytes"]),
+            texts,
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,107 @@
+"""Tensor parallelism: two processes on a CPU, each with half of the KV heads, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cases import left_padded, random_parameters, tiny_models
+from ranks import raised, run_ranks
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.machine.cache_argument import as_argument
+
+#: eigen-2 has a matrix for each KV head, of which a rank needs its own
+PRESETS = ("dense", "kivi-4-sink", "kivi-2", "eigen-2")
+NEW = 12
+
+
+def options_of(preset: str, model) -> dict:
+    spec = lb.get_preset(preset).spec()
+    return {"parameters": random_parameters(model, spec)} if spec.parameters(64, 64, 2) else {}
+
+
+def texts(model, presets=PRESETS) -> dict[str, list]:
+    """By preset and kind of cache: tokens of two rows of unequal length, and what the cache holds."""
+    ids, mask = left_padded(2, 300)
+    found = {}
+    for preset in presets:
+        common = {"inputs": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        cache = lb.from_preset(preset, model, **options_of(preset, model))
+        grown = model.generate(**common, **as_argument(cache))
+        kept = lb.generate(model, **common, preset=preset, cache_options=options_of(preset, model), progress=False)
+        bytes_of = {name: n for name, n in cache.nbytes.parts.items() if name != "unused"}
+        found[preset] = [grown[:, 300:].tolist(), kept[:, 300:].tolist(), bytes_of]
+    return found
+
+
+def _rank(rank: int, folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    def load(name: str):
+        split = DistributedConfig(tp_size=2, tp_plan="auto")
+        return AutoModelForCausalLM.from_pretrained(
+            f"{folder}/{name}", distributed_config=split, attn_implementation="lowbit_kv"
+        ).eval()
+
+    model = load("two-heads")
+    results = {"texts": texts(model)}
+    with raised() as results["one head"]:
+        lb.from_preset("kivi-2", load("one-head"))
+    with raised() as results["one head, generate"]:
+        lb.generate(load("one-head"), torch.ones(1, 4, dtype=torch.long), preset="kivi-2", max_new_tokens=2)
+    if rank == 1:
+        _save(folder, rank, results)
+        os._exit(3)  # in the middle of the other's work, as a process that ran out of memory
+    with raised() as results["the other died"]:
+        texts(model, PRESETS[:1])
+    _save(folder, rank, results)
+
+
+def _save(folder: str, rank: int, results: dict) -> None:
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks found, and their exit codes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, heads in (("two-heads", 2), ("one-head", 1)):
+        tiny_models("llama", num_key_value_heads=heads)[1].save_pretrained(folder / name)
+    codes = run_ranks(_rank, 2, str(folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], codes
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return texts(tiny_models("llama")[0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_texts_of_both_ranks_are_those_of_one_process(two_ranks, one_process, preset):
+    for found in two_ranks[0]:
+        assert found["texts"][preset][:2] == one_process[preset][:2]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_rank_holds_half_of_the_bytes(two_ranks, one_process, preset):
+    for found in two_ranks[0]:
+        assert {name: 2 * n for name, n in found["texts"][preset][2].items()} == one_process[preset][2]
+
+
+def test_a_kv_head_is_not_cut_in_two(two_ranks):
+    for found in two_ranks[0]:
+        for name in ("one head", "one head, generate"):
+            (message,) = found[name]
+            assert "tp_size=2 does not divide num_key_value_heads=1" in message
+            assert "Use tp_size=1" in message
+
+
+def test_a_rank_that_dies_ends_the_other_with_an_error(two_ranks):
+    (left, _), codes = two_ranks
+    assert codes == [0, 3]  # `run_ranks` has raised if the first one waited forever
+    assert left["the other died"][0].startswith("RuntimeError")

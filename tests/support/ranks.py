@@ -1,0 +1,72 @@
+"""Several processes that talk through gloo on this machine, as `torchrun` starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+#: seconds after which processes that do not end count as hanging
+PATIENCE = 60
+
+
+def run_ranks(function: Callable[..., None], count: int, *args: Any, patience: float = PATIENCE) -> list[int]:
+    """Run `function(rank, *args)` in `count` new processes, with the environment that `torchrun` gives them.
+
+    Returns:
+        The exit code of each.
+
+    Raises:
+        TimeoutError: they have not ended in time. They are killed then.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_as_rank, args=(function, rank, count, port, args)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))
+    if hanging := [rank for rank, process in enumerate(processes) if process.is_alive()]:
+        for process in processes:
+            process.kill()
+        raise TimeoutError(f"ranks {hanging} had not ended after {patience} s")
+    return [process.exitcode or 0 for process in processes]
+
+
+def _as_rank(function: Callable[..., None], rank: int, count: int, port: int, args: tuple) -> None:
+    os.environ |= launcher_environment(rank, count, port)
+    torch.set_num_threads(1)
+    function(rank, *args)
+
+
+def launcher_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What `torchrun` tells a process, on one machine without a GPU."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextmanager
+def raised() -> Iterator[list[str]]:
+    """Collects the message of an error that is raised inside."""
+    messages: list[str] = []
+    try:
+        yield messages
+    except (RuntimeError, ValueError) as error:
+        messages.append(f"{type(error).__name__}: {error}")
