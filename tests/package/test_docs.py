@@ -123,7 +123,7 @@ def test_modules_that_pages_and_notebooks_run_and_import_exist():
     commands, imports = set[str](), set[tuple[str, str]]()
     for path in PAGES:
         text = path.read_text(encoding="utf-8").replace("\\n", "\n").replace('\\"', '"')
-        commands |= set(re.findall(r"-m[\s\",]+(hf_lowbit_kv[\w.]*\w)", text))
+        commands |= set(re.findall(r"-m[\s\",]+(hf_lowbit_kv(?:[\w.]*\w)?)", text))
         for module, names in re.findall(r"from (hf_lowbit_kv[\w.]*) import ([\w, ]+)", text):
             imports |= {(module, name.split(" as ")[0].strip()) for name in names.split(",")}
     assert {"hf_lowbit_kv", "hf_lowbit_kv.eval.accuracy", "hf_lowbit_kv.eval.benchmarks.bench_decode"} <= commands
