@@ -27,7 +27,15 @@ from ..storage.transforms import Transform, parse_transform
 from . import summary
 from .implementation import warn_if_dense
 from .low_bit_layer import LowBitLayer
-from .own_layers import SLIDING, can_crop, made_in_inference_mode, make_anew_for_other_rows, own_layers, tensors_of
+from .own_layer_contents import resized
+from .own_layers import (
+    SLIDING,
+    can_crop,
+    made_in_inference_mode,
+    make_anew_for_other_rows,
+    own_layers,
+    tensors_of,
+)
 from .pass_checks import Ledger, OverrunError, OverrunWatch
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 
@@ -40,7 +48,8 @@ class CacheBytes(int):
     Attributes:
         codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
         model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
-        tables, counters. transformers: layers that stay transformers' own.
+        tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that count as
+        another cache's (see `LowBitCache.fork`); no part of the total.
     """
 
     codes: int
@@ -49,12 +58,13 @@ class CacheBytes(int):
     parameters: int
     unused: int
     transformers: int
+    shared: int
 
-    def __new__(cls, *parts: int, **named: int):
+    def __new__(cls, *parts: int, shared: int = 0, **named: int):
         """The kinds' bytes, in the order of `BYTE_KINDS` or by name; a kind that is left out has none."""
         found = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
         self = super().__new__(cls, sum(found.values()))
-        self.__dict__.update(found)
+        self.__dict__.update(found, shared=shared)
         return self
 
     @property
@@ -62,8 +72,8 @@ class CacheBytes(int):
         """Kind to bytes, in the order of `BYTE_KINDS`."""
         return {kind: getattr(self, kind) for kind in BYTE_KINDS}
 
-    def __getnewargs__(self):
-        return tuple(self.parts.values())
+    def __getnewargs_ex__(self):
+        return tuple(self.parts.values()), {"shared": self.shared}
 
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
@@ -323,11 +333,47 @@ class LowBitCache(Cache):
         self._overrun.forget()
         self._ledger, self.text, self._warned = Ledger(), None, False
 
+    def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
+        """`n` caches that hold what this one holds, for texts that go on differently. This one stays as it is.
+
+        Full pages are shared, for nobody writes to them; each fork has a window and open pages of its own. `nbytes` counts
+        a shared page once: in the oldest cache that uses it and is alive.
+
+        Args:
+            n: how many.
+            max_cache_len: tokens that a row of a fork can hold, of a preallocated cache; `None`: as many as here.
+
+        Raises:
+            ValueError: `n` is no number of 1 or more; `max_cache_len` of a growing cache, or one below what is stored.
+            OverrunError: tokens are lost.
+        """
+        check_count("n", n)
+        check_count("max_cache_len", max_cache_len, optional=True)
+        self.check_overrun()
+        if max_cache_len is not None:
+            if not self._first.length.fixed:
+                raise ValueError(f"max_cache_len={max_cache_len} is not allowed: this cache grows, and its forks do")
+            if (seen := int(self._first.get_seq_length())) > max_cache_len:
+                raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored")
+        return [self._forked({}, max_cache_len or self._first.length.capacity) for _ in range(n)]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
-        """Independent, for the same model: its configuration tells which attention is selected, and is not copied."""
+        """One fork, for the same model: its configuration tells which attention is selected, and is not copied."""
+        return self._forked(memo, self._first.length.capacity)
+
+    def _forked(self, memo: dict[int, Any], max_cache_len: int | None) -> LowBitCache:
         given = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        own = {name: value for name, value in self.__dict__.items() if name not in ("layers", "text")}
+        new.__dict__.update(copy.deepcopy(own, memo), text=self.text)
+        new.layers = [
+            layer.fork(max_cache_len, memo)
+            if isinstance(layer, LowBitLayer)
+            else copy.deepcopy(layer, memo)
+            if max_cache_len == self._first.length.capacity
+            else resized(layer, self.config, index, max_cache_len)
+            for index, layer in enumerate(self.layers)
+        ]
         if given is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new
@@ -336,13 +382,15 @@ class LowBitCache(Cache):
     def nbytes(self) -> CacheBytes:
         """Bytes allocated, by kind. Reads lengths from the device; raises as `check_overrun` does."""
         self.check_overrun()
-        parts = dict.fromkeys(BYTE_KINDS, 0)
+        parts = dict.fromkeys((*BYTE_KINDS, "shared"), 0)
         for layer in self.layers:
             if not isinstance(layer, LowBitLayer):
                 parts["transformers"] += sum(tensor.nbytes for tensor in tensors_of(layer))
             elif layer.store is not None:
-                for kind, count in layer.store.nbytes().items():
+                nbytes = layer.store.nbytes()
+                for kind, count in nbytes.items():
                     parts[kind] += count
+                parts["shared"] += layer.store.stored_bytes() - sum(nbytes[kind] for kind in BYTE_KINDS[:4])
         return CacheBytes(**parts)
 
     @property
@@ -358,7 +406,7 @@ class LowBitCache(Cache):
         for layer in self.packed_layers:
             if (store := layer.store) is not None:
                 values += int(store.state.length.sum()) * (store.head_dim_k + store.head_dim_v)
-        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
+        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters + nbytes.shared
         return 8 * stored / values if values else 0.0
 
     def summary(self) -> str:

@@ -273,6 +273,25 @@ class LowBitLayer(CacheLayerMixin):
                 raise
             self.batch_size, self._padding = self.store.batch_size, padding
 
+    @torch.inference_mode(False)
+    def fork(self, max_cache_len: int | None, memo: dict[int, Any]) -> LowBitLayer:
+        """A layer that holds what this one holds, see `PagedStore.fork`; what is only read is shared. memo: as of
+        `copy.deepcopy`."""
+        new = memo[id(self)] = type(self).__new__(type(self))
+        shared = ("store", "length", "parameters", "_prepared", "_padding")
+        new.__dict__.update(copy.deepcopy({name: x for name, x in self.__dict__.items() if name not in shared}, memo))
+        new.parameters, new._prepared, new._padding = dict(self.parameters), self._prepared, copy.copy(self._padding)
+        new.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
+        new.store = None
+        if self.store is not None:
+            new.store = self.store.fork(max_cache_len)
+            new.length.place(self.device)
+            new.length.set(self.length.ask())
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitLayer:
+        return self.fork(self.length.capacity, memo)
+
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .layer_spec import LayerSpec as LayerSpec
+from .shared_pages import Holding
 
 #: fields of `LayerState` that operations leave as they find them
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
@@ -99,6 +100,7 @@ class PagedStore:
         self.batch_size, self.num_heads = batch_size, num_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
         self.dtype, self.device = dtype, torch.device(device)
+        self.holding = Holding()
 
         def window(tokens: int, head_dim: int) -> torch.Tensor:
             return torch.zeros(batch_size, num_heads, tokens, head_dim, dtype=dtype, device=device)
@@ -199,9 +201,13 @@ class PagedStore:
         for tensor in self.state.tensors():
             torch._dynamo.mark_static_address(tensor)
 
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "holding"}
+
     def __setstate__(self, attributes):
         # a copy lies at other addresses: both copy.deepcopy and pickle come by here
         self.__dict__.update(attributes)
+        self.holding = Holding()  # it has all blocks to itself
         self._refresh_addresses()
         if self.capacity is not None:
             self._mark_static()
@@ -215,8 +221,77 @@ class PagedStore:
         state.paged.zero_()
         state.lost.zero_()
         state.scratch.zero_()  # a launch that was cut off may have left its counts
-        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))  # rows may have shared pages
-        self._refresh_addresses()
+        self._leave_shared_blocks()
+        self._spread_pages(state.paged)  # rows may have shared pages
+
+    @torch.inference_mode(False)
+    def fork(self, capacity: int | None) -> PagedStore:
+        """Another store with the same tokens. Full pages are shared, windows and open pages are copied; what is stored in one
+        of the two from now on does not show in the other. Waits for the device.
+
+        Args:
+            capacity: as for a new store. Nothing says so where a row holds more tokens already.
+        """
+        state, size = self.state, self.spec.page_size
+        table, full = state.page_table.cpu(), state.paged[:, 0].cpu().long() // size
+        width = int(full.max()) + self.spec.direct
+        width = max(width, 1, self.spec.pages_for(capacity or 0))
+        shared = torch.arange(width) < full[:, None]
+        ids = table[:, :width][shared[:, : table.shape[1]]].long()
+        # blocks with pages that are shared; in front of them one with pages for everything else
+        pool, new_id = [], torch.zeros(self.num_pages, dtype=torch.int32)
+        if (count := shared.numel() - len(ids)) > 0:
+            pool.append(self._new_block(count))
+        first, holding, uses = 0, Holding(), []
+        for block in state.pool:
+            held = torch.zeros(len(block), dtype=torch.bool)
+            held[ids[(ids >= first) & (ids < first + len(block))] - first] = True
+            if bool(held.any()):
+                new_id[first : first + len(block)] = torch.arange(len(block)) + sum(map(len, pool))
+                uses.append((block, held))
+                pool.append(block)
+            first += len(block)
+        entries = torch.zeros(shared.shape, dtype=torch.int32)
+        entries[shared], entries[~shared] = new_id[ids], torch.arange(count, dtype=torch.int32)
+
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.capacity, new.holding = capacity, holding
+        cloned = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
+        new.state = state._replace(
+            pool=pool,
+            page_table=entries.to(self.device),
+            page_address=new._page_starts(pool).cpu()[entries.long()].to(self.device),
+            scratch=self._new_scratch(self.batch_size),
+            **{name: getattr(state, name).clone() for name in cloned},
+        )
+        if self.spec.direct:
+            new._write_open_pages(self._read_open_pages())
+        for block, held in uses:
+            self.holding.use(block)
+            holding.use(block, held)
+        for record in state.parameters:
+            self.holding.read(record)
+            holding.read(record)
+        if capacity is not None:
+            new._mark_static()
+        return new
+
+    def _leave_shared_blocks(self) -> None:
+        """Keep only blocks that this store owns, in a state without tokens."""
+        if (closed := self.holding.closed(self.state.pool)) is None:
+            return
+        owned = [block for block in self.state.pool if self.holding.owns(block)]
+        missing = self.batch_size * self.pages_per_row + int(closed.sum()) - self.num_pages
+        pool = [*owned, self._new_block(missing)] if missing > 0 else owned
+        table = torch.zeros_like(self.state.page_table)  # ids have changed, and nothing is stored
+        self.holding.release()
+        for block in owned:
+            self.holding.use(block)
+        self.state = self.state._replace(pool=pool)
+        self.state.page_table.copy_(table)
+        if self.capacity is not None:
+            self._mark_static()
 
     @torch.inference_mode(False)
     def select_rows(self, rows: torch.Tensor) -> None:
@@ -253,12 +328,14 @@ class PagedStore:
     def own_pages(self) -> None:
         """Give every entry of the table that names no full page a page that no other row refers to, after rows were chosen or
         `paged` was lowered: tokens to come are packed there."""
-        if self.num_pages < self.batch_size * self.pages_per_row:  # fewer than one page an entry: rows were added
+        closed = self.holding.closed(self.state.pool)
+        usable = self.num_pages - (0 if closed is None else int(closed.sum()))
+        if (
+            usable < self.batch_size * self.pages_per_row
+        ):  # fewer than one page an entry: rows were added, or pages are shared
             self._add_missing_pages()
         open_pages = self._read_open_pages() if self.spec.direct else None
-        state = self.state
-        state.page_table.copy_(self._with_free_pages(state.page_table, state.paged))
-        self._refresh_addresses()
+        self._spread_pages(self.state.paged)
         if open_pages is not None:  # last: a page that is free now may have been another row's before
             self._write_open_pages(open_pages)
 
@@ -266,22 +343,29 @@ class PagedStore:
         """bool `[B, P]`: whether that entry of a row's table names a full page, one that may be shared."""
         return torch.arange(self.pages_per_row, device=self.device) < paged[:, :1] // self.spec.page_size
 
-    def _with_free_pages(self, table: torch.Tensor, paged: torch.Tensor) -> torch.Tensor:
-        """`table` with a page of its own in every entry that names no full page. Device-side throughout."""
-        full = self._full_entries(paged)
-        taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
-        taken.scatter_reduce_(0, table.long().flatten(), full.flatten().to(torch.int8), "amax")
-        free = torch.argsort(taken, stable=True)  # free ids first, in ascending order
+    def _spread_pages(self, paged: torch.Tensor) -> None:
+        """Put a page of its own into every entry of the table that names no full page. Device-side throughout."""
+        table, full = self.state.page_table, self._full_entries(paged)
+        free = torch.argsort(self._taken(full), stable=True)  # free ids first, in ascending order
         rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
-        return torch.where(full, table, free[rank].to(table.dtype))
+        table.copy_(torch.where(full, table, free[rank].to(table.dtype)))
+        self._refresh_addresses()
+
+    def _taken(self, full: torch.Tensor) -> torch.Tensor:
+        """int8 `[num_pages]`: 1 for pages that the table's entries `full` name, or that are not this store's to write."""
+        taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
+        if (closed := self.holding.closed(self.state.pool)) is not None:
+            taken.copy_(closed)
+        return taken.scatter_reduce_(0, self.state.page_table.long().flatten(), full.flatten().to(torch.int8), "amax")
 
     def _add_missing_pages(self) -> None:
         """Add pages until every entry of the table can have its own or a shared one. Synchronises."""
-        state = self.state
-        full = self._full_entries(state.paged)
-        free = self.num_pages - torch.unique(state.page_table[full]).numel()
+        full = self._full_entries(self.state.paged)
+        free = int((self._taken(full) == 0).sum())
         if (missing := int((~full).sum()) - free) > 0:
-            self.state = state._replace(pool=[*state.pool, self._new_block(missing)])
+            self.state = self.state._replace(pool=[*self.state.pool, self._new_block(missing)])
+            if self.capacity is not None:
+                self._mark_static()
 
     def _open_entries(self) -> torch.Tensor:
         """int64 `[B]`: column of each row's first page that is not full."""
@@ -305,21 +389,42 @@ class PagedStore:
 
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity without
-        tokens, tables and counters). Shared pages count once. Reads lengths from the device."""
+        tokens, tables and counters). Shared pages count once, among stores too: in the one that owns their block. Reads lengths
+        from the device."""
+        state = self.state
+        blocks = [block for block in state.pool if self.holding.owns(block)]
+        records = [record for record in state.parameters if self.holding.counts(record)]
+        other = [*state.pool, *state.parameters]
+        total = sum(tensor.nbytes for tensor in [*state.tensors(), *blocks, *records]) - sum(x.nbytes for x in other)
+        codes, packed = self._packed_bytes(only_owned=True)
+        stored = {
+            "codes": codes,
+            "metadata": packed - codes,
+            "window": self._window_bytes(),
+            "parameters": sum(record.nbytes for record in records),
+        }
+        return stored | {"unused": total - sum(stored.values())}
+
+    def stored_bytes(self) -> int:
+        """Bytes of pages in use, window and parameters, those included that count as another store's."""
+        parameters = sum(record.nbytes for record in self.state.parameters)
+        return self._packed_bytes(only_owned=False)[1] + self._window_bytes() + parameters
+
+    def _packed_bytes(self, only_owned: bool) -> tuple[int, int]:
+        """Bytes of codes, and of everything, of pages in use; of all or of those in blocks that this store owns."""
         state, spec = self.state, self.spec
-        total = sum(tensor.nbytes for tensor in state.tensors())
-        parameters = sum(record.nbytes for record in state.parameters)
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
-        pages = torch.unique(state.page_table[used]).numel() * self.num_heads
-        head_dims = (self.head_dim_k, self.head_dim_v)
-        codes = pages * sum(
-            f.code_bytes(d, spec.page_size, self.dtype) for f, d in zip(spec.formats, head_dims, strict=True)
-        )
-        length, paged = state.length[:, 0], state.paged[:, 0]
-        window = int((length - paged).sum()) * self.num_heads * sum(head_dims) * self.dtype.itemsize
-        packed = pages * self.page_bytes
-        found = {"codes": codes, "metadata": packed - codes, "window": window, "parameters": parameters}
-        return found | {"unused": total - sum(found.values())}
+        ids = torch.unique(state.page_table[used]).long()
+        if only_owned and not all(owned := [self.holding.owns(block) for block in state.pool]):
+            lengths = torch.tensor([len(block) for block in state.pool])
+            ids = ids[torch.tensor(owned).repeat_interleave(lengths).to(self.device)[ids]]
+        pages, head_dims = ids.numel() * self.num_heads, (self.head_dim_k, self.head_dim_v)
+        codes = sum(f.code_bytes(d, spec.page_size, self.dtype) for f, d in zip(spec.formats, head_dims, strict=True))
+        return pages * codes, pages * self.page_bytes
+
+    def _window_bytes(self) -> int:
+        numbers = int((self.state.length[:, 0] - self.state.paged[:, 0]).sum()) * self.num_heads
+        return numbers * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
 
 
 def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""What one of transformers' own layers holds, taken out of it and put into another: of another capacity, or of another kind
+(growing, preallocated)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from .own_layers import RECURRENT, SLIDING, own_layers
+
+#: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
+_STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
+
+
+class OwnContents(NamedTuple):
+    """Tensors are the layer's own, or views of them."""
+
+    seen: int
+    """tokens read, of a layer that keeps tokens"""
+    tokens: tuple[torch.Tensor, torch.Tensor] | None
+    """keys and values `[B, H, n, D]` of the newest of them, in order"""
+    states: dict[str, torch.Tensor]
+    """of a recurrent layer, by `conv_states.<i>` and `recurrent_states.<i>`"""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name; `from_tensors` is the inverse."""
+        kept = {} if self.tokens is None else {"keys": self.tokens[0], "values": self.tokens[1]}
+        return {**kept, **self.states}
+
+    @staticmethod
+    def from_tensors(seen: int, tensors: dict[str, torch.Tensor]) -> OwnContents:
+        states = {name: tensor for name, tensor in tensors.items() if "." in name}
+        return OwnContents(seen, (tensors["keys"], tensors["values"]) if "keys" in tensors else None, states)
+
+
+def contents_of(layer: Any) -> OwnContents:
+    """What a layer holds. Waits for the device."""
+    seen, tokens, states = 0, None, {}
+    if getattr(layer, "is_initialized", False) and (seen := int(layer.get_seq_length())):
+        stored = min(seen, layer.keys.shape[-2])
+        if not isinstance(layer, StaticLayer) and isinstance(layer, SLIDING):
+            stored = min(stored, layer.sliding_window - 1)
+        full = not isinstance(layer, StaticLayer) or seen >= layer.keys.shape[-2]
+        place = slice(layer.keys.shape[-2] - stored, None) if full else slice(stored)
+        tokens = layer.keys[:, :, place], layer.values[:, :, place]
+    if isinstance(layer, RECURRENT):
+        for name, initialized in _STATES.items():
+            states |= {
+                f"{name}.{i}": tensor
+                for i, tensor in getattr(layer, name).items()
+                if getattr(layer, initialized)[i] and layer.has_previous_state[i]
+            }
+    return OwnContents(seen, tokens, states)
+
+
+@torch.inference_mode(False)
+def put_contents(layer: Any, contents: OwnContents) -> None:
+    """Let an empty layer hold copies of these contents, in the memory that it has, if it has any."""
+    if contents.tokens is not None:
+        _put_tokens(layer, contents.seen, *contents.tokens)
+    for full_name, tensor in contents.states.items():
+        name, number = full_name.split(".")
+        index, states = int(number), getattr(layer, name)
+        if not getattr(layer, _STATES[name])[index] or states[index].shape != tensor.shape:
+            layer.lazy_initialization(**{name: tensor}, state_idx=index)
+        states[index].copy_(tensor)
+        layer.has_previous_state[index] = True
+
+
+def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    if not isinstance(layer, StaticLayer):
+        layer.lazy_initialization(keys, values)
+        if isinstance(layer, SLIDING):
+            keys, values = (x[:, :, -layer.sliding_window + 1 :] for x in (keys, values))
+            layer.cumulative_length = seen
+        layer.keys, layer.values = keys.clone(), values.clone()
+        return
+    if not layer.is_initialized or layer.keys.shape[0] != len(keys):
+        layer.is_initialized = False
+        layer.lazy_initialization(keys, values)
+    size = layer.keys.shape[-2]
+    count = min(keys.shape[-2], size)
+    place = slice(size - count, None) if seen >= size else slice(count)
+    layer.keys[:, :, place], layer.values[:, :, place] = keys[:, :, -count:], values[:, :, -count:]
+    layer.cumulative_length.fill_(min(seen, size))
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int = seen
+
+
+def resized(layer: Any, config: Any, index: int, max_cache_len: int | None) -> Any:
+    """A copy of the cache's layer `index`, for so many tokens (`None`: growing)."""
+    new = own_layers(config, max_cache_len)[index]
+    put_contents(new, contents_of(layer))
+    return new

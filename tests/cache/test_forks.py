@@ -1,0 +1,244 @@
+"""Forks: several caches that hold the same tokens in the same pages, and go on differently."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.machine.cache_argument import as_argument
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+DENSE = {"key_format": "dense", "value_format": "dense"}
+LENGTHS = pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def _read(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **as_argument(cache)).logits[:, -1]
+
+
+def _memory(caches) -> int:
+    """Bytes that caches take together, by their storages."""
+    tensors = [x for cache in caches for layer in cache.packed_layers for x in layer.store.state.tensors()]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.host
+@LENGTHS
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
+    """Rows of different lengths; several pages are packed behind the fork, differently in each."""
+    ids, mask = left_padded(2, 100)
+    options = {"page_size": 32, "residual": residual, "max_cache_len": max_cache_len}
+    cache, alone = (cache_of(model, formats, **options) for _ in range(2))
+    for each in (cache, alone):
+        _read(model, each, ids, mask)
+    first, second = cache.fork(2)
+    texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
+    found = [_read(model, each, text) for each, text in zip((first, second, cache), texts, strict=True)]
+    for text, got in zip(texts, found, strict=True):
+        fresh = cache_of(model, formats, **options)
+        _read(model, fresh, ids, mask)
+        assert torch.equal(_read(model, fresh, text), got)
+    # and what stands in them now is theirs alone
+    for each, text in zip((first, second, cache), texts, strict=True):
+        fresh = copy.deepcopy(alone)
+        _read(model, fresh, text)
+        step = torch.tensor([[7], [9]])
+        assert torch.equal(_read(model, fresh, step), _read(model, each, step))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
+@pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
+def test_layers_of_transformers_are_forked_too(family, lengths):
+    """Tokens of a fork are those of a model that read everything; (22, 400) is shorter than the sliding window of 24."""
+    ours, theirs = tiny_models(family)
+    length, of_forks = lengths
+    ids, _ = left_padded(1, 20 if length == 22 else 60)
+    cache = lb.LowBitCache(ours, **DENSE, **SMALL_PAGES, max_cache_len=length)
+    _read(ours, cache, ids)
+    fork = cache.fork(max_cache_len=of_forks)[0]
+    for text in (torch.randint(3, 160, (1, 11)), torch.randint(3, 160, (1, 30))):
+        ids = torch.cat([ids, text], dim=1)
+        with torch.no_grad():
+            want = theirs(ids).logits[:, -1]
+        torch.testing.assert_close(_read(ours, fork, text), want, atol=2e-3, rtol=2e-3)
+    assert int(fork.get_seq_length(1)) == ids.shape[1]
+    assert int(cache.get_seq_length(1)) == ids.shape[1] - 41
+
+
+@LENGTHS
+@pytest.mark.parametrize("formats", [("int4-channel", "int4-token"), ("int4-token", "int4-token")], ids="/".join)
+@pytest.mark.parametrize("residual", [32, 0])
+def test_sixteen_forks_cost_their_windows_and_open_pages(model, formats, residual, max_cache_len):
+    cache = cache_of(model, formats, sink=4, page_size=32, residual=residual, max_cache_len=max_cache_len)
+    _read(model, cache, left_padded(1, 200)[0])
+    before = cache.nbytes
+    forks = cache.fork(16)
+    assert cache.nbytes == before
+    store = cache.packed_layers[0].store
+    spec, heads = store.spec, store.num_heads
+    window = heads * (spec.sink + spec.tail_size) * 2 * 64 * 4
+    own_pages = 1 if spec.direct else 0
+    if max_cache_len is not None:  # the room that is preallocated
+        own_pages = spec.pages_for(max_cache_len) - int(store.state.paged[0, 0]) // spec.page_size
+    tables = 2000
+    for fork in forks:
+        cost = len(cache.packed_layers) * (window + own_pages * heads * store.page_bytes)
+        assert cost <= fork.nbytes <= cost + len(cache.packed_layers) * tables
+        own = int(spec.direct) * heads * store.page_bytes * len(cache.packed_layers)
+        assert fork.nbytes.codes + fork.nbytes.metadata == own
+        assert fork.nbytes.window == before.window
+        assert fork.nbytes.shared == before.codes + before.metadata - own
+        assert fork.bits_per_value == cache.bits_per_value
+    assert sum(each.nbytes for each in (cache, *forks)) == _memory((cache, *forks))
+
+
+@LENGTHS
+def test_every_byte_counts_once_whoever_goes_first(model, max_cache_len):
+    """The oldest cache that is alive counts what is shared; the last one counts everything."""
+    for order in itertools.permutations(range(3)):
+        cache = filled(model, max_cache_len=max_cache_len)
+        caches = [cache, *cache.fork(), *cache.fork()]
+        del cache
+        stored = caches[0].nbytes
+        alive = {0: caches[0], 1: caches[1], 2: caches[2]}
+        del caches
+        for gone in order[:2]:
+            del alive[gone]
+            gc.collect()
+            assert sum(each.nbytes for each in alive.values()) == _memory(alive.values())
+            first, *others = alive.values()
+            assert first.nbytes.codes == stored.codes
+            assert all(each.nbytes.codes == 0 for each in others)
+
+
+@LENGTHS
+def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_len):
+    """Whatever happens to one of the two, the other goes on as if alone."""
+    ids, _ = left_padded(1, 80)
+
+    def reset(cache):
+        cache.reset()
+        _read(model, cache, torch.randint(3, 160, (1, 150)))
+
+    def crop(cache):
+        cache.crop(-70)
+        _read(model, cache, torch.randint(3, 160, (1, 150)))
+
+    def crop_and_fork(cache):
+        cache.crop(-40)
+        for fork in cache.fork(2):
+            _read(model, fork, torch.randint(3, 160, (1, 100)))
+
+    for change, of_fork in itertools.product((reset, crop, crop_and_fork), (True, False)):
+        cache, alone = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
+        fork = cache.fork()[0]
+        changed, kept = (fork, cache) if of_fork else (cache, fork)
+        for _ in range(2):
+            change(changed)
+        text = torch.randint(3, 160, (1, 60))
+        assert torch.equal(_read(model, kept, text), _read(model, alone, text))
+        change(changed)
+        changed.reset()
+        assert torch.equal(_read(model, changed, ids), _read(model, filled_nothing(model, max_cache_len), ids))
+
+
+def filled_nothing(model, max_cache_len):
+    return lb.from_preset("kivi-2", model, **SMALL_PAGES, max_cache_len=max_cache_len)
+
+
+def test_pages_come_back(model):
+    """A cache that is forked, emptied and filled again takes new memory once: when forks are gone their pages are free."""
+    cache = filled(model, max_cache_len=400)
+    store = cache.packed_layers[0].store
+    for _ in range(5):
+        fork = cache.fork()[0]
+        cache.reset()
+        _read(model, cache, left_padded(1, 80)[0])
+        assert store.num_pages <= 2 * store.pages_per_row
+        del fork
+
+
+def test_beams_over_a_fork(model):
+    """Rows of forks share pages among themselves as well."""
+    ids, _ = left_padded(1, 80)
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 50, **GREEDY}
+    want = model.generate(ids, **as_argument(filled_nothing(model, None)), **options)
+    cache = filled_nothing(model, None)
+    _read(model, cache, ids[:, :-1])
+    for fork in cache.fork(2):
+        assert torch.equal(model.generate(ids, **as_argument(fork), **options), want)
+    assert torch.equal(model.generate(ids, **as_argument(cache), **options), want)
+
+
+def test_generate_goes_on_with_a_fork(model):
+    ids, _ = left_padded(1, 60)
+    more = torch.randint(3, 160, (1, 20))
+    options = {"max_new_tokens": 40, "return_dict_in_generate": True, "cache_options": SMALL_PAGES, **GREEDY}
+    first = lb.generate(model, ids, "kivi-4", max_cache_len=400, **options)
+    text = torch.cat([first.sequences, more], dim=1)
+    want = lb.generate(model, text, "kivi-4", **options).sequences.shape
+    cache = first.past_key_values
+    del options["cache_options"]
+    turns = [lb.generate(model, text, past_key_values=each, **options).sequences for each in cache.fork(2)]
+    assert turns[0].shape == want
+    assert torch.equal(turns[0], turns[1])
+    assert torch.equal(turns[0], lb.generate(model, text, past_key_values=cache, **options).sequences)
+    with pytest.raises(ValueError, match="do not begin with the text"):
+        lb.generate(model, text + 1, past_key_values=cache.fork()[0], **options)
+
+
+def test_a_fork_before_the_first_token_and_in_inference_mode(model):
+    empty = filled_nothing(model, None)
+    with torch.inference_mode():
+        fork = empty.fork()[0]
+        ids, _ = left_padded(1, 80)
+        inside = model(ids, **as_argument(fork)).logits
+        again = fork.fork()[0]
+    _read(model, again, ids)  # writes to what was made inside
+    _read(model, empty, ids)
+    assert torch.equal(_read(model, empty, ids), _read(model, again, ids))
+    assert inside.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n=0 is not allowed"),
+        ({"n": True}, "n=True is not allowed"),
+        ({"n": 1, "max_cache_len": 0}, "max_cache_len=0 is not allowed"),
+        ({"n": 1, "max_cache_len": 79}, "max_cache_len=79 is too small: 80 tokens are stored"),
+    ],
+)
+def test_bad_arguments(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        filled(model, max_cache_len=100).fork(**arguments)
+
+
+def test_a_growing_cache_has_growing_forks(model):
+    with pytest.raises(ValueError, match="max_cache_len=500 is not allowed: this cache grows"):
+        filled(model).fork(max_cache_len=500)
+
+
+def test_a_fork_may_be_longer_or_shorter(model):
+    cache = filled(model, max_cache_len=400)
+    text = torch.randint(3, 160, (1, 20))
+    short, long = cache.fork(max_cache_len=100)[0], cache.fork(max_cache_len=900)[0]
+    assert torch.equal(_read(model, short, text), _read(model, cache, text))
+    with pytest.raises(ValueError, match="max_cache_len=100 is too small"):
+        _read(model, short, text)
+    _read(model, long, torch.randint(3, 160, (1, 700)))
+    assert int(long.get_seq_length()) == 780
