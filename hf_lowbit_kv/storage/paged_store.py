@@ -282,12 +282,13 @@ class PagedStore:
         if (closed := self.holding.closed(self.state.pool)) is None:
             return
         owned = [block for block in self.state.pool if self.holding.owns(block)]
-        missing = self.batch_size * self.pages_per_row + int(closed.sum()) - self.num_pages
+        for block in self.state.pool:
+            self.holding.let_go(block)
+        closed = self.holding.closed(owned) if owned else None
+        usable = sum(map(len, owned)) - (0 if closed is None else int(closed.sum()))
+        missing = self.batch_size * self.pages_per_row - usable
         pool = [*owned, self._new_block(missing)] if missing > 0 else owned
         table = torch.zeros_like(self.state.page_table)  # ids have changed, and nothing is stored
-        self.holding.release()
-        for block in owned:
-            self.holding.use(block)
         self.state = self.state._replace(pool=pool)
         self.state.page_table.copy_(table)
         if self.capacity is not None:

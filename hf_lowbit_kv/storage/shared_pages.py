@@ -96,9 +96,17 @@ class Holding:
         own = users.held.get(self._number)
         return users.holders > (0 if own is None else own.int())
 
-    def release(self) -> None:
-        """Hold nothing any more."""
-        _leave(self._number, self._blocks, self._read)
+    def let_go(self, block: torch.Tensor) -> None:
+        """Hold no page of a block any more; one that this store does not own, it does not use any more."""
+        with _lock:
+            if (users := _users.get(block)) is None or self._number not in users.held:
+                return
+            owned = self.owns(block)
+            users.holders -= users.held.pop(self._number).int()
+            if owned:  # and stays the first
+                users.held = {self._number: torch.zeros(len(block), dtype=torch.bool), **users.held}
+            else:
+                self._blocks.remove(users)
 
 
 def _leave(number: int, blocks: list[_Users], read: list[list[int]]) -> None:
