@@ -37,14 +37,15 @@ class OwnContents(NamedTuple):
 
 def contents_of(layer: Any) -> OwnContents:
     """What a layer holds. Waits for the device."""
-    seen, tokens, states = 0, None, {}
-    if getattr(layer, "is_initialized", False) and (seen := int(layer.get_seq_length())):
-        stored = min(seen, layer.keys.shape[-2])
-        if not isinstance(layer, StaticLayer) and isinstance(layer, SLIDING):
-            stored = min(stored, layer.sliding_window - 1)
-        full = not isinstance(layer, StaticLayer) or seen >= layer.keys.shape[-2]
-        place = slice(layer.keys.shape[-2] - stored, None) if full else slice(stored)
-        tokens = layer.keys[:, :, place], layer.values[:, :, place]
+    seen, tokens = 0, None
+    states: dict[str, torch.Tensor] = {}
+    held: Any = layer
+    if getattr(held, "is_initialized", False) and (seen := int(held.get_seq_length())):
+        static, slots = isinstance(layer, StaticLayer), held.keys.shape[-2]
+        count = min(seen, slots if static or not isinstance(layer, SLIDING) else held.sliding_window - 1)
+        # a preallocated layer fills its slots from the front, until it is full
+        place = slice(count) if static and seen < slots else slice(slots - count, None)
+        tokens = held.keys[:, :, place], held.values[:, :, place]
     if isinstance(layer, RECURRENT):
         for name, initialized in _STATES.items():
             states |= {
@@ -70,9 +71,10 @@ def put_contents(layer: Any, contents: OwnContents) -> None:
 
 
 def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    if not isinstance(layer, StaticLayer):
+    static, sliding = isinstance(layer, StaticLayer), isinstance(layer, SLIDING)
+    if not static:
         layer.lazy_initialization(keys, values)
-        if isinstance(layer, SLIDING):
+        if sliding:
             keys, values = (x[:, :, -layer.sliding_window + 1 :] for x in (keys, values))
             layer.cumulative_length = seen
         layer.keys, layer.values = keys.clone(), values.clone()
