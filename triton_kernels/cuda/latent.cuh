@@ -1,8 +1,9 @@
-// What the kernels for latents (MLA) share: `latent.cu` (few query rows), `latent_wide.cu` (many), `latent_merge.cuh` (after both).
+// What the kernels for latents (MLA) share: `latent.cu` (FP8, few query rows), `latent_wide.cu` (FP8, many), `latent_dense.cu` (content in the
+// model's dtype: DENSE_CONTENT), `latent_merge.cuh` (after all of them).
 #pragma once
 #include "common.cuh"
 
-constexpr int CHUNKS = RANK / 16, ROPE_CHUNKS = ROPE / 8;  // of 16 bytes a token
+constexpr int CHUNKS = RANK / (DENSE_CONTENT ? 8 : 16), ROPE_CHUNKS = ROPE / 8;  // of 16 bytes a token
 static_assert(RANK % 64 == 0 && RANK <= 512 && ROPE % 16 == 0, "");
 
 // Where a token's 16 bytes stand among `chunks` of them, in layout `core-1`: bricks of eight tokens' 16 bytes.

@@ -1,10 +1,12 @@
 """Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.storage.reference`.
 
-`latent.cu` attends for few query rows. `latent_wide.cu` attends for many on Hopper GPUs, and quantizes queries and weights too
-(`eval/benchmarks/snapmla_pipeline.py` defines that).
+Of content in FP8 `latent.cu` attends for few query rows, and `latent_wide.cu` for many on Hopper GPUs, where it quantizes
+queries and weights too (`eval/benchmarks/snapmla_pipeline.py` defines that). Of content in the model's dtype `latent_dense.cu`
+attends.
 
 Chunks of more than `TOKENS` tokens are left to Triton's kernels (`prompt.py`), and so is `read`; where Triton cannot launch any
-(`toolchain.why_no_launcher`), to the reference. A step of up to that many is two launches, and can be captured in a CUDA graph.
+(`toolchain.why_no_launcher`), to the reference. So are more than `DENSE_ROWS` query rows over content in the model's dtype. A step
+of up to that many is two launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ WIDE_CAPABILITY = (9, 0)
 WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
 #: bytes of shared memory that a block may have there
 WIDE_SHARED = 227 * 1024
+#: query rows over content in the model's dtype: it is read once for every 16 of them, and unpacked once for all by `prompt.py`
+DENSE_ROWS = 256
+#: of `latent_dense.cu`, the most wanted first: blocks on a multiprocessor, and stages of 32 tokens each
+DENSE_SHAPES = ((2, 3), (2, 2), (1, 3), (1, 2))
+#: bytes of shared memory that a block takes beyond what it asks for
+RESERVED = 1024
 #: shares of a sequence
 MOST_SPLITS = 512
 #: what a block costs beside its tokens, in pieces of `Plan.tokens`: queries, the first copies, what it hands to the merge
@@ -66,9 +74,9 @@ def why_not(
     spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
 ) -> str | None:
     """`geometry.why_not`, of latents; widths: of the latent and of its RoPE part."""
-    if spec.with_layouts("planar-1", "planar-1").formats != (Fp8(), Dense()):
+    if spec.with_layouts("planar-1", "planar-1").formats not in ((Fp8(), Dense()), (Dense(), Dense())):
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
-        return f"has kernels for latents in formats 'fp8' / 'dense', not in {names}"
+        return f"has kernels for latents in formats 'fp8' / 'dense' and 'dense' / 'dense', not in {names}"
     if not spec.direct or spec.sink:
         return f"has kernels for latents without a window, not for sink={spec.sink}, residual={spec.residual}"
     if spec.page_size % 64:
@@ -78,7 +86,39 @@ def why_not(
             f"has kernels for a latent rank of 64 to 512 in steps of 64 and {ROPES} RoPE channels, not for {widths[0]} and "
             f"{widths[1]}"
         )
+    if widths is not None and _exact(spec):
+        return why_not_dense(*widths, properties(device).shared_memory_per_multiprocessor)
     return None
+
+
+def _exact(spec: LayerSpec) -> bool:
+    """Whether the content is stored in the model's dtype."""
+    return isinstance(spec.key_format, Dense)
+
+
+def _dense_bytes(rank: int, rope: int, stages: int) -> int:
+    """Shared memory of a block of `latent_dense.cu`: weights and maxima of 16 query rows, and the stages."""
+    return 32 * 16 * 2 + 2 * 16 * 4 + stages * 32 * (rank + rope) * 2
+
+
+def dense_shape(rank: int, rope: int, shared: int) -> tuple[int, int] | None:
+    """Of `DENSE_SHAPES` the first that fits into a multiprocessor with `shared` bytes of shared memory."""
+    fits = (
+        (blocks, stages)
+        for blocks, stages in DENSE_SHAPES
+        if blocks * (_dense_bytes(rank, rope, stages) + RESERVED) <= shared
+    )
+    return next(fits, None)
+
+
+def why_not_dense(rank: int, rope: int, shared: int) -> str | None:
+    """What keeps `latent_dense.cu` from such latents on a multiprocessor with `shared` bytes of shared memory, or `None`."""
+    if dense_shape(rank, rope, shared) is not None:
+        return None
+    least = _dense_bytes(rank, rope, DENSE_SHAPES[-1][1]) + RESERVED
+    return (
+        f"needs {-(-least // 1024)} KiB of shared memory for latents of {rank} + {rope} channels, not {shared // 1024}"
+    )
 
 
 @functools.cache
@@ -88,11 +128,10 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
     Raises:
         ValueError: pages in another layout than the kernels read.
     """
-    if spec.formats != (Fp8(layout=bricks.LAYOUT), Dense(layout=bricks.LAYOUT)):
+    if spec.formats != spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT).formats:
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         raise ValueError(
-            f"backend='cuda' stores latents as 'fp8' / 'dense' in layout {bricks.LAYOUT!r}, not as {names}: see "
-            "backends.storage_spec"
+            f"backend='cuda' stores latents in layout {bricks.LAYOUT!r}, not as {names}: see backends.storage_spec"
         )
     content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
     parts = spec.part_bytes(rank, rope, dtype)
@@ -100,7 +139,8 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
         "RANK": rank,
         "ROPE": rope,
         "PAGE_TOKENS": spec.page_size,
-        "SCALE_AT": content["scale"],
+        "DENSE_CONTENT": int(_exact(spec)),
+        "SCALE_AT": content.get("scale", 0),
         "ROPE_AT": parts[0],
         "CONVERT": int(convert),
         "BF16": int(dtype == torch.bfloat16),
@@ -143,6 +183,10 @@ def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
 
 def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, device: torch.device) -> Plan:
     """Which kernel attends for `rows` query rows, compiled."""
+    if _exact(spec):
+        module, shared = _module(spec, rank, rope, dtype, device)
+        blocks, _ = _dense_shape(rank, rope, device)
+        return Plan(module, "latent_dense_attend", THREADS, shared, ROWS, blocks, tokens=128)
     if why_not_wide(rank, rows, device) is not None:
         module, shared = _module(spec, rank, rope, dtype, device)
         return Plan(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
@@ -176,8 +220,21 @@ def _wide_plan(
 
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
+    """The file that stores and merges, with the kernel for few query rows, and what shared memory that one needs."""
+    if _exact(spec):
+        blocks, stages = _dense_shape(rank, rope, device)
+        more = ("BLOCKS", str(blocks)), ("STAGES", str(stages))
+        module = load("latent_dense.cu", (*defines(spec, rank, rope, dtype, converts(device)), *more), device)
+        return module, module.integer("latent_dense_shared_bytes")
     module = load("latent.cu", defines(spec, rank, rope, dtype, converts(device)), device)
     return module, module.integer("latent_shared_bytes")
+
+
+def _dense_shape(rank: int, rope: int, device: torch.device) -> tuple[int, int]:
+    found = dense_shape(rank, rope, shared := properties(device).shared_memory_per_multiprocessor)
+    if found is None:
+        raise ValueError(f"backend='cuda' {why_not_dense(rank, rope, shared)}")
+    return found
 
 
 def _launch(
@@ -215,7 +272,8 @@ def _step(
     q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen, store: bool
 ) -> torch.Tensor:
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
-    if tokens > TOKENS or softcap is not None or sinks is not None:
+    many = _exact(spec) and heads * tokens > DENSE_ROWS
+    if tokens > TOKENS or many or softcap is not None or sinks is not None:
         by = prompt if why_no_launcher() is None else reference
         out = by.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
         if store:

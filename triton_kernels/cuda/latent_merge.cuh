@@ -23,6 +23,10 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
   u8* page = a.pool + a.address[(i64)b * a.pages + place / PAGE_TOKENS];
   const int row = place % PAGE_TOKENS;
   const i64 at = b * a.c_b + from * a.c_s;
+#if DENSE_CONTENT
+  for (int x = 8 * thread; x < RANK; x += 8 * THREADS)
+    *reinterpret_cast<float4*>(page + brick(CHUNKS, row, x / 8)) = *reinterpret_cast<const float4*>(a.c + 2 * (at + x));
+#else
   float most = 0.f;
   for (int x = thread; x < RANK; x += THREADS) most = fmaxf(most, e4m3_size(number(a.c, at + x)));
   const float scale = e4m3_scale(reduce<true>(most, space, thread));
@@ -32,9 +36,10 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
     for (int i = 0; i < 4; i++) word |= to_e4m3(__fdiv_rn(number(a.c, at + x + i), scale)) << 8 * i;
     *reinterpret_cast<u32*>(page + brick(CHUNKS, row, x / 16) + x % 16) = word;
   }
+  if (thread == 0) reinterpret_cast<float*>(page + SCALE_AT)[row] = scale;
+#endif
   const u16* rope = reinterpret_cast<const u16*>(a.r) + b * a.r_b + from * a.r_s;
   for (int x = thread; x < ROPE; x += THREADS) *reinterpret_cast<u16*>(page + ROPE_AT + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[x];
-  if (thread == 0) reinterpret_cast<float*>(page + SCALE_AT)[row] = scale;
 }
 
 __device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) { return a.mask && !a.mask[b * a.mask_b + token * a.mask_s]; }

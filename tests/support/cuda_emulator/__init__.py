@@ -20,7 +20,7 @@ WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-f
 #: kernel -> its argument
 ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs", "project": "ProjectArgs"} | dict.fromkeys(
     (
-        *("latent_attend", "latent_wide_attend", "latent_merge", "latent_merge_rows"),
+        *("latent_attend", "latent_wide_attend", "latent_dense_attend", "latent_merge", "latent_merge_rows"),
         *("latent_append", "latent_counters"),
     ),
     "LatentArgs",
@@ -31,6 +31,7 @@ NUMBERS = {
     "argument_bytes": "attend",
     "latent_shared_bytes": "latent_attend",
     "latent_wide_shared_bytes": "latent_wide_attend",
+    "latent_dense_shared_bytes": "latent_dense_attend",
 }
 
 

@@ -1,0 +1,183 @@
+// Attention of few query rows to latents (MLA) stored in the model's dtype: `reference.attend` with the reading `latent`, formats
+// `dense` (content) and `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
+//
+// All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A block of four warps takes a share of a
+// sequence, 32 tokens at a time, out of STAGES stages of shared memory:
+//
+//   scores    a warp takes 16 tokens, all channels and eight query rows, whose queries it keeps in registers. Tokens are the left operand
+//             of m16n8k16, query rows its columns.
+//   weights   relative to a reference a query row, rounded to the model's dtype; handed on in the order of operands
+//   values    a warp takes a quarter of the channels, all tokens and all rows. Values are the transposed keys: `ldmatrix.trans`.
+//
+// The barrier in front of the values also takes a vote: has a score outgrown its row's reference by GROWTH powers of two? Only then the
+// references are renewed, from the block's maxima.
+#include "latent_merge.cuh"
+
+constexpr int BLOCK = 32;
+constexpr int CONTENT_BYTES = BLOCK * RANK * 2, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
+constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // behind the weights
+constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
+constexpr int STEPS = (RANK + ROPE) / 16;                 // products of a score
+constexpr float GROWTH = 8.f;                             // weights are at most 2^GROWTH, which fp16 holds
+static_assert(PAGE_TOKENS % BLOCK == 0 && STAGES >= 2, "");
+
+extern "C" __device__ int latent_dense_shared_bytes = STAGES_AT + STAGES * STAGE_BYTES;
+
+// Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
+__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) { return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS); }
+
+// Begins to copy `BYTES` of a block's stream, in the order of the page; `chunks` of 16 bytes a token.
+template <int BYTES, int CHUNKS_OF> __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
+#pragma unroll
+  for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; i++) {
+    const int at = i * THREADS + thread, token = at / 8 / CHUNKS_OF * 8 + at % 8;
+    if (BYTES / 16 % THREADS == 0 || at < BYTES / 16) cp16(target + at * 16, source + at * 16, token < left);
+  }
+}
+// left: tokens from the block's first on. What lies behind them becomes zeros: what has no weight must be numbers.
+__device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int left, int thread) {
+  const int token = block * BLOCK % PAGE_TOKENS;
+  copy_stream<CONTENT_BYTES, CHUNKS>(page + (i64)token * RANK * 2, stage, left, thread);
+  copy_stream<ROPE_BYTES, ROPE_CHUNKS>(page + ROPE_AT + token * ROPE * 2, stage + CONTENT_BYTES, left, thread);
+}
+
+// Grid (share, sequence, tile of 16 query rows).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_attend(const __grid_constant__ LatentArgs a) {
+  extern __shared__ __align__(128) u8 memory[];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int part = warp & 1, side = warp >> 1;            // of scores: which 16 tokens, which eight query rows
+  const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
+  const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
+  const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
+  const i64 slot = ((i64)b * gridDim.z + tile) * a.splits + split;
+  float* sums = a.sums + slot * 32;
+  if (first >= stop) {
+    if (thread < 16) { sums[thread] = LOWEST; sums[16 + thread] = 0.f; }
+    return;
+  }
+  const u32 weights = shared_address(memory), maxima = weights + MAXIMA_AT, stages = weights + STAGES_AT;
+  i64 pages[STAGES];                                      // of the first blocks
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) pages[i] = first + i < stop ? ask_page(a, b, first + i) : 0;
+  u32 q[STEPS][2];                                        // right operands
+  {
+    const int row = tile * 16 + 8 * side + g;
+    const bool real = row < a.heads * a.tokens;
+    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0)) + t;
+#pragma unroll
+    for (int p = 0; p < STEPS; p++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) q[p][i] = real ? ask(source + 8 * p + 4 * i) : 0u;
+  }
+#pragma unroll
+  for (int i = 0; i + 1 < STAGES; i++) {
+    if (first + i < stop) copy_block(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * BLOCK, thread);
+    commit();
+  }
+  i64 page = pages[STAGES - 1];                           // of the next block to copy
+  float o[TILES][2][4] = {}, m[2][2], own[2] = {LOWEST, LOWEST}, l[2] = {};  // references: of rows 2 t + e + 8 n, and of those it scores
+  m[0][0] = m[0][1] = m[1][0] = m[1][1] = LOWEST;
+  const float factor = a.scaling * LOG2E;
+  int here = 0;                                           // stage of the block
+
+#pragma unroll 1
+  for (int block = first; block < stop; block++) {
+    const u32 stage = stages + here * STAGE_BYTES;
+    wait<STAGES - 2>();
+    __syncthreads();
+    const int ahead = block + STAGES - 1;
+    if (ahead < stop) copy_block(a.pool + page, ahead, stages + (here ? here - 1 : STAGES - 1) * STAGE_BYTES, length - ahead * BLOCK, thread);
+    commit();
+    if (ahead + 1 < stop) page = ask_page(a, b, ahead + 1);
+    here = here + 1 < STAGES ? here + 1 : 0;
+
+    float chains[4][4] = {}, s[4];                        // of products, which wait for each other
+    {
+      const int token = 16 * part + (lane & 15), half = lane >> 4;
+#pragma unroll
+      for (int p = 0; p < STEPS; p++) {
+        u32 k[4];
+        ldmatrix4(k, p < RANK / 16 ? stage + brick(CHUNKS, token, 2 * p + half) : stage + CONTENT_BYTES + brick(ROPE_CHUNKS, token, 2 * p - RANK / 8 + half));
+        mma<BF16>(chains[p & 3], k, q[p][0], q[p][1]);
+      }
+    }
+    bool grew = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float x = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
+      s[i] = block * BLOCK + 16 * part + g + 8 * (i >> 1) < length ? x * factor : -INF;
+      grew |= s[i] > own[i & 1] + GROWTH;
+    }
+    float p[4];
+    auto hand_on = [&]() {
+#pragma unroll
+      for (int i = 0; i < 4; i++) p[i] = ex2(s[i] - own[i & 1]);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float handed = __uint_as_float(transposed(pack_model(p[2 * i], p[2 * i + 1])));
+        sts<1>(weights + part * 512 + lane * 16 + side * 8 + i * 4, &handed);
+      }
+    };
+    hand_on();
+    if (__syncthreads_or(grew)) {                         // weights are there, unless one is too great
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float top = max_rows(fmaxf(s[e], s[2 + e]));
+        if (g == 0) sts<1>(maxima + (16 * part + 8 * side + 2 * t + e) * 4, &top);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          u32 top[2];
+#pragma unroll
+          for (int i = 0; i < 2; i++) lds<1>(&top[i], maxima + (16 * i + 8 * n + 2 * t + e) * 4);
+          const float x = fmaxf(m[n][e], fmaxf(__uint_as_float(top[0]), __uint_as_float(top[1]))), decay = ex2(m[n][e] - x);
+          m[n][e] = x;
+          if (n == side) { own[e] = x; l[e] *= decay; }
+#pragma unroll
+          for (int k = 0; k < TILES; k++) { o[k][n][e] *= decay; o[k][n][2 + e] *= decay; }
+        }
+      hand_on();
+      __syncthreads();
+    }
+    l[0] += p[0] + p[2]; l[1] += p[1] + p[3];
+
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+      u32 x[4], v[4];
+      lds<4>(x, weights + w * 512 + lane * 16);
+      const int token = 16 * w + (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp * TILES + (lane >> 3 & 1);
+#pragma unroll
+      for (int k = 0; k < TILES; k++) {
+        ldmatrix4_trans(v, stage + brick(CHUNKS, token, chunk + 2 * k));
+        mma<BF16>(o[k][0], v, x[0], x[1]);
+        mma<BF16>(o[k][1], v, x[2], x[3]);
+      }
+    }
+  }
+  wait<0>();
+
+  float* partial = a.partial + slot * 16 * RANK;
+#pragma unroll
+  for (int k = 0; k < TILES; k++)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) partial[(2 * t + (i & 1) + 8 * n) * RANK + (warp * TILES + k) * 16 + g + 8 * (i >> 1)] = o[k][n][i];
+  float* shared_sums = reinterpret_cast<float*>(memory + MAXIMA_AT);
+  if (g == 0 && warp == 0)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) sums[2 * t + e + 8 * n] = m[n][e];
+  __syncthreads();                                        // maxima have been read
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float all = sum_rows(l[e]);
+    if (g == 0) shared_sums[16 * part + 8 * side + 2 * t + e] = all;
+  }
+  __syncthreads();
+  if (thread < 16) sums[16 + thread] = shared_sums[thread] + shared_sums[16 + thread];
+}
