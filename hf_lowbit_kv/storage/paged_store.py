@@ -171,7 +171,9 @@ class PagedStore:
         table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
         # all is allocated before anything changes: memory may run out here, and what is stored must stay readable
         pool = [*state.pool, self._new_block(count)]
-        address = self._page_starts(pool)[table.long()]
+        # of the new pages alone: what the first ones cost the CPU would grow with the number of blocks
+        starts = self._starts_of(pool[-1], pool).view(self.batch_size, pages_per_row)
+        address = torch.cat([state.page_address, starts], dim=1)
         self.state = state._replace(pool=pool, page_table=table, page_address=address)
 
     def reserve(self, length: int) -> None:
@@ -181,12 +183,12 @@ class PagedStore:
 
     def _page_starts(self, pool: list[torch.Tensor]) -> torch.Tensor:
         """int64 `[num_pages]`: byte offset of each page id of these blocks from the start of `pool[0]`."""
-        starts = [
-            torch.arange(block.shape[0], device=self.device, dtype=torch.int64) * (self.num_heads * self.page_bytes)
-            + (block.data_ptr() - pool[0].data_ptr())
-            for block in pool
-        ]
-        return torch.cat(starts)
+        return torch.cat([self._starts_of(block, pool) for block in pool])
+
+    def _starts_of(self, block: torch.Tensor, pool: list[torch.Tensor]) -> torch.Tensor:
+        """int64 `[pages]`: the same of the pages of one of these blocks."""
+        first, size = block.data_ptr() - pool[0].data_ptr(), block.stride(0)
+        return torch.arange(first, first + block.shape[0] * size, size, device=self.device, dtype=torch.int64)
 
     def _refresh_addresses(self) -> None:
         """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""

@@ -5,8 +5,8 @@ queries and weights too (`eval/benchmarks/snapmla_pipeline.py` defines that). Of
 attends.
 
 Chunks of more than `TOKENS` tokens are left to Triton's kernels (`prompt.py`), and so is `read`; where Triton cannot launch any
-(`toolchain.why_no_launcher`), to the reference. So are more than `DENSE_ROWS` query rows over content in the model's dtype. A step
-of up to that many is two launches, and can be captured in a CUDA graph.
+(`toolchain.why_no_launcher`), to the reference. So are more than `DENSE_ROWS` query rows over content in the model's dtype. A
+step of up to that many is two launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
