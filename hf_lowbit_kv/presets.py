@@ -17,7 +17,7 @@ from .storage.transforms import parse_transform
 DEFAULT_PRESET = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
-#: of keys, in the presets of VecInfer: what was measured best (docs/vecinfer.md); the paper's is "smooth+hadamard"
+#: of keys, in the presets of VecInfer: what was measured best (docs/dev/vecinfer.md); the paper's is "smooth+hadamard"
 VECINFER_TRANSFORM = "hadamard"
 
 

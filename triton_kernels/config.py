@@ -20,7 +20,7 @@ TRANSFORM_ROWS = 4
 DEFAULT_PROCESSORS = 132
 
 #: query rows a KV head (tokens x heads of its group) up to which a backend attends to packed pages as they are; chunks with
-#: more are attended to by `prompt.py`. Where both take equally long on an H200 (docs/log/kernels.md), a bit less for `cuda`
+#: more are attended to by `prompt.py`. Where both take equally long on an H200 (docs/dev/log/kernels.md), a bit less for `cuda`
 FUSED_ROWS = {"triton": 128, "cuda": 256}
 #: bytes of the buffer that it unpacks into, and of what it carries from one stretch of a row to the next, at most
 BUFFER_BYTES = 128 * 2**20
@@ -51,7 +51,7 @@ def processors(device: torch.device) -> int:
 
 
 #: one token or a few, at most 16 query rows a KV head: by the width of a plane of values, up to which each row holds. Measured
-#: on an H200 at head size 128 (docs/log/kernels.md); one warp suits 16 channels, for more would compute the same product twice.
+#: on an H200 at head size 128 (docs/dev/log/kernels.md); one warp suits 16 channels, for more would compute a product twice.
 #: Its registers are limited so that 12 programs fit on a multiprocessor; with more than 8 query rows it would spill.
 #: Nothing in it needs more than 48 KiB of shared memory, so devices from sm80 on take the same table.
 DECODE = (
@@ -66,7 +66,7 @@ DECODE_FINER_KEYS = (
     (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
 )
 #: the same, where keys or values gather from shared memory. Two warps, because Triton gathers within one warp by shuffles.
-#: Chosen from the machine code (docs/log/kernels.md): the fewest registers without spilling
+#: Chosen from the machine code (docs/dev/log/kernels.md): the fewest registers without spilling
 DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
 
 

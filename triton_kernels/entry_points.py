@@ -175,7 +175,7 @@ def step(
     seen: int | None = None,
 ) -> torch.Tensor:
     """`reference.step`: `attend`, then `append`, of tokens transformed once. The attend kernel is not launched ahead of the end
-    of the transform's (`_chained`): that slowed it (docs/log/kernels.md)."""
+    of the transform's (`_chained`): that slowed it (docs/dev/log/kernels.md)."""
     q, k, v = transformed(q, k, v, state, spec)
     out = _attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
     _append(k, v, mask, state, spec)

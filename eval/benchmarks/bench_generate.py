@@ -7,7 +7,7 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 - `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and
   sampling included. `mean_ms`: mean over a whole page of steps, packing included.
 - `device_ms`: how long the device is busy in a step, by kind of work; `kernels`: by kernel, the most expensive (name, ms,
-  launches). Compilations of one model differ: tiles of products with weights are searched for anew (docs/log/generation.md).
+  launches). Compilations of one model differ: tiles of products are searched for anew (docs/dev/log/generation.md).
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
 - `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.

@@ -34,7 +34,7 @@ ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
     "docs/accuracy.md",
-    "docs/own-formats.md",
+    "docs/dev/own-formats.md",
     "README.md",
 )
 PICTURE = "docs/pareto.png"

@@ -1,5 +1,5 @@
 """What makes the parameters of each transform and format from a model's own keys and values. A new one is a class and a line in
-`CALIBRATORS`. `docs/own-formats.md` explains those of the transform `eigen` and of the format `static`.
+`CALIBRATORS`. `docs/dev/own-formats.md` explains those of the transform `eigen` and of the format `static`.
 """
 
 from __future__ import annotations

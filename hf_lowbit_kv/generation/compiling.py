@@ -21,11 +21,11 @@ from .kept_caches import capacity
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
 COMPILED_STEPS = 64
 
-#: how inductor compiles the step (docs/log/generation.md has the times); transformers' own choice is the first of these alone
+#: how inductor compiles the step (times: docs/dev/log/generation.md); transformers' own choice is the first of these alone
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
     # one row: products with weights become reductions, whose tiles are searched for, from the best of several beginnings: from
-    # one alone the search may end where a product takes twice as long (docs/log/generation.md)
+    # one alone the search may end where a product takes twice as long (docs/dev/log/generation.md)
     "coordinate_descent_tuning": True,
     "max_autotune_pointwise": True,
     # reductions that read the same activations (q, k, v) in one launch

@@ -2,7 +2,7 @@
 
 Reading a prompt whole takes memory for its activations: some 100 kB a token in a model of 8B. Where that is more than the GPU
 has free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may differ from that of a
-prompt that is read whole (docs/generation.md says by how much).
+prompt that is read whole (docs/dev/recording.md says by how much).
 
 How much memory a token takes is measured on the model itself: it reads a few hundred tokens of the prompt, and PyTorch's
 allocator counts.

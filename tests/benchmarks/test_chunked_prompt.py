@@ -117,7 +117,7 @@ def test_an_unknown_preset_is_refused_before_anything_runs(model):
 
 
 def section() -> str:
-    text = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/dev/recording.md").read_text(encoding="utf-8")
     begin = text.index("## Memory while a prompt is read")
     return text[begin : text.index("\n## ", begin)]
 

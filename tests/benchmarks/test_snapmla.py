@@ -171,7 +171,7 @@ def text():
 
 
 def test_rope_unaware_is_far_worst(trained, text):
-    """The paper's figure 4, on a trained model. At so few tokens the others lie close together; `docs/mla.md` has 4096."""
+    """The paper's figure 4, on a trained model. At so few tokens the others lie close together; `docs/dev/mla.md` has 4096."""
     records = layer_errors(trained, text, queries=8)
     assert {record["layer"] for record in records} == set(range(6))
     found = means(records)

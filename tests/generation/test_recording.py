@@ -25,7 +25,7 @@ pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates
 PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
-#: families whose steps are recorded; docs/generation.md has the table
+#: families whose steps are recorded; docs/dev/recording.md has the table
 RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_next", "lfm2")
 
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:Warning. Profiler clears events"),
 ]
 
-#: families whose steps are recorded; docs/generation.md has the table
+#: families whose steps are recorded; docs/dev/recording.md has the table
 RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_next", "lfm2")
 
 

@@ -26,7 +26,7 @@ def bits(preset: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", *(f"docs/{name}.md" for name in ("presets", "generation", "accuracy"))]
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("presets", "dev/recording", "accuracy"))]
 )
 def test_every_preset_that_a_page_names_is_listed(document):
     """A preset is any word that `get_preset` knows: suffixes make names that nobody listed."""
@@ -85,7 +85,7 @@ def test_contributing_lists_every_module():
     assert len(listed) == len(set(listed))
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/generation.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/dev/recording.md"])
 def test_a_compiled_step_stands_beside_one_of_the_same_run(document):
     """With `dense` pages in place of packed ones. An eager step of another cache would show Python's time as well."""
     found = re.findall(

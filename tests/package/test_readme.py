@@ -46,7 +46,7 @@ def test_the_code_runs(monkeypatch, capsys, tokenizer):
     assert "lowbit_kv (reads packed pages)" in out
 
 
-@pytest.mark.parametrize("name", ["generation.md", "per-layer.md", "presets.md"])
+@pytest.mark.parametrize("name", ["dev/recording.md", "per-layer.md", "presets.md"])
 def test_the_code_of_a_page_runs(name, tokenizer):
     """All of a page's blocks in their order, with what its text says is there; on the CPU, with fewer tokens."""
     model, _ = tiny_models("llama")
@@ -66,7 +66,7 @@ def test_the_code_of_a_page_runs(name, tokenizer):
         code = block.replace('to("cuda")', 'to("cpu")').replace("max_new_tokens=256", "max_new_tokens=8")
         exec(compile(code, name, "exec"), known)
     stored = known.get("cache")
-    assert (stored is None) == (name == "generation.md")
+    assert (stored is None) == (name == "dev/recording.md")
     if stored is not None:
         output = model.generate(torch.arange(3, 43)[None], past_key_values=stored, max_new_tokens=3)
         assert output.shape == (1, 43)

@@ -134,7 +134,7 @@ def why_not(
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
     """Whether a team of the attend kernel is to store the token of a step: it has shared memory for a page's metadata, and
     threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
-    of every step takes longer than a launch of its own (docs/log/kernels.md)."""
+    of every step takes longer than a launch of its own (docs/dev/log/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
     sides = _sides(spec, head_dim_k, head_dim_v, torch.float16)
     team = _memory(sides, head_dim_k, head_dim_v, choice).team(choice.warps)
