@@ -11,7 +11,8 @@ tokens have been compared with the eager ones of the same cache (`agreement`).
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
 - `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
-- `mode`: `eager`; `recorded`: the eager step in a CUDA graph; `compiled`: as transformers compiles by itself; `tuned`: with
+- `mode`: `eager`; `recorded`: in a CUDA graph, pieces fused, the default of `lb.generate`; `unfused`: the eager step in a CUDA
+  graph; `decoding_steps`: which pieces were fused; `compiled`: as transformers compiles by itself; `tuned`: with
   `lb.generate`'s own settings, or with the record's `compile_options`.
 """
 
@@ -46,7 +47,10 @@ from hf_lowbit_kv.eval.provenance import (
 )
 
 #: what a plain run measures: `name[:backend]/mode`
-CONTENDERS = ("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned")
+CONTENDERS = (
+    *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned"),
+    *("dense/recorded", "kivi-4-sink/recorded", "kivi-4-sink/unfused"),
+)
 #: relative error of logits up to which compiled and eager steps in 16 bits agree: fused arithmetic rounds less often
 #: (the host's own compiled step comes to 0.06 on random weights)
 LOGITS_TOLERANCE = 0.1
@@ -183,6 +187,7 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
         "cache": contender.name,
         "mode": contender.mode,
         "backend": contender.cache.packed_layers[0].backend if contender.ours else None,
+        "decoding_steps": contender.cache.decoding_steps if contender.ours else None,
         "limit_ms": (cache_bytes + weights) / bandwidth * 1e3,
         "cache_bytes": cache_bytes,
         "weight_bytes": weights,
@@ -203,11 +208,11 @@ class Wanted(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Wanted:
         """From `NAME[:BACKEND]/MODE[@TOKENS]`: takes part at lengths up to TOKENS."""
-        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|compiled|tuned)(?:@(\d+))?", text)
+        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|unfused|compiled|tuned)(?:@(\d+))?", text)
         if match is None:
             raise ValueError(
                 f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, recorded, "
-                "compiled or tuned"
+                "unfused, compiled or tuned"
             )
         return cls(match[1], match[2], match[3], int(match[4]) if match[4] else None)
 

@@ -61,7 +61,9 @@ _README = "kv8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
 _TABLE = "dense kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2 kivi-2 bitdecoding-kc-2 kitty kitty-pro"
 _VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
 _STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
-_RECORDED = _repeated("--contender", "kivi-2/recorded dense/recorded")
+_RECORDED = _repeated(
+    "--contender", "kivi-4-sink/recorded dense/recorded kivi-2/recorded kivi-4-sink/unfused dense/unfused"
+)
 _BATCH_OWN = _repeated(
     "--contender", "DynamicCache/eager dense/compiled kivi-2-sink/compiled eigen-2/compiled eigen-3/compiled"
 )

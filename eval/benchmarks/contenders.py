@@ -24,6 +24,8 @@ from hf_lowbit_kv.presets import get_preset
 
 #: tokens that a cache can take beyond those it is filled with
 HEADROOM = 512
+#: modes whose steps are recorded
+RECORDED = ("recorded", "unfused")
 
 
 class StepClock(LogitsProcessor):
@@ -59,7 +61,8 @@ class Contender:
     Args:
         name: `kivi-2` or another preset (`low_bit_cache`), `DynamicCache`, `StaticCache`, `quanto-4`.
         mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
-            `compile_config`, or `lb.generate`'s settings; `recorded`: the eager step in a CUDA graph.
+            `compile_config`, or `lb.generate`'s settings; `recorded`: in a CUDA graph, pieces fused, as `lb.generate` does it
+            by default; `unfused`: the eager step in a CUDA graph.
         cache: filled by `set_back`.
         length: tokens it holds then.
     """
@@ -160,14 +163,17 @@ class Contender:
         self._attach()
         options = {"do_sample": False, "pad_token_id": 0, **options}
         eager = options.pop("disable_compile", self.mode == "eager") or self.mode == "eager"
-        compiles = not eager and self.mode != "recorded" and self.model.device.type == "cuda"
+        recorded = self.mode in RECORDED
+        compiles = not eager and not recorded and self.model.device.type == "cuda"
         if self.mode == "tuned" and compiles:
             options["compile_config"] = self.compile_config or compile_config()
         elif compiles:
             options["compile_config"] = CompileConfig()
         if self.ours and self.mode != "eager":
-            step: Any = "eager" if eager else "recorded" if self.mode == "recorded" else None
-            call: Any = functools.partial(lb.generate, self.model, progress=False, step=step)
+            step: Any = "eager" if eager else "recorded" if recorded else None
+            call: Any = functools.partial(
+                lb.generate, self.model, progress=False, step=step, fuse=self.mode != "unfused"
+            )
         else:
             call = self.model.generate
             options["disable_compile"] = eager
@@ -225,7 +231,7 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
     else:
         preallocated = {"max_cache_len": capacity} if mode != "eager" else {}
         cache = low_bit_cache(name, model, backend=backend, **preallocated)
-    if mode == "recorded" and not isinstance(cache, lb.LowBitCache):
+    if mode in RECORDED and not isinstance(cache, lb.LowBitCache):
         raise ValueError(f"mode={mode!r} is not possible with {name}: only lb.generate records steps")
     if mode in ("compiled", "tuned") and not cache.is_compileable:
         raise ValueError(f"mode={mode!r} is not possible with {name}: the host compiles for preallocated caches")

@@ -149,7 +149,10 @@ def read_bandwidth(device: torch.device) -> float:
 KINDS = (
     ("attention", r"^attend|^merge_kernel|flash|fmha|sdpa|cudnn.*attention"),
     ("append and pack", r"^append|^pack_kernel|^window_kernel|^counters_kernel"),
-    ("weights", r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block|triton_red_fused_\d+$"),
+    (
+        "weights",
+        r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block|products?_kernel|triton_red_fused_\d+$",
+    ),
     ("copies", r"^Memcpy|^Memset|CatArray|copy_kernel"),
 )
 #: calls by which the host waits for the device

@@ -185,6 +185,9 @@ class LowBitCache(Cache):
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
 
+    #: how its latest decoding steps ran, where they were recorded; for `summary()`
+    decoding_steps: str | None = None
+
     # ---- what it holds --------------------------------------------------------------------------------------------
 
     @property

@@ -32,6 +32,7 @@ def rows(cache: LowBitCache) -> dict[str, str]:
         else "growing",
         "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
         "attention": describe(cache.config),
+        **({"decoding steps": cache.decoding_steps} if cache.decoding_steps else {}),
         "length": f"{tokens} tokens" + (f" x {ready[0].batch_size} rows" if ready else ""),
         "bits per value": f"{cache.bits_per_value:.2f}",
         "a packed token": ", ".join(f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store)

@@ -52,6 +52,12 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
     return step
 
 
+def check_fuse(fuse: Any) -> None:
+    """Raise for anything but a choice."""
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse={fuse!r} is not allowed; allowed: True, False")
+
+
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for what cannot run on a preallocated cache, before anything is allocated."""
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):

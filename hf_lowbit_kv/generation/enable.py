@@ -19,6 +19,7 @@ from ..cache.served_models import unwrap
 from ..machine.cache_argument import NAME, cache_in
 from ..presets import DEFAULT_PRESET
 from . import recording
+from .call_options import check_fuse
 from .decoding_loop import decoding_with, late_stop_check
 from .generate import lend_cache
 from .kept_caches import kept_caches
@@ -63,6 +64,7 @@ class Enabled:
     model: Any
     preset: str
     options: dict[str, Any]
+    fuse: bool = True
     implementations: dict[str, str] = field(default_factory=dict)
     """attention implementations to restore, by sub-configuration"""
 
@@ -84,7 +86,7 @@ class Enabled:
             _take_off(self.model)
 
 
-def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> Enabled:
+def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cache_options: Any) -> Enabled:
     """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
 
         lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
@@ -102,6 +104,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
     Args:
         model: a causal language model; PEFT or `torch.compile` may wrap it.
         preset: see `preset_names`.
+        fuse: whether recorded steps compute pieces of the model by kernels that round less often, as in `lb.generate`.
         **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
 
     Raises:
@@ -109,6 +112,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
             transformers model. RuntimeError: a transformers that makes caches in another place. Nothing has changed then.
     """
     inner: Any = unwrap(model)
+    check_fuse(fuse)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
@@ -119,7 +123,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, **cache_options: Any) -> En
     from_preset(preset, inner, **cache_options)  # raises for what cannot be served
     options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
-        enabled = Enabled(inner, preset, options, selected_everywhere(inner))
+        enabled = Enabled(inner, preset, options, fuse, selected_everywhere(inner))
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
     if not stack:
@@ -194,5 +198,5 @@ def _prepare_cache_for_generation(
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
     call.undone.enter_context(late_stop_check(cache, self.device))
-    call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device)))
+    call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache

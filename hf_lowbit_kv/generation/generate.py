@@ -25,6 +25,7 @@ from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import (
     cache_of,
+    check_fuse,
     check_options,
     new_tokens_of,
     options_of_cache,
@@ -46,6 +47,7 @@ def generate(
     max_new_tokens: int | None = None,
     *,
     step: Literal["recorded", "compiled", "eager"] | None = None,
+    fuse: bool = True,
     past_key_values: LowBitCache | None = None,
     max_cache_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
@@ -75,6 +77,9 @@ def generate(
         step: how a decoding step runs on a GPU. `"recorded"` (default): as the model runs it, recorded in a CUDA graph;
             ready within seconds. `"compiled"`: compiled by torch, the fastest, after a minute or two. `"eager"`: as the
             model runs it. On a CPU every step is eager.
+        fuse: in recorded steps, compute norms, rotary embeddings, gates, and the products of one input, by kernels that round
+            less often. Each is compared with float64 first, and stays as it is where its error would be above twice the
+            model's. `False`: recorded steps give the same bits as eager ones. `summary()` of the cache says what is fused.
         past_key_values: a preallocated cache to go on with; or `cache=`, the name that transformers uses since 5.24. Without
             it a kept cache is emptied and used.
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
@@ -101,6 +106,7 @@ def generate(
     inputs = prompt_of(inputs, options)
     past_key_values = cache_of(past_key_values, options)
     how = which_step(inner, step, options)
+    check_fuse(fuse)
     check_options(inner, options)
     check_chunk_size(setting(inner, options, "prefill_chunk_size"))
     cache_options = options_of_cache(cache_options, calibration)
@@ -122,19 +128,21 @@ def generate(
                     "past_key_values"
                 )
             cache = _check_cache(past_key_values, preset, options, tokens, wanted)
-            return _run(model, cache, rows, options, how, progress)
+            return _run(model, cache, rows, options, how, fuse, progress)
         cache = lend_cache(
             *(inner, DEFAULT_PRESET if preset is None else preset, dict(cache_options or {})),
             *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
         )
         try:
-            return _run(model, cache, rows, options, how, progress)
+            return _run(model, cache, rows, options, how, fuse, progress)
         except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
             kept.give_back(cache)
             raise
 
 
-def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], step: str, progress: bool) -> Any:
+def _run(
+    model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], step: str, fuse: bool, progress: bool
+) -> Any:
     """`model.generate` on this cache, its steps run as `step` says."""
     inner = unwrap(model)
     options = options | as_argument(cache)
@@ -155,7 +163,7 @@ def _run(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], ste
         else:
             options["disable_compile"] = True
         read_prompt(inner, cache, options, _say if progress else lambda text: None)
-        recorded = recording.recorded_step(cache, inner.device) if step == "recorded" else None
+        recorded = recording.recorded_step(cache, inner.device, fuse) if step == "recorded" else None
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**options)
     cache.check_overrun()

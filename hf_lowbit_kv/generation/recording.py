@@ -2,8 +2,11 @@
 
 A step of one token launches the same kernels at the same addresses as the one before it, so it is recorded once and
 replayed. `RecordedStep` is what transformers calls for each token of one `generate` call; a `Recorder` keeps the recordings
-of one cache. The first step of each kind runs eagerly (it loads kernels) and shows what a step does in Python; the second
-one is recorded. Nothing here refers to the cache or to the model, so both can be freed.
+of one cache. The first steps of each kind run eagerly (they load kernels) and show what a step does in Python; the one behind
+them is recorded. Nothing here refers to the cache or to the model, so both can be freed.
+
+Pieces of the model are computed by kernels of this package while a step is recorded (`fusing`). What the user has compiled
+of the model is recorded compiled (`compiled_layers`).
 
 A recording is valid as long as everything in Python that decides which kernels run on which addresses is as it was: see
 `fingerprint`, `memory` and `switches`.
@@ -11,7 +14,6 @@ A recording is valid as long as everything in Python that decides which kernels 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import os
@@ -31,8 +33,9 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
+from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
+from .fusing import Fusion, Substitute, why_nothing_fused
 from .overriding import STATE
-from .process_wide import ProcessWide
 from .sync_watch import watch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -59,7 +62,9 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
 
 def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
     own = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
-    return tuple((name, _described(value, depth, seen)) for name, value in own.items() if name not in _IGNORED)
+    # nor do pieces count that another thread has fused for a moment
+    kept = {name: x for name, x in own.items() if name not in _IGNORED and not isinstance(x, Substitute)}
+    return tuple((name, _described(value, depth, seen)) for name, value in kept.items())
 
 
 def _described(value: Any, depth: int, seen: set[int]) -> Any:
@@ -139,8 +144,8 @@ WARM_UPS = 3
 #: stands for the cache among a step's inputs and outputs
 _CACHE = object()
 _capturing = threading.Lock()
-#: inside, nothing that torch compiled runs compiled, in any thread
-_uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
+#: eager steps that layers of the user's may compile in
+COMPILING_STEPS = 16
 
 
 class Graph(Protocol):
@@ -203,15 +208,19 @@ def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
 _recorders: weakref.WeakKeyDictionary[LowBitLayer, Recorder] = weakref.WeakKeyDictionary()
 
 
-def recorded_step(cache: Any, device: torch.device) -> RecordedStep | None:
-    """For one call of `generate` with this cache: what to call in place of the model, or `None` without graphs."""
+def recorded_step(cache: Any, device: torch.device, fuse: bool = True) -> RecordedStep | None:
+    """For one call of `generate` with this cache: what to call in place of the model, or `None` without graphs.
+
+    Args:
+        fuse: whether kernels compute pieces of the model.
+    """
     first = cache.packed_layers[0]
     recorder = _recorders.get(first)
     if recorder is None:
         if (make_graph := graphs_for(device)) is None:
             return None
         recorder = _recorders[first] = Recorder(make_graph)
-    return RecordedStep(recorder)
+    return RecordedStep(recorder, fuse)
 
 
 def forget(cache: Any) -> None:
@@ -222,8 +231,8 @@ def forget(cache: Any) -> None:
 class RecordedStep:
     """The model, for one call of `generate`: replays steps of one token, and runs everything else as the model does."""
 
-    def __init__(self, recorder: Recorder):
-        self._recorder, self._checked = recorder, False
+    def __init__(self, recorder: Recorder, fuse: bool = True):
+        self._recorder, self._fuse, self._checked = recorder, fuse, False
 
     def __call__(self, model: Any, **inputs: Any) -> Any:
         cache: Any = cache_in(inputs)
@@ -232,9 +241,11 @@ class RecordedStep:
         if not one_token or torch.is_grad_enabled() or not cache.packed_layers[0].is_initialized:
             return model(**inputs)
         if not self._checked:
-            self._recorder.check(model, cache)
+            self._recorder.check(model, cache, self._fuse)
             self._checked = True
-        return self._recorder.step(model, inputs)
+        outputs = self._recorder.step(model, inputs)
+        cache.decoding_steps = self._recorder.report
+        return outputs
 
 
 class _Recording(NamedTuple):
@@ -257,12 +268,14 @@ class Recorder:
     def __init__(self, make_graph: Callable[[], Graph]):
         self._make_graph = make_graph
         self._seen: tuple | None = None  # what the recordings depend on
+        self._fusion = Fusion()
         self._forget()
 
     def _forget(self) -> None:
         self._recordings: OrderedDict[Any, _Recording] = OrderedDict()
         self._warm: dict[Any, dict[tuple[int, str], int]] = {}  # kinds of step that ran eagerly, and what they counted
         self._tries: dict[Any, int] = {}
+        self._compiling: dict[Any, int] = {}
         self._why_not: str | None = None
 
     @property
@@ -270,12 +283,18 @@ class Recorder:
         """Recordings that are kept."""
         return len(self._recordings)
 
-    def check(self, model: Any, cache: Any) -> None:
+    @property
+    def report(self) -> str:
+        """How steps run, for `summary()`."""
+        return f"eager: {self._why_not}" if self._why_not else f"recorded; fused: {self._fusion.report()}"
+
+    def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
         """Forget recordings that another state of model, cache or torch was recorded with."""
-        found = (fingerprint(model), memory(cache), switches())
+        found = (fingerprint(model), memory(cache), switches(), fuse)
         if found != self._seen:
             self._forget()
             self._seen = found
+            self._fusion = Fusion(why_nothing_fused(model) if fuse else "fuse=False")
             if (reason := why_not_recorded(model)) is not None:
                 self._refuse(model, reason)
 
@@ -293,7 +312,11 @@ class Recorder:
             try:
                 recording = self._record(kind, model, cache, leaves, tree)
             except Exception as error:
-                self._refuse(model, f"recording it failed: {_root(error)}")
+                reason = f"recording it failed: {_root(error)}"
+                if self._fusion.any:
+                    self._fusion.give_up(reason)
+                else:
+                    self._refuse(model, reason)
                 return model(**inputs)
             self._recordings[kind] = recording
             if len(self._recordings) > KEPT_RECORDINGS:
@@ -301,21 +324,33 @@ class Recorder:
         return _replay(recording, cache, tensors)
 
     def _warm_up(self, kind: Any, model: Any, inputs: dict[str, Any]) -> Any:
-        """Run the step eagerly, and find out what it counts in Python and whether it can be recorded."""
-        cache = cache_in(inputs)
-        before = _python_state(cache)
-        with _eagerly(model), watch(model.device) as waits:
+        """Run the step eagerly, and find out what it counts in Python, whether it can be recorded, and which pieces of it
+        kernels compute: first the model's own step with kernels beside it, then the step with these pieces fused."""
+        cache, fusion = cache_in(inputs), self._fusion
+        observed = not fusion.settled
+        before, compiled = _python_state(cache), compilations()
+        pieces = fusion.observing(model) if observed else fusion.in_force(model)
+        with recorded_as_compiled(model), pieces, watch(model.device) as waits:
             outputs = model(**inputs)
         assert self._seen is not None
         old, now = self._seen[0], fingerprint(model)
         self._seen = now, *self._seen[1:]
         counts, reason = _counted(before, _python_state(cache))
+        if compilations() != compiled:
+            self._compiling[kind] = self._compiling.get(kind, 0) + 1
+            if self._compiling[kind] >= COMPILING_STEPS:
+                self._refuse(model, "its compiled layers are compiled again in every step")
+            return outputs
         if waits:
             reason = f"it asks the device at {waits[0]}"
         elif reason is None and (module := first_difference(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
         if reason is None:
-            self._warm[kind] = counts
+            if not (observed and fusion.any):
+                self._warm[kind] = counts
+            return outputs
+        if not observed and fusion.any:
+            fusion.give_up(reason)
             return outputs
         self._tries[kind] = self._tries.get(kind, 0) + 1
         if self._tries[kind] >= WARM_UPS:  # what happened in the first steps alone was loading
@@ -326,7 +361,7 @@ class Recorder:
         held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         graph, state = self._make_graph(), _saved(cache)
         try:
-            with _capturing, _eagerly(model):
+            with _capturing, recorded_as_compiled(model, capturing=True), self._fusion.in_force(model):
                 outputs = graph.capture(lambda: model(**pytree.tree_unflatten(held, tree)))
         finally:
             _restore(cache, state)  # the replay that follows counts
@@ -370,7 +405,7 @@ def why_not_recorded(model: Any) -> str | None:
         return f"its weights are on several devices ({', '.join(sorted(devices))})"
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "its weights are spread over several processes (tensor parallelism)"
-    return None
+    return why_not_recorded_compiled(model)
 
 
 _told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -456,12 +491,3 @@ def _restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
     for layer, attributes in zip(cache.layers, layers, strict=True):
         vars(layer).clear()
         vars(layer).update(attributes)
-
-
-# ---- how a step is run ------------------------------------------------------------------------------------------------
-
-
-def _eagerly(model: Any) -> contextlib.AbstractContextManager:
-    """Inside, what the user compiled of the model runs uncompiled."""
-    compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
-    return _uncompiled() if compiled else contextlib.nullcontext()

@@ -56,7 +56,7 @@ class ChangeAt(LogitsProcessor):
 
 
 def ours(model, inputs, **options):
-    return lb.generate(model, inputs, "mla", NEW_TOKENS, progress=False, **GREEDY, **options)
+    return lb.generate(model, inputs, "mla", NEW_TOKENS, progress=False, fuse=False, **GREEDY, **options)
 
 
 def truth(model, inputs, **options):

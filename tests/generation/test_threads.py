@@ -81,7 +81,7 @@ def at_the_same_time(*works):
 
 def ours(model, prompt, preset="kivi-2", **options):
     ids, mask = prompt
-    options = {"max_new_tokens": 20, "attention_mask": mask, **GREEDY} | options
+    options = {"max_new_tokens": 20, "attention_mask": mask, "fuse": False, **GREEDY} | options
     return lb.generate(model, ids, preset, **options)
 
 
@@ -116,6 +116,7 @@ def test_one_model_from_four_threads(models, device):
         ids = torch.cat([first.sequences, prompt[0][:, -7:]], 1)
         mask = torch.cat([prompt[1], torch.ones_like(ids[:, prompt[1].shape[1] :])], 1)
         options = {"attention_mask": mask, "max_new_tokens": 20, "past_key_values": first.past_key_values, **GREEDY}
+        options["fuse"] = False
         return lb.generate(model, ids, **options)
 
     want = [two_turns(prompt) for prompt in inputs]

@@ -78,7 +78,8 @@ MODES = {
 def ours(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
     torch.manual_seed(1)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    options = GREEDY | {"cache_options": SMALL_PAGES, "progress": False} | options
+    # without fused pieces recorded steps give the eager bits
+    options = GREEDY | {"cache_options": SMALL_PAGES, "progress": False, "fuse": False} | options
     return lb.generate(model, inputs, preset, new_tokens, **options)
 
 

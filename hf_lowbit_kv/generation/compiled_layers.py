@@ -1,0 +1,64 @@
+"""What the user has compiled of a model, in a step that is recorded: compiled layers stay compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .process_wide import ProcessWide
+
+#: inside, nothing that torch compiled runs compiled, in any thread
+_uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
+#: inside, nothing is compiled again, in any thread: what would be raises
+_as_compiled = ProcessWide(lambda: torch.compiler.set_stance("fail_on_recompile"))
+
+
+def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextlib.AbstractContextManager:
+    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled: a recorded step
+    is what the model itself launches.
+
+    Args:
+        capturing: whether the step is recorded, when nothing may be compiled.
+    """
+    if _compiled(model):
+        return _uncompiled()
+    return _as_compiled() if capturing and any(_compiled_parts(model)) else contextlib.nullcontext()
+
+
+def compilations() -> int:
+    """How often torch has compiled anything in this process, as far as it tells."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else sum(utils.counters["frames"].values())
+
+
+def why_not_recorded_compiled(model: nn.Module) -> str | None:
+    """What keeps the compiled layers of this model from being recorded, or `None`."""
+    if _compiled(model):
+        return None
+    for name, part in _compiled_parts(model):
+        config = part.get_compiler_config() if hasattr(part, "get_compiler_config") else None
+        if isinstance(config, dict) and config.get("triton.cudagraphs"):
+            return (
+                f"{name} is compiled with CUDA graphs of its own; compile it with another mode than 'reduce-overhead' or "
+                "'max-autotune', or without triton.cudagraphs"
+            )
+    return None
+
+
+def _compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _compiled_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names of modules, and what torch made of them: of the module, or of one of its methods."""
+    for name, module in model.named_modules():
+        if _compiled(module):
+            yield name, module._compiled_call_impl or module
+        for attribute, value in vars(module).items():
+            if hasattr(value, "get_compiler_config") and attribute != "_compiled_call_impl":
+                yield f"{name}.{attribute}", value

@@ -1,0 +1,429 @@
+"""Pieces of a model that one kernel computes where the model launches several: norms, rotary embeddings, gates, products.
+
+A piece computes the same arguments in three ways: as its module does (`plain`), by a kernel (`fused`), and in float64
+(`compared`). `piece_finder` finds the pieces of a model, `fusing` puts them to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..machine.toolchain import why_not_launched
+
+#: of pieces, in the order in which `summary()` names them
+KINDS = ("norms", "rotary", "gate", "products")
+#: activations by the names that kernels give them
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+#: numbers of a weight that are widened to float64 at a time
+_WIDENED = 2**23
+
+Substitution = tuple[nn.Module, Callable[..., Any]]
+Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class NotFusedError(Exception):
+    """A piece stays as the model computes it; the text says why."""
+
+
+class Plain(NamedTuple):
+    """A piece that is not fused."""
+
+    kind: str
+    name: str
+    reason: str
+
+
+class Piece:
+    """One place of a model.
+
+    Args:
+        name: of its module, in the decoder.
+        module: the module that computes it.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, name: str, module: nn.Module):
+        self.name = name
+        self.module: Any = module
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How the piece may be fused, the fastest first."""
+        return (self.kind,)
+
+    @property
+    def unused(self) -> str:
+        """What it means that a step did not come by."""
+        return "not called in a step"
+
+    @property
+    def mismatch(self) -> str | None:
+        """What was seen in a step that keeps the piece plain, whatever its kernel computes."""
+        return None
+
+    def counted(self, way: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
+        """What `summary()` counts where this way is taken, or none: kind, name, and the reason if it is plain."""
+        yield self.kind, self.name, reason if way is None else None
+
+    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
+        """Modules, and what stands for their `forward` so that `call` computes the piece."""
+        raise NotImplementedError
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def fused(self, way: str, *args: Any, **kwargs: Any) -> Any:
+        """The result by a kernel. Raises `NotFusedError` for arguments that it does not take."""
+        raise NotImplementedError
+
+    def compared(self, way: str, *args: Any, **kwargs: Any) -> Iterator[Comparison]:
+        """What is compared before a kernel stands in: its result, the model's own, and the exact one in float64."""
+        raise NotImplementedError
+
+
+class Norm(Piece):
+    """An RMS norm, with its weight or with one plus its weight."""
+
+    kind = "norms"
+
+    def __init__(self, name: str, module: nn.Module, offset: float):
+        super().__init__(name, module)
+        self.offset, self.eps = offset, eps_of(module)
+
+    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
+        own = own_forward(self.module)
+        yield (
+            self.module,
+            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs),
+        )
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return own_forward(self.module)(x)
+
+    def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.module.weight
+        if not self.offset and weight.dtype == x.dtype:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        check_kernels(x.device)
+        from ..triton_kernels.fused_norm import rms_norm
+
+        return rms_norm(x, weight, self.eps, self.offset)
+
+    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+        wide, weight = x.double(), self.module.weight.double()
+        exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (weight + self.offset)
+        yield self.fused(way, x), self.plain(x), exact
+
+
+class Rotary(Piece):
+    """Rotary embeddings of an attention module, which calls a function of its Python module for them."""
+
+    kind = "rotary"
+
+    def __init__(self, name: str, module: nn.Module, function: str, shared: bool, others: bool):
+        super().__init__(name, module)
+        self.function, self.shared, self.others = function, shared, others
+        self.rotate = innermost(type(module).forward).__globals__[function]
+
+    @property
+    def unused(self) -> str:
+        return PAIRS if self.others else super().unused
+
+    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
+        def rotate(*args: Any, **kwargs: Any) -> Any:
+            return call(*args) if len(args) == 4 and not kwargs else self.rotate(*args, **kwargs)
+
+        forward = with_globals(type(self.module).forward, {self.function: rotate})
+        yield self.module, types.MethodType(forward, self.module)
+
+    def plain(self, *args: torch.Tensor) -> Any:
+        return self.rotate(*args)
+
+    def fused(self, way: str, *args: torch.Tensor) -> Any:
+        q, k, cos, _ = args
+        turned = cos.shape[-1] * (2 if self.shared else 1)
+        if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or turned > q.shape[-1] or cos.shape[1] != q.shape[2]:
+            raise NotFusedError("cosines of an unusual shape")
+        check_kernels(q.device)
+        from ..triton_kernels.fused_rotary import rotary
+
+        return rotary(*args, shared=self.shared)
+
+    def compared(self, way: str, *args: torch.Tensor) -> Iterator[Comparison]:
+        exact = self.rotate(*(x.double() for x in args))
+        yield from zip(self.fused(way, *args), self.plain(*args), exact, strict=True)
+
+
+class Gate(Piece):
+    """The feed-forward layer `down(activation(gate(x)) * up(x))`; gate and up may be halves of one product.
+
+    Ways: `products`, both products and the activation in one launch; `gate`, the activation alone.
+    """
+
+    kind = "gate"
+
+    def __init__(self, name: str, module: nn.Module, activation: str, joined: str | None, act: str):
+        super().__init__(name, module)
+        self.activation, self.joined, self.act = activation, joined, act
+        self.apart = None if joined else why_no_products([(child, module.get_submodule(child)) for child in GATED])
+        """what keeps the products apart"""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return ("gate",) if self.joined or self.apart else ("products", "gate")
+
+    def counted(self, way: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
+        yield "gate", self.name, reason if way is None else None
+        if self.apart is not None:
+            child, why = self.apart
+            yield "products", f"{self.name}.{child}", why
+        elif self.joined is None:
+            yield "products", self.name, None if way == "products" else reason
+
+    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
+        own = own_forward(self.module)
+        yield (
+            self.module,
+            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs),
+        )
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return own_forward(self.module)(x)
+
+    def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
+        return self.module.down_proj(self._gated(way, x))
+
+    def _gated(self, way: str, x: torch.Tensor) -> torch.Tensor:
+        check_kernels(x.device)
+        if way == "gate":
+            from ..triton_kernels.fused_gate import gated
+
+            return gated(*self._products(x), self.activation)
+        from ..triton_kernels.fused_products import gated_product
+
+        gate, up = [self.module.get_submodule(name) for name in GATED]
+        biases = None if gate.bias is None else (gate.bias, up.bias)
+        return gated_product(_checked(x, gate), (gate.weight, up.weight), self.activation, biases)
+
+    def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        module: Any = self.module
+        if self.joined is not None:
+            return getattr(module, self.joined)(x).chunk(2, dim=-1)
+        return module.gate_proj(x), module.up_proj(x)
+
+    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+        gate, up = self._products(x)
+        plain = getattr(self.module, self.act)(gate) * up
+        if way == "gate":
+            wide = gate.double(), up.double()
+        else:
+            wide = tuple(_wide_product(x, self.module.get_submodule(name)) for name in GATED)  # type: ignore[assignment]
+        yield self._gated(way, x), plain, ACTIVATIONS[self.activation](wide[0]) * wide[1]
+
+
+#: children of a gate whose products are separate
+GATED = ("gate_proj", "up_proj")
+
+
+class Products(Piece):
+    """Linear layers of one module that take the same input, one after the other."""
+
+    kind = "products"
+
+    def __init__(self, name: str, module: nn.Module, names: tuple[str, ...]):
+        super().__init__(name, module)
+        self.linears: list[Any] = [module.get_submodule(child) for child in names]
+        self.shared: SharedInput | None = None
+
+    @property
+    def mismatch(self) -> str | None:
+        return "its inputs differ" if self.shared is not None and self.shared.differs else None
+
+    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
+        self.shared = SharedInput(call)
+        for index, linear in enumerate(self.linears):
+            yield linear, functools.partial(self.shared.output, index, own_forward(linear))
+
+    def plain(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(own_forward(linear)(x) for linear in self.linears)
+
+    def fused(self, way: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        check_kernels(x.device)
+        from ..triton_kernels.fused_products import products
+
+        biases = None if self.linears[0].bias is None else [linear.bias for linear in self.linears]
+        return products(_checked(x, self.linears[0]), [linear.weight for linear in self.linears], biases)
+
+    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+        exact = [_wide_product(x, linear) for linear in self.linears]
+        yield from zip(self.fused(way, x), self.plain(x), exact, strict=True)
+
+
+class SharedInput:
+    """Computes all products of an input when the first is asked for, and hands the others out to those that bring the same
+    input, unchanged."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+        self._x: Any = None
+        self._version = -1
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._differed = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether products were computed that nobody asked for."""
+        return self._differed or bool(self._outputs)
+
+    def output(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) != 1 or kwargs or args[0].is_inference():  # nobody counts the changes of an inference tensor
+            return own(*args, **kwargs)
+        (x,) = args
+        if self._x is not x or self._version != x._version or index not in self._outputs:
+            self._differed |= bool(self._outputs)
+            self._x, self._version = x, x._version
+            self._outputs = dict(enumerate(self._call(x)))
+        out = self._outputs.pop(index)
+        if not self._outputs:
+            self._x = None
+        return out
+
+
+PAIRS, LIGER = "pairs are no halves", "of Liger-Kernel already"
+
+
+# ---- what keeps a piece plain ------------------------------------------------------------------------------------------
+
+
+def why_not_replaced(module: nn.Module) -> str | None:
+    """Why this module's own `forward` has to run, or `None`."""
+    if type(module).__module__.partition(".")[0] == "liger_kernel":
+        return LIGER
+    if "forward" in vars(module):
+        return "its forward is replaced already"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "hooks"
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        return "compiled"
+    return "train()" if module.training else None
+
+
+def why_no_products(linears: list[tuple[str, nn.Module]]) -> tuple[str, str] | None:
+    """Which of these children cannot share a launch, and why, or `None`."""
+    first: Any = linears[0][1]
+    for name, linear in linears:
+        if type(linear) is not nn.Linear:
+            return name, _called(linear)
+        if (reason := why_not_replaced(linear)) is not None:
+            return name, reason
+        weight: Any = linear.weight
+        if type(weight) is not nn.Parameter or weight.layout is not torch.strided or weight.stride(-1) != 1:
+            return name, "its weight is no plain tensor"
+        if weight.dtype not in _SIXTEEN_BITS:
+            return name, str(weight.dtype).removeprefix("torch.")
+        same = (weight.dtype, weight.device, linear.bias is None)
+        if same != (first.weight.dtype, first.weight.device, first.bias is None):
+            return name, "another dtype, device or bias than the others"
+    return None
+
+
+def _called(module: nn.Module) -> str:
+    """What a layer in the place of a linear one is called."""
+    package, _, rest = type(module).__module__.partition(".")
+    if package == "peft":
+        tuner = rest.split(".")[1] if rest.startswith("tuners.") else rest
+        return {"lora": "LoRA"}.get(tuner, tuner)
+    return type(module).__name__
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise `NotFusedError` where Triton's kernels do not run."""
+    if (reason := _why_no_kernels(device.type)) is not None:
+        raise NotFusedError(reason)
+
+
+def _why_no_kernels(device_type: str) -> str | None:
+    if device_type == "cuda":
+        return why_not_launched()
+    try:
+        from triton import knobs
+    except ImportError:
+        return "Triton is not installed"
+    return None if device_type == "cpu" and knobs.runtime.interpret else f"no kernels for {device_type}"
+
+
+def _checked(x: torch.Tensor, linear: Any) -> torch.Tensor:
+    """An input that kernels of products take."""
+    from ..triton_kernels.fused_products import MOST_ROWS
+
+    if (rows := x.numel() // x.shape[-1]) > MOST_ROWS:
+        raise NotFusedError(f"{rows} rows; up to {MOST_ROWS} are fused")
+    if x.dtype != linear.weight.dtype:
+        raise NotFusedError(f"an input in {str(x.dtype).removeprefix('torch.')}")
+    return x
+
+
+def _wide_product(x: torch.Tensor, linear: Any) -> torch.Tensor:
+    """`linear(x)` in float64, a part of the outputs at a time."""
+    wide = x.double()
+    size = max(_WIDENED // linear.weight.shape[1], 1)
+    out = torch.cat([F.linear(wide, part.double()) for part in linear.weight.split(size)], dim=-1)
+    return out if linear.bias is None else out + linear.bias.double()
+
+
+# ---- functions of a module ---------------------------------------------------------------------------------------------
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What the module's class computes, whatever stands in its instance."""
+    return type(module).forward.__get__(module)
+
+
+def innermost(function: Any) -> Any:
+    """A function below its decorators."""
+    return inspect.unwrap(function)
+
+
+def with_globals(function: Any, replaced: dict[str, Any]) -> Any:
+    """A function, decorators included, that sees other globals. Neither the function nor its module changes.
+
+    Raises:
+        NotFusedError: a decorator keeps what it decorates elsewhere than in its closure.
+    """
+    if not isinstance(function, types.FunctionType):
+        raise NotFusedError(_UNUSUAL)
+    names, cells = function.__globals__, function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        names, new = {**names, **replaced}, None
+    else:
+        new = with_globals(inner, replaced)
+        if not any(cell.cell_contents is inner for cell in cells or ()):
+            raise NotFusedError(_UNUSUAL)
+        cells = tuple(types.CellType(new) if cell.cell_contents is inner else cell for cell in cells or ())
+    other = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    other.__kwdefaults__ = function.__kwdefaults__
+    vars(other).update(vars(function) if new is None else {**vars(function), "__wrapped__": new})
+    return other
+
+
+_UNUSUAL = "its forward is decorated in an unusual way"
+
+
+def eps_of(module: nn.Module) -> Any:
+    """The number that a norm adds to the mean square, by the names that it has in transformers."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))

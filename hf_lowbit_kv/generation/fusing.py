@@ -1,0 +1,226 @@
+"""Fused pieces in a decode step: which of them hold, and how they are put into a model for a while.
+
+A piece stands in the instances of its modules as their `forward`, for the length of one step and in one thread; other threads
+get the module's own. In a first step every piece computes both: the step goes on with the module's own result, and the kernel's
+is compared with float64. Kernels take part in the steps behind it, if their error is at most twice the module's and a rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward
+from .piece_finder import find_pieces
+
+#: a result that differs from the formula by more than this part of its row's largest number comes from another formula
+_ANOTHER_FORMULA = 2**-5
+#: pieces are put into models by one thread at a time
+_placing = threading.RLock()
+
+
+class Substitute:
+    """Stands in a module as its `forward`, for the thread that put it there."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        self._own, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._forward if threading.get_ident() == self._thread else self._own
+        return run(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
+    """Inside, these modules have these forwards. Afterwards each has its class's, whatever happened."""
+    with _placing:
+        try:
+            for module, forward in placed.items():
+                vars(module)["forward"] = forward
+            yield
+        finally:
+            for module, forward in placed.items():
+                if vars(module).get("forward") is forward:
+                    del vars(module)["forward"]
+
+
+class Fusion:
+    """Which pieces of a model a step computes by kernels. Refers to no module, so a model can be freed.
+
+    Args:
+        why_not: what keeps all of them plain.
+    """
+
+    def __init__(self, why_not: str | None = None):
+        self._why_not = why_not
+        self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # by piece: ways that failed
+        self._ways: dict[tuple[str, str], str] = {}  # by piece: the one that holds
+        self._report: list[tuple[str, str, str | None]] = []
+        self.settled = why_not is not None
+        """whether it is known which pieces hold"""
+
+    @property
+    def any(self) -> bool:
+        """Whether a step has fused pieces, as far as is known."""
+        return self._why_not is None and (not self.settled or bool(self._ways))
+
+    def give_up(self, reason: str) -> None:
+        """Steps are plain from here on."""
+        self._why_not, self.settled = reason, True
+
+    @contextlib.contextmanager
+    def observing(self, model: Any) -> Iterator[None]:
+        """Inside, a step is plain, and kernels compute beside it.
+
+        Which of them hold is known afterwards, except where a piece's fastest way has failed and it has another one: `settled`
+        stays `False` then, for another step.
+        """
+        pieces, plain = _sorted(find_pieces(model))
+        watches = {piece: _Watch(piece, way) for piece in pieces if (way := self._next_way(piece)) is not None}
+        with substituted(_substitutes((piece, watch) for piece, watch in watches.items())):
+            yield
+        for piece, watch in watches.items():
+            key = piece.kind, piece.name
+            if (reason := watch.verdict()) is None:
+                self._ways[key] = watch.way
+            elif watch.calls == 0:  # no other way is called either
+                self._reasons.setdefault(key, {}).update(dict.fromkeys(piece.ways, reason))
+            else:
+                self._reasons.setdefault(key, {})[watch.way] = reason
+        self.settled = all(self._next_way(piece) is None for piece in pieces)
+        self._report = [*plain]
+        for piece in pieces:
+            key = piece.kind, piece.name
+            failed = self._reasons.get(key, {})
+            self._report += piece.counted(self._ways.get(key), next(iter(failed.values()), ""))
+
+    def _next_way(self, piece: Piece) -> str | None:
+        """The way to try next, or `None` where one holds or all have failed."""
+        key = piece.kind, piece.name
+        failed = self._reasons.get(key, {})
+        return None if key in self._ways else next((way for way in piece.ways if way not in failed), None)
+
+    @contextlib.contextmanager
+    def in_force(self, model: Any) -> Iterator[None]:
+        """Inside, this thread's steps of the model have the pieces that hold computed by kernels."""
+        if not self.any:
+            yield
+            return
+        pieces, _ = _sorted(find_pieces(model))
+        ways = {piece: self._ways.get((piece.kind, piece.name)) for piece in pieces}
+        calls = ((piece, _Fused(piece, way)) for piece, way in ways.items() if way is not None)
+        with substituted(_substitutes(calls)):
+            yield
+
+    def report(self) -> str:
+        """For `summary()`: of each kind how many are fused, and why the others are not."""
+        if self._why_not is not None:
+            return f"nothing: {self._why_not}"
+        parts = []
+        for kind in KINDS:
+            rows = [(name, reason) for each, name, reason in self._report if each == kind]
+            if not rows:
+                continue
+            by_reason: dict[str, list[str]] = {}
+            for name, reason in rows:
+                if reason is not None:
+                    by_reason.setdefault(reason, []).append(name)
+            fused = sum(reason is None for _, reason in rows)
+            said = "; ".join(f"{_some(names)}: {reason}" for reason, names in by_reason.items())
+            parts.append(f"{kind} {fused}/{len(rows)}" + (f" ({said})" if said else ""))
+        return ", ".join(parts) or "nothing: no piece is known"
+
+
+def why_nothing_fused(model: Any) -> str | None:
+    """What keeps all pieces of this model plain, or `None`."""
+    hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    if any(hooks):
+        return "hooks of all modules"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast"
+    return "train()" if model.training else None
+
+
+def _sorted(found: Iterator[Piece | Plain]) -> tuple[list[Piece], list[Plain]]:
+    pieces: list[Piece] = []
+    plain: list[Plain] = []
+    for each in found:
+        if isinstance(each, Piece):
+            pieces.append(each)
+        else:
+            plain.append(each)
+    return pieces, plain
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _substitutes(calls: Iterator[tuple[Piece, Callable[..., Any]]]) -> dict[nn.Module, Substitute]:
+    return {
+        module: Substitute(module, forward) for piece, call in calls for module, forward in piece.substitutions(call)
+    }
+
+
+class _Fused:
+    """A piece by its kernel; by its module where arguments are such as no kernel takes."""
+
+    def __init__(self, piece: Piece, way: str):
+        self._piece, self._way = piece, way
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._piece.fused(self._way, *args)
+        except NotFusedError:
+            return self._piece.plain(*args)
+
+
+class _Watch:
+    """A piece by its module, compared with its kernel."""
+
+    def __init__(self, piece: Piece, way: str):
+        self._piece, self.way = piece, way
+        self.calls = 0
+        self._reason: str | None = None
+        self._flags: list[torch.Tensor] = []
+
+    def __call__(self, *args: Any) -> Any:
+        out = self._piece.plain(*args)
+        self.calls += 1
+        if self._reason is None:
+            try:
+                for fused, plain, exact in self._piece.compared(self.way, *args):
+                    if (fused.shape, fused.dtype) != (plain.shape, plain.dtype):
+                        raise NotFusedError(f"its result has dtype {str(plain.dtype).removeprefix('torch.')}")
+                    self._flags.append(agreement(fused, plain, exact))
+            except NotFusedError as error:
+                self._reason = str(error)
+            except Exception as error:  # a kernel that does not compile here, no memory to compare
+                self._reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return out
+
+    def verdict(self) -> str | None:
+        """Why the kernel may not stand in, or `None`. Waits for the device."""
+        if self.calls == 0:
+            return self._piece.unused
+        if (reason := self._reason or self._piece.mismatch) is not None:
+            return reason
+        same, near = torch.stack(self._flags).all(0).tolist()
+        if not same:
+            return "it computes something else"
+        return None if near else "the kernel's error is above twice the module's"
+
+
+def agreement(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Two answers, bool `[2]` on the device: whether both results come from the formula of `exact`, and whether the error of
+    `fused` is at most twice that of `plain` and one rounding. Errors are the largest of a row, the last dimension."""
+    size = exact.abs().amax(-1)
+    of_fused, of_plain = ((x.double() - exact).abs().amax(-1) for x in (fused, plain))
+    same = torch.maximum(of_fused, of_plain) <= _ANOTHER_FORMULA * size
+    near = of_fused <= 2 * of_plain + torch.finfo(plain.dtype).eps * size
+    return torch.stack([same.all(), near.all()])
