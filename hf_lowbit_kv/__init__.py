@@ -20,6 +20,8 @@ from .generation.enable import disable, enable
 from .generation.generate import generate, release
 from .planning.fits import fits
 from .presets import Preset, get_preset, preset_names
+from .requests.generate_many import generate_many
+from .requests.result import Interrupted, Result
 from .storage.paged_store import LayerSpec
 from .storage.transforms import Hadamard, Transform, parse_transform
 
@@ -39,12 +41,14 @@ __all__ = [
     "Fp8",
     "Hadamard",
     "IntCache",
+    "Interrupted",
     "KIVICache",
     "KittyCache",
     "LayerSpec",
     "LowBitCache",
     "MLAFP8Cache",
     "Preset",
+    "Result",
     "Transform",
     "VecInferCache",
     "calibrate",
@@ -54,6 +58,7 @@ __all__ = [
     "fits",
     "from_preset",
     "generate",
+    "generate_many",
     "get_preset",
     "parse_format",
     "parse_transform",

@@ -141,3 +141,13 @@ class PoolSteps:
             recorder = self._recorders.setdefault(rows, recording.Recorder(self._make_graph))
             self._steps[rows] = recording.RecordedStep(recorder)
         return self._steps[rows]
+
+    def free(self) -> None:
+        """Give back the memory of the pool and of recorded steps, even where somebody still refers to this object."""
+        self._steps.clear()
+        self._recorders.clear()
+        for cache in (self._chunk, *self._batches.values()):
+            for layer in cache.packed_layers:
+                layer.store = None
+        self._batches.clear()
+        self.pool.free()

@@ -85,6 +85,12 @@ class RowPool:
             most = max(most, rows * own + self._promised(paging) - self.ledgers[paging].free)
         return most
 
+    def missing_for_fork(self, row: Row, limit: int) -> int:
+        """As `missing`, for a fork of a row that is in the pool."""
+        return self.missing(
+            limit, min(self.full_tokens(row, paging) + spec.sink for paging, spec in self._specs.items())
+        )
+
     def _promised(self, paging: Hashable) -> int:
         """Free pages that rows will get yet."""
         spec = self._specs[paging]
@@ -95,6 +101,12 @@ class RowPool:
         return limit <= self.max_length and all(
             spec.pages_for(limit) <= self.ledgers[paging].count for paging, spec in self._specs.items()
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that fits into the empty pool."""
+        rooms = [spec.room(self.ledgers[paging].count) for paging, spec in self._specs.items()]
+        return min(self.max_length, *rooms)
 
     @property
     def free_slots(self) -> int:
@@ -123,11 +135,16 @@ class RowPool:
         row = Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})
         self.rows.append(row)
         if prefix is not None:
-            self._share(row, prefix.pages)
-            self.memory.set_sinks(row.slot, prefix.sinks)
-            self.memory.set_length(row.slot, prefix.length)
-            row.length = prefix.length
+            self.adopt(row, prefix)
         return row
+
+    def adopt(self, row: Row, prefix: Prefix) -> None:
+        """An empty row begins with a prefix, whose pages it shares."""
+        assert row.length == 0
+        self._share(row, prefix.pages)
+        self.memory.set_sinks(row.slot, prefix.sinks)
+        self.memory.set_length(row.slot, prefix.length)
+        row.length = prefix.length
 
     def extend(self, row: Row, tokens: int) -> None:
         """Give the row the pages that are due when it stores `tokens` more."""
@@ -152,8 +169,7 @@ class RowPool:
         Raises:
             ValueError: as `enter`.
         """
-        shared = min(self.full_tokens(row, paging) + spec.sink for paging, spec in self._specs.items())
-        if not self.free_slots or self.missing(limit, shared) > 0:
+        if not self.free_slots or self.missing_for_fork(row, limit) > 0:
             raise ValueError(
                 f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
             )
@@ -222,6 +238,27 @@ class RowPool:
             self.ledgers[paging].hold(page)
         return Prefix(length, {paging: pages}, self.memory.sinks(row.slot) if sinks is None else sinks)
 
+    def full_lengths(self, tokens: int) -> list[int]:
+        """Lengths at which the full pages end of a row that holds `tokens` tokens; empty as for `prefix_lengths`."""
+        if len(self._specs) > 1:
+            return []
+        (spec,) = self._specs.values()
+        count = spec.paged_after(tokens - spec.sink) // spec.page_size
+        return [spec.sink + page * spec.page_size for page in range(1, count + 1)]
+
+    def hold_page(self, row: Row, place: int, length: int) -> Prefix:
+        """Hold one full page of a row until `drop`; length: tokens of the row up to its end."""
+        ((paging, pages),) = row.pages.items()
+        self.ledgers[paging].hold(pages[place])
+        return Prefix(length, {paging: [pages[place]]}, [])
+
     def drop(self, prefix: Prefix) -> int:
         """Give up a prefix. How many pages are free now that were not."""
         return sum(self.ledgers[paging].drop(page) for paging, pages in prefix.pages.items() for page in pages)
+
+    def free(self) -> None:
+        """Give back all memory. The pool cannot be used any more."""
+        self.memory.groups.clear()
+        self.memory.states.clear()
+        self.memory.tables.clear()
+        self.rows.clear()

@@ -98,7 +98,7 @@ class SlotMemory:
         for index, layer in enumerate(self.layers):
             shapes[(layer.paging, layer.page_bytes, *layer[1:5])].append(index)
         self.groups: list[_Group] = []
-        self._tables: dict[tuple[Hashable, torch.device], _Table] = {}
+        self.tables: dict[tuple[Hashable, torch.device], _Table] = {}
         scratch: dict[torch.device, torch.Tensor] = {}
         states: dict[int, LayerState] = {}
         for layer in self.layers:
@@ -148,10 +148,10 @@ class SlotMemory:
         return _Group(windows, block, counters, like.paging)
 
     def _table(self, like: StoredLayer, entries: int) -> _Table:
-        table = self._tables.get((like.paging, like.device))
+        table = self.tables.get((like.paging, like.device))
         if table is None:
             ids = torch.zeros(self.slots, entries, dtype=torch.int32, device=like.device)
-            table = self._tables[like.paging, like.device] = _Table(ids, {})
+            table = self.tables[like.paging, like.device] = _Table(ids, {})
         if like.page_bytes not in table.addresses:
             table.addresses[like.page_bytes] = torch.zeros_like(table.pages, dtype=torch.int64)
         return table
@@ -161,7 +161,7 @@ class SlotMemory:
     def move(self, source: int, target: int) -> None:
         """The row of slot `source` stands in slot `target` from here on."""
         self.copy_window(source, target)
-        for table in self._tables.values():
+        for table in self.tables.values():
             for tensor in (table.pages, *table.addresses.values()):
                 tensor[target] = tensor[source]
 
@@ -192,7 +192,7 @@ class SlotMemory:
 
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """entries: (slot, entry, page)."""
-        for (kind, device), table in self._tables.items():
+        for (kind, device), table in self.tables.items():
             if kind != paging:
                 continue
             slots, places, pages = torch.tensor(entries, dtype=torch.int64).T.to(device, non_blocking=True)

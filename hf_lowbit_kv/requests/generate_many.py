@@ -1,0 +1,254 @@
+"""`generate_many`: many requests on one model, each with its own length and options, on a pool of rows with packed pages."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..cache.implementation import selected
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.served_models import unwrap
+from ..calibration.steps_shown import Report, steps_shown
+from ..generation.call_options import options_of_cache
+from ..generation.kept_caches import kept_caches
+from ..storage.layer_spec import check_count
+from .memory_budget import USABLE, activation_bytes, free_memory, memory_in_bytes, pool_size
+from .pool_models import empty_caches
+from .pool_steps import PoolSteps, read_once, stored_layers
+from .request import Request, RequestReader
+from .result import Interrupted, Result, described
+from .row_pool import RowPool
+from .scheduler import Scheduler
+from .shared_prefixes import SharedPrefixes
+
+#: tokens of a prompt that are read at a time, where nothing else is said
+CHUNK_SIZE = 2048
+
+
+def generate_many(
+    model: Any,
+    requests: Iterable[Any],
+    preset: str | None = None,
+    *,
+    tokenizer: Any = None,
+    memory: int | str | None = None,
+    max_rows: int | None = None,
+    prefill_chunk_size: int | None = None,
+    share_prefixes: bool = True,
+    as_completed: bool = False,
+    progress: bool = True,
+    calibration: Any = None,
+    cache_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Answer many requests at once. A request that has ended makes room for the next one at the next step.
+
+        results = lb.generate_many(model, prompts, tokenizer=tokenizer, max_new_tokens=256)
+        print(results[0].text)
+
+    Args:
+        model: a causal language model whose every layer is packed; PEFT or `torch.compile` may wrap it.
+        requests: a list or an iterator. A request is a text, token ids, a list of messages, or a dict with one of
+            `"prompt"`, `"messages"`, `"input_ids"`, perhaps an `"id"`, and options of its own. An iterator is asked for a
+            request whenever a row is free; it may give `None` while it has none.
+        preset: see `preset_names`; `None`: `kivi-4-sink`.
+        tokenizer: for texts, messages and `stop_strings`; without it results have no text.
+        memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`; by default 90 % of
+            what is free once the model has read one chunk. A pool takes no more than the requests can use.
+        max_rows: sequences at once, at most; by default as many as fit, up to 128.
+        prefill_chunk_size: prompts are read in chunks that end at multiples of it, whatever else goes on; `0`: whole. A row
+            that decodes waits at most one chunk for its next token. By default 2048.
+        share_prefixes: whether prompts that begin alike share full pages. Tokens behind a shared prefix attend to packed pages
+            where they would have attended to their own chunk, so a text may differ a little; `False` for texts that do not
+            depend on what else is asked.
+        as_completed: return an iterator over results in the order in which they end. Its `close()` frees all rows.
+        progress: show a bar on stderr, where that is a terminal.
+        calibration: for presets that need one, as for `LowBitCache`.
+        cache_options: for `from_preset`: `residual`, `backend`, ...
+        **options: of all requests; a request's own come first. What `model.generate` takes: `max_new_tokens`, `do_sample`,
+            `temperature`, `stop_strings`, `logits_processor`, `stopping_criteria`, `num_return_sequences`, ... And `seed`: what
+            a request draws follows from it alone; `logprobs=True`; `chat_template_kwargs`; `streamer` (of one request).
+
+    Returns:
+        A list of `Result`, in the order of the requests; `num_return_sequences` of one request follow each other.
+
+    Raises:
+        ValueError: a request or an option that cannot be served (beams, assistants, images, unknown names), a model with
+            layers that are not packed or whose rotary embeddings look at the longest row, too little memory. Nothing is
+            allocated then. A request of an iterator, or one too long for the memory, gets a result with an error instead.
+        Interrupted: Ctrl-C; its `results` have what was written.
+    """
+    inner = unwrap(model)
+    check_count("max_rows", max_rows, optional=True)
+    check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
+    size = memory_in_bytes(memory)
+    if isinstance(requests, (str, bytes, Mapping, torch.Tensor)) or not isinstance(requests, Iterable):
+        raise TypeError(f"requests must be a list or an iterator of requests, not {type(requests).__name__}")
+    if options.get("streamer") is not None:
+        raise ValueError(
+            "streamer is not allowed for all requests: give each its own, {'prompt': ..., 'streamer': ...}"
+        )
+    reader = RequestReader(inner, tokenizer, options)
+    known: list[Request] | None = None
+    if isinstance(requests, Sequence):
+        known = [reader.read(given, index) for index, given in enumerate(requests)]
+    make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration))
+    run = _Run(
+        inner,
+        make_template,
+        known if known is not None else _read(reader, requests),
+        known,
+        tokenizer,
+        size,
+        max_rows,
+        CHUNK_SIZE if prefill_chunk_size is None else prefill_chunk_size,
+        share_prefixes,
+    )
+    if as_completed:
+        return _as_completed(run)
+    with steps_shown(progress) as report:
+        try:
+            return _in_order(run.results(all_of_them=True, report=report))
+        finally:
+            run.free()
+
+
+def _in_order(results: list[Result]) -> list[Result]:
+    return sorted(results, key=lambda result: (result.index, result.sequence))
+
+
+def _as_completed(run: _Run) -> Iterator[Result]:
+    try:
+        while found := run.results():
+            yield from found
+    finally:
+        run.free()
+
+
+def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | Result | None]:
+    """The requests of an iterator. One that is not in order becomes a result with an error."""
+    index = 0
+    for given in requests:
+        if given is None:
+            yield None
+            continue
+        try:
+            yield reader.read(given, index)
+        except (TypeError, ValueError) as error:
+            name = given.get("id") if isinstance(given, Mapping) else None
+            yield Result(str(index if name is None else name), index, finish_reason="error", error=described(error))
+        index += 1
+
+
+class _Run:
+    """One call of `generate_many`. Its pool lives as long as it; between results nothing of the model is changed."""
+
+    def __init__(
+        self,
+        model: Any,
+        make_template: Callable[[int], LowBitCache],
+        source: Iterable[Request | Result | None],
+        known: list[Request] | None,
+        tokenizer: Any,
+        memory: int | None,
+        max_rows: int | None,
+        chunk_size: int,
+        share_prefixes: bool,
+    ):
+        self.model, self._make_template, self._source, self._known = model, make_template, source, known
+        self._tokenizer, self._memory, self._max_rows = tokenizer, memory, max_rows
+        self._chunk_size, self._share = chunk_size, share_prefixes
+        self._scheduler: Scheduler | None = None
+        self._over = known == []
+        self._counted = 0
+
+    @property
+    def _total(self) -> int:
+        """Sequences that are known of."""
+        if self._known is not None:
+            return sum(request.sequences for request in self._known)
+        return self._counted + (0 if self._scheduler is None else len(self._scheduler.sequences))
+
+    def results(self, all_of_them: bool = False, report: Report | None = None) -> list[Result]:
+        """Results of the next requests that end, or of all; empty: there are no more. Calls of several threads follow each
+        other, each as far as it goes.
+
+        Args:
+            report: called with how many have ended.
+        """
+        if self._over:
+            return []
+        found: list[Result] = []
+        try:
+            with kept_caches(self.model).lock, selected(self.model), torch.inference_mode(False), torch.no_grad():
+                if self._scheduler is None:
+                    self._scheduler = self._begin()
+                else:
+                    self._scheduler.steps.begin()
+                more = True
+                while more and (all_of_them or not found):
+                    more = self._scheduler.advance()
+                    if some := self._scheduler.take_finished():
+                        found += some
+                        self._counted += len(some)
+                        if report is not None:
+                            report("Requests", self._counted, self._total)
+        except KeyboardInterrupt as interruption:
+            found += self._cancelled()
+            self.free()
+            traceback.clear_frames(interruption.__traceback__)  # they refer to the pool's tensors
+            raise Interrupted(_in_order(found)) from None
+        except BaseException:
+            self.free()
+            raise
+        if not more and not found:
+            self.free()
+        return found
+
+    def _cancelled(self) -> list[Result]:
+        """Of an interrupted call, results of all that has not ended: also of requests of a list that had not begun."""
+        scheduler, rest = self._scheduler, self._known or []
+        found: list[Result] = []
+        if scheduler is not None:
+            found = [*scheduler.take_finished(), *scheduler.abandon()]
+            rest = [] if self._known is None else [each for each in scheduler.rest() if isinstance(each, Request)]
+        return found + [
+            Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled", sequence=number)
+            for request in rest
+            for number in range(request.sequences)
+        ]
+
+    def _begin(self) -> Scheduler:
+        """Find out how much memory there is, and allocate the pool."""
+        model, known = self.model, self._known
+        limits = None if known is None else [each.limit for each in known for _ in range(each.sequences)]
+        chunk = self._chunk_size or max((len(each.prompt_ids) for each in known or []), default=CHUNK_SIZE)
+        if known is not None:
+            chunk = min(chunk, max(len(each.prompt_ids) for each in known))
+        on_gpu = model.device.type == "cuda"
+        # on a CPU nothing is to be learned from reading a whole chunk
+        tokens = max(chunk, 2) if on_gpu else 2
+        template = self._make_template(tokens)
+        needed = activation_bytes(model.device, lambda: read_once(model, template, tokens))
+        layers = stored_layers(template)
+        for layer in template.packed_layers:
+            layer.store = None  # the rows of the pool take its place
+        memory = self._memory
+        if memory is None:
+            memory = int(USABLE * max(free_memory(model.device) - needed, 0))
+        longest = getattr(model.config, "max_position_embeddings", None)
+        size = pool_size(layers, memory, limits, longest, self._max_rows, self._share)
+        pool = RowPool(layers, size.slots, size.tokens, size.max_length)
+        steps = PoolSteps(model, template, pool)
+        prefixes = SharedPrefixes(pool, size.slots) if self._share else None
+        return Scheduler(steps, self._source, self._chunk_size, prefixes, self._tokenizer)
+
+    def free(self) -> None:
+        """Give back the memory of the pool."""
+        self._over = True
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.free()

@@ -1,0 +1,119 @@
+"""How many rows and pages a pool gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..generation.prefill import GpuMemory
+from ..machine.byte_sizes import parse_size
+from .slot_memory import StoredLayer
+
+#: share of the free memory that a pool takes where the caller does not say how much
+USABLE = 0.9
+#: rows at once, unless `max_rows` says more
+MOST_ROWS = 128
+#: tokens of a row for which there are pages at least, where the requests are not known beforehand
+EXPECTED_TOKENS = 4096
+
+
+class PoolSize(NamedTuple):
+    slots: int
+    tokens: int
+    """for which there are pages"""
+    max_length: int
+    """tokens that one row may hold"""
+
+
+def memory_in_bytes(memory: Any) -> int | None:
+    """`"24GB"` -> 24e9; a number of bytes as it is; `None` for `None`. Raises `ValueError` for anything else."""
+    if memory is None:
+        return None
+    size = parse_size(memory) if isinstance(memory, str) else memory
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ValueError(
+            f"memory={memory!r} is not allowed; it must be a number of bytes, a size such as '24GB', or None"
+        )
+    return size
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a device."""
+    if device.type == "cuda":
+        return GpuMemory(device).free_at_once()
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 4 * 2**30  # a machine that does not tell
+
+
+def slot_bytes(layers: Sequence[StoredLayer], sinks: bool) -> int:
+    """Bytes of a slot without its page table: window and counters. sinks: one more sink, of a kept prefix."""
+    total = 0
+    for layer in layers:
+        sink = layer.heads * sum(layer.head_dims) * layer.spec.sink * layer.dtype.itemsize
+        total += layer.window_bytes + layer.counter_bytes + (sink if sinks else 0)
+    return total
+
+
+def _token_bytes(layers: Sequence[StoredLayer]) -> float:
+    return sum(layer.page_bytes / layer.spec.page_size for layer in layers)
+
+
+def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:
+    """Tokens of the pages that a row of so many tokens takes."""
+    return max(max(layer.spec.pages_for(tokens), 1) * layer.spec.page_size for layer in layers)
+
+
+def _table_bytes(layers: Sequence[StoredLayer], max_length: int) -> int:
+    """Of a slot. An entry is a page's number and an address for each size of a page."""
+    kinds = {(layer.paging, layer.device, layer.page_bytes): layer.spec for layer in layers}
+    return sum(12 * (spec.pages_for(max_length) + 4) for spec in kinds.values())
+
+
+def pool_size(
+    layers: Sequence[StoredLayer],
+    memory: int,
+    limits: Sequence[int] | None,
+    longest: int | None,
+    max_rows: int | None,
+    sinks: bool,
+) -> PoolSize:
+    """Slots and pages for this memory.
+
+    Args:
+        memory: bytes. limits: of every row to come the tokens that it may hold; `None`: not known beforehand.
+        longest: tokens of the longest text that the model is made for, where that is known. sinks: whether prefixes are kept.
+
+    Raises:
+        ValueError: there is no room for the window and a page of a single row.
+    """
+    each = _token_bytes(layers)
+    page = max(layer.spec.page_size for layer in layers)
+    needs = None if limits is None else sorted((_rounded(layers, limit) for limit in limits), reverse=True)
+    typical = max(sum(needs) / len(needs), page) if needs else EXPECTED_TOKENS
+    # the longest row that any split of the memory could serve; its table is counted in every slot
+    possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
+    max_length = min(possible + page, max(limits) if limits else longest or possible + page)
+    fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
+    slots = MOST_ROWS if max_rows is None else max_rows
+    if needs is not None:
+        slots = min(slots, len(needs))
+    slots = max(min(slots, int(memory // (fixed + typical * each))), 1)
+    tokens = int((memory - slots * fixed) / each) // page * page
+    if tokens < page:
+        raise ValueError(
+            f"memory={memory} bytes are too few: the 16-bit window of a row takes {fixed}, and a page {int(page * each)}"
+        )
+    wanted = sum(needs[:slots]) if needs is not None else slots * _rounded(layers, max_length)
+    return PoolSize(slots, max(min(tokens, wanted), page), max(max_length, 1))
+
+
+def activation_bytes(device: torch.device, read: Any) -> int:
+    """Bytes that reading one chunk allocates at once, at most; 0 where that cannot be told. read: reads one."""
+    if device.type == "cuda":
+        return GpuMemory(device).peak(read)
+    read()
+    return 0

@@ -1,0 +1,236 @@
+"""What a request may be, and what it asks for: checked against the model's `generate` before anything is allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from ..generation.call_options import check_options, new_tokens_of
+
+#: keys of a request that say what the model reads; one of them is given
+PROMPTS = ("prompt", "messages", "input_ids")
+#: options that are not settings of transformers' generation configuration
+OWN_OPTIONS = (
+    "seed",
+    "logprobs",
+    "chat_template_kwargs",
+    "streamer",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "max_new_tokens",
+    "max_length",
+    "generation_config",
+)
+#: settings that ask for something that a `Result` does not have, or that a pool of rows cannot do
+REFUSED = {
+    "output_scores": "logprobs=True gives those of the tokens",
+    "output_logits": "logprobs=True gives those of the tokens",
+    "output_attentions": "use lb.generate",
+    "output_hidden_states": "use lb.generate",
+    "return_dict_in_generate": "results have all there is",
+    "guidance_scale": "it runs the model twice a step; use model.generate",
+    "cache_implementation": "rows have packed pages; preset= chooses them",
+    "compile_config": "steps are recorded; use lb.generate(step='compiled')",
+}
+#: arguments of `generate` that mean another cache
+CACHES = ("cache", "past_key_values", "max_cache_len", "use_cache")
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is known to be in order."""
+
+    index: int
+    id: str
+    prompt_ids: list[int]
+    config: GenerationConfig
+    """with lengths and special tokens as `generate` prepares them"""
+    new_tokens: int
+    """tokens to write, at most"""
+    options: dict[str, Any]
+    """those of `OWN_OPTIONS` that were given"""
+    end_tokens: frozenset[int]
+
+    @property
+    def sequences(self) -> int:
+        return self.config.num_return_sequences or 1
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a row may have to hold."""
+        return len(self.prompt_ids) + self.new_tokens
+
+
+class RequestReader:
+    """Reads requests for one model.
+
+    Args:
+        model: unwrapped. tokenizer: for texts, messages and stop strings; may be `None`. options: of the call; a request's own
+            come first.
+
+    Raises:
+        ValueError: an option that no request may have.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
+        self.model, self.tokenizer, self.options = model, tokenizer, dict(options)
+        if "max_new_tokens" not in options and "max_length" not in options:
+            options = {"max_new_tokens": 1, **options}
+        self._config([0], dict(options))
+
+    def read(self, given: Any, index: int) -> Request:
+        """A request from what the caller gave.
+
+        Raises:
+            TypeError, ValueError: it is none, or asks for what cannot be done. The message begins with the request's place.
+        """
+        try:
+            request = dict(given) if isinstance(given, Mapping) else {_kind(given): given}
+            named = request.pop("id", None)
+            mask = request.pop("attention_mask", None)
+            prompts = {name: request.pop(name) for name in PROMPTS if name in request}
+            if len(prompts) != 1:
+                raise ValueError(
+                    f"it must have one of {', '.join(map(repr, PROMPTS))}, and has {list(prompts) or 'none'}"
+                )
+            options = {**self.options, **request}
+            ids = self._ids(*next(iter(prompts.items())), mask, options)
+            config, new_tokens = self._config(ids, options)
+            own = {name: options[name] for name in OWN_OPTIONS if options.get(name) is not None}
+            ends = config._eos_token_tensor
+            end_tokens = frozenset() if ends is None else frozenset(ends.tolist())
+            name = str(index) if named is None else str(named)
+            return Request(index, name, ids, config, new_tokens, own, end_tokens)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"request {index}: {error}") from error
+
+    # ---- what is read ---------------------------------------------------------------------------------------------
+
+    def _ids(self, kind: str, prompt: Any, mask: Any, options: Mapping[str, Any]) -> list[int]:
+        if kind != "messages" and options.get("chat_template_kwargs") and "chat_template_kwargs" not in self.options:
+            raise ValueError("chat_template_kwargs belong to messages")
+        if kind == "input_ids":
+            ids = _flat("input_ids", prompt)
+            if mask is not None:
+                kept = _flat("attention_mask", mask)
+                if len(kept) != len(ids):
+                    raise ValueError(f"attention_mask has {len(kept)} numbers, and input_ids {len(ids)}")
+                ids = [token for token, real in zip(ids, kept, strict=True) if real]
+        else:
+            ids = self._from_text(kind, prompt, options)
+        if not ids:
+            raise ValueError(f"{kind}={prompt!r} has no token: there is nothing to read")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if not all(0 <= token < vocabulary for token in ids):
+            wrong = next(token for token in ids if not 0 <= token < vocabulary)
+            raise ValueError(f"token {wrong} is not one of the model's {vocabulary}")
+        return ids
+
+    def _from_text(self, kind: str, prompt: Any, options: Mapping[str, Any]) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"tokenizer=None: {kind!r} needs one; or give input_ids")
+        if kind == "prompt":
+            if not isinstance(prompt, str):
+                raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
+            return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
+        for message in prompt:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if not isinstance(message, Mapping) or not isinstance(content, (str, type(None))):
+                raise ValueError(
+                    f"messages must be dicts with a 'role' and a text as 'content' (images are not served); {message!r} is "
+                    "not allowed"
+                )
+        more = {"add_generation_prompt": True, **(options.get("chat_template_kwargs") or {})}
+        encoded = self.tokenizer.apply_chat_template(list(prompt), tokenize=True, return_dict=True, **more)
+        return _flat("input_ids", encoded["input_ids"])
+
+    # ---- what is asked for ----------------------------------------------------------------------------------------
+
+    def _config(self, ids: Sequence[int], options: Mapping[str, Any]) -> tuple[GenerationConfig, int]:
+        """The generation configuration of a request as `generate` would prepare it, and how many tokens to write."""
+        model: Any = self.model
+        given = dict(options)
+        check_options(model, given)
+        if name := next((name for name in CACHES if given.get(name) is not None), None):
+            raise ValueError(f"{name} is not allowed: rows of a pool are the cache; use lb.generate")
+        if given.get("negative_prompt_ids") is not None:
+            raise ValueError("negative_prompt_ids is not allowed: it runs the model twice a step; use model.generate")
+        _check_own(given)
+        new_tokens = new_tokens_of(model, given.get("max_new_tokens"), given, len(ids))
+        base = copy.deepcopy(given.get("generation_config"))
+        if base is not None:
+            base.max_length = None
+        settings = {name: value for name, value in given.items() if name not in OWN_OPTIONS}
+        config, unknown = model._prepare_generation_config(base, **settings)
+        if unknown := {name: value for name, value in unknown.items() if name not in REFUSED}:
+            raise ValueError(
+                f"{next(iter(unknown))!r} is not known: neither an option of generate_many nor of the generation configuration "
+                "(images and other inputs than tokens are not served)"
+            )
+        for name, instead in REFUSED.items():
+            value = getattr(config, name, None)
+            if value is not None and value is not False and (name, value) != ("guidance_scale", 1):
+                raise ValueError(f"{name}={value!r} is not allowed: {instead}")
+        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"these options ask for {config.get_generation_mode().value}, and rows of a pool are decoded greedily or "
+                "sampled; use model.generate with a growing cache"
+            )
+        config.validate()  # as `generate` does; of several sequences that would be one text, too
+        sequences = config.num_return_sequences or 1
+        if sequences > 1 and given.get("streamer") is not None:
+            raise ValueError(f"num_return_sequences={sequences} and a streamer: a streamer shows one sequence")
+        if config.stop_strings is not None and self.tokenizer is None:
+            raise ValueError("tokenizer=None: stop_strings need one")
+        config.max_new_tokens = new_tokens
+        model._prepare_special_tokens(config, True, device=model.device, batch_size=1)
+        tokens = torch.tensor([ids])
+        model._prepare_generated_length(config, True, True, "input_ids", len(ids), tokens)
+        return config, new_tokens
+
+
+def _check_own(given: Mapping[str, Any]) -> None:
+    seed = given.get("seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+        raise ValueError(f"seed={seed!r} is not allowed; it must be an integer from 0 to 2**63 - 1")
+    if not isinstance(given.get("logprobs", False), (bool, type(None))):
+        raise ValueError(f"logprobs={given['logprobs']!r} is not allowed; it must be True or False")
+    if not isinstance(given.get("chat_template_kwargs", {}), (Mapping, type(None))):
+        raise TypeError(f"chat_template_kwargs={given['chat_template_kwargs']!r} is not allowed; it must be a dict")
+    streamer: Any = given.get("streamer")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"streamer={streamer!r} is not allowed; it must have the methods put and end")
+    for name in ("logits_processor", "stopping_criteria"):
+        some = given.get(name)
+        if some is not None and not (isinstance(some, Sequence) and all(isinstance(each, Callable) for each in some)):  # type: ignore[arg-type]
+            raise TypeError(f"{name}={some!r} is not allowed; it must be a list of transformers' objects of that kind")
+
+
+def _kind(given: Any) -> str:
+    """Which of `PROMPTS` something is that is no dict."""
+    if isinstance(given, str):
+        return "prompt"
+    if isinstance(given, torch.Tensor) or (hasattr(given, "dtype") and hasattr(given, "tolist")):
+        return "input_ids"
+    if isinstance(given, Sequence) and given:
+        return "messages" if isinstance(given[0], Mapping) else "input_ids"
+    raise TypeError(
+        f"{given!r} is not allowed: a request is a text, token ids, a list of messages, or a dict with one of "
+        f"{', '.join(map(repr, PROMPTS))}"
+    )
+
+
+def _flat(name: str, numbers: Any) -> list[int]:
+    """A list of integers from a list, a tensor or an array, `[n]` or `[1, n]`."""
+    found = numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
+    if len(found) == 1 and isinstance(found[0], (list, tuple)):
+        found = list(found[0])
+    if not all(isinstance(number, int) for number in found):
+        raise ValueError(f"{name} must be integers [n], of one request; a batch is several requests")
+    return [int(number) for number in found]

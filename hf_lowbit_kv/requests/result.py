@@ -1,0 +1,62 @@
+"""What `generate_many` returns for a request, and what it raises when it is interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: why a sequence ended
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass
+class Result:
+    """What became of one sequence of a request. Names are those of transformers' `GenerationOutput`.
+
+    Attributes:
+        id: what the request was called; by default its index as text.
+        index: the request's place among all requests, from 0.
+        prompt_ids: the tokens that the model read. generated_tokens: those that it wrote, an end-of-text token included.
+        text: the generated tokens as text, without special tokens; `None` without a tokenizer.
+        logprobs: of every generated token the logarithm of the probability that it was drawn with, behind all logits
+            processors; empty unless `logprobs=True` asked for it.
+        finish_reason: `"stop"`: an end-of-text token, a stop string or a stopping criterion; `"length"`: the most tokens
+            or seconds that it might take; `"error"`: see `error`; `"cancelled"`.
+        error: what went wrong, with the name of the exception; else `None`.
+        cached_tokens: tokens of the prompt that were not read, because a kept prefix had them.
+        timestamps: `time.perf_counter()` when the CPU knew of each generated token.
+        sequence: which of the request's `num_return_sequences` it is, from 0.
+    """
+
+    id: str
+    index: int
+    prompt_ids: list[int] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    timestamps: list[float] = field(default_factory=list)
+    sequence: int = 0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C came while `generate_many` ran. The memory of its rows is free.
+
+    Attributes:
+        results: in order; of requests that had not ended what was written by then, with `finish_reason="cancelled"`. Results
+            that a generator (`as_completed=True`) had already yielded are not among them.
+    """
+
+    def __init__(self, results: list[Result]):
+        ended = sum(result.finish_reason != "cancelled" for result in results)
+        super().__init__(
+            f"{ended} of {len(results)} sequences had ended; .results has them, and the others' beginnings"
+        )
+        self.results = results
+
+
+def described(error: BaseException) -> str:
+    """An exception as `Result.error` shows it."""
+    return f"{type(error).__name__}: {error}"

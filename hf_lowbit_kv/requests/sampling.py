@@ -1,0 +1,141 @@
+"""How the next tokens of rows are chosen: transformers' logits processors, and a draw from each row's own generator.
+
+A token is drawn as `argmax(p / e)`, where `e` is exponentially distributed (the exponential race). That is what
+`torch.multinomial` does for one draw, so a row with a seed writes what `generate` writes after `torch.manual_seed` of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from .request import Request
+
+#: processors that look at each row's scores alone, and have plain attributes: rows with equal ones go through them together
+_BY_SCORES = (
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+)
+BY_SCORES = tuple(getattr(logits_process, name) for name in _BY_SCORES if hasattr(logits_process, name))
+
+
+def seed_of_sequence(seed: int, sequence: int) -> int:
+    """The seed of one of a request's sequences: the request's own for the first, others that follow from it."""
+    if sequence == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{sequence}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(eq=False)
+class Sampler:
+    """How one sequence's tokens are chosen."""
+
+    processors: LogitsProcessorList
+    generator: torch.Generator | None
+    """`None`: the likeliest token"""
+    logprobs: bool
+
+    @classmethod
+    def of(cls, model: Any, request: Request, sequence: int, seed: int) -> Sampler:
+        """As `generate` does it for this request."""
+        config, options = request.config, request.options
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(request.prompt_ids),
+            encoder_input_ids=on_device([request.prompt_ids], model.device),
+            prefix_allowed_tokens_fn=options.get("prefix_allowed_tokens_fn"),
+            logits_processor=LogitsProcessorList(options.get("logits_processor") or []),
+            device=model.device,
+            model_kwargs={},
+        )
+        generator = None
+        if config.do_sample:
+            generator = torch.Generator(model.device).manual_seed(seed_of_sequence(seed, sequence))
+        return cls(processors, generator, bool(options.get("logprobs")))
+
+    @property
+    def kind(self) -> Hashable | None:
+        """Sequences of one kind go through their processors together; `None`: this one goes alone, with its tokens."""
+        if not all(type(processor) in BY_SCORES for processor in self.processors):
+            return None
+        return tuple((type(each).__name__, tuple(sorted(vars(each).items()))) for each in self.processors)
+
+    def __post_init__(self) -> None:
+        self.kind_known = self.kind
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether its processors look at the text so far."""
+        return self.kind_known is None
+
+
+@dataclass
+class Drawn:
+    """Tokens of a step, on the device of the model."""
+
+    tokens: torch.Tensor
+    """int64 `[n]`"""
+    logprobs: torch.Tensor | None
+    """float32 `[n]`, if any sampler asks for them"""
+    errors: dict[int, Exception]
+    """by place, what a sequence's own processors raised; its token means nothing"""
+
+
+def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """A tensor of these numbers, copied without waiting for the device."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def draw(logits: torch.Tensor, samplers: Sequence[Sampler], texts: Sequence[torch.Tensor | None]) -> Drawn:
+    """The next token of each sequence.
+
+    Args:
+        logits: `[n, vocabulary]`. texts: int64 `[1, tokens]`, for samplers that read tokens.
+    """
+    scores, errors = logits.to(torch.float32, copy=True), {}
+    together: dict[Hashable, list[int]] = {}
+    for place, sampler in enumerate(samplers):
+        if not sampler.reads_tokens:
+            together.setdefault(sampler.kind_known, []).append(place)
+            continue
+        try:
+            text: Any = texts[place]
+            scores[place] = sampler.processors(text, scores[place : place + 1])[0]
+        except Exception as error:
+            errors[place] = error
+    for places in together.values():
+        processors = samplers[places[0]].processors
+        if not processors:
+            continue
+        nothing: Any = None
+        if len(places) == len(samplers):
+            scores = processors(nothing, scores)
+        else:
+            index = on_device(places, scores.device)
+            scores[index] = processors(nothing, scores[index])
+    tokens = scores.argmax(-1)
+    sampling = [place for place, sampler in enumerate(samplers) if sampler.generator and place not in errors]
+    if sampling:
+        where: Any = slice(None) if len(sampling) == len(samplers) else on_device(sampling, scores.device)
+        probabilities = scores[where].softmax(-1)
+        race = torch.empty_like(probabilities)
+        for row, place in zip(race, sampling, strict=True):
+            row.exponential_(1, generator=samplers[place].generator)
+        tokens[where] = (probabilities / race).argmax(-1)
+    logprobs = None
+    if any(sampler.logprobs for sampler in samplers):
+        logprobs = scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return Drawn(tokens, logprobs, errors)

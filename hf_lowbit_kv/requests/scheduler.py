@@ -1,0 +1,433 @@
+"""Which request gets a row, which chunk is read and which rows take a step: a round of a scheduler does some of each.
+
+A round lets requests in as long as rows and pages are left, reads at most one chunk's tokens of prompts, and takes one decode
+step of all rows that have read theirs. So a row that decodes waits at most one chunk for its next token. Prompts are cut at
+multiples of the chunk's size whatever else goes on, so what a request writes does not depend on its neighbours.
+
+On a GPU the CPU learns the tokens of a step while the next step runs. A row that ends with a token of its own choice then takes
+one step too many, whose token is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+
+from .pool_steps import PoolSteps
+from .request import Request
+from .result import FinishReason, Result, described
+from .row_pool import Row
+from .sampling import Drawn, Sampler, draw, on_device
+from .shared_prefixes import SharedPrefixes
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text that is being written."""
+
+    request: Request
+    number: int
+    """which of its request's sequences"""
+    row: Row
+    sampler: Sampler
+    criteria: list[Any]
+    """stopping criteria, without those that the scheduler checks itself"""
+    result: Result
+    text: torch.Tensor | None = None
+    """int64 `[1, limit]` on the device, for processors that read it"""
+    drawn: int = 0
+    """tokens that were drawn; the CPU may not know the last of them yet"""
+    read_some: bool = False
+    decoding: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.result.finish_reason is not None
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens that the CPU knows."""
+        return self.request.prompt_ids + self.result.generated_tokens
+
+
+@dataclass
+class _Pending:
+    """Drawn tokens on their way to the CPU."""
+
+    sequences: list[Sequence]
+    drawn: Drawn
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+    arrived: Any = None
+
+
+@dataclass
+class Waiting:
+    """A request that has no row yet, or not for all of its sequences."""
+
+    request: Request
+    seed: int
+    numbers: list[int] = field(default_factory=list)
+    """of the sequences that are still to be let in"""
+
+
+class Scheduler:
+    """Requests on one pool.
+
+    Args:
+        source: requests, or `None` where there is none at the moment, or a `Result` of one that could not be read. It is asked
+            only while a row is free.
+        chunk_size: tokens of a prompt that are read at a time; 0: all.
+        prefixes: where full pages are shared; `None`: nowhere.
+        tokenizer: for texts and stop strings, or `None`.
+    """
+
+    def __init__(
+        self,
+        steps: PoolSteps,
+        source: Iterable[Request | Result | None],
+        chunk_size: int,
+        prefixes: SharedPrefixes | None = None,
+        tokenizer: Any = None,
+    ):
+        self.steps, self.pool = steps, steps.pool
+        self._source: Iterator[Request | Result | None] | None = iter(source)
+        self.chunk_size, self.prefixes, self.tokenizer = chunk_size, prefixes, tokenizer
+        self._heads: deque[Waiting] = deque()  # requests that do not fit yet, or whose sequences do not all fit
+        self.reading: deque[Sequence] = deque()
+        self.decoding: list[Sequence] = []
+        self._siblings: dict[Sequence, Waiting] = {}  # sequences to fork from one whose prompt is being read
+        self._pending: deque[_Pending] = deque()
+        self._late = steps.device.type == "cuda"
+        self.finished: deque[Result] = deque()
+
+    # ---- a round --------------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """One round. Whether there is more to do."""
+        self._let_in()
+        self._read_prompts()
+        stepped = self._take_step()
+        while len(self._pending) > (1 if stepped and self._late else 0):
+            self._settle(self._pending.popleft())
+        idle = not (self.reading or self.decoding or self._pending)
+        if idle and not self._heads and self._source is not None and not self.finished:
+            time.sleep(0.001)  # the source had nothing at the moment
+        return not idle or bool(self._heads) or self._source is not None
+
+    def take_finished(self) -> list[Result]:
+        """Results of what has ended since the last call."""
+        found = list(self.finished)
+        self.finished.clear()
+        return found
+
+    # ---- letting requests in --------------------------------------------------------------------------------------
+
+    def _let_in(self) -> None:
+        while self.pool.free_slots and (waiting := self._next()) is not None:
+            if not self._enter(waiting):
+                self._heads.appendleft(waiting)
+                return
+
+    def _next(self) -> Waiting | None:
+        if self._heads:
+            return self._heads.popleft()
+        while self._source is not None:
+            try:
+                given = next(self._source)
+            except StopIteration:
+                self._source = None
+                return None
+            if given is None:
+                return None
+            if isinstance(given, Result):
+                self.finished.append(given)
+            elif not self.pool.could_ever_fit(given.limit):
+                for number in range(given.sequences):
+                    self._refuse(given, number)
+            else:
+                seed = given.options.get("seed")
+                if seed is None:
+                    seed = int(torch.randint(2**62, ())) if given.config.do_sample else 0
+                return Waiting(given, seed, list(range(given.sequences)))
+        return None
+
+    def _refuse(self, request: Request, number: int) -> None:
+        error = ValueError(
+            f"the prompt has {len(request.prompt_ids)} tokens and {request.new_tokens} may be written: that does not fit, a "
+            f"row of this pool may hold {self.pool.longest} tokens (memory=, max_new_tokens=)"
+        )
+        result = self._result(request, number)
+        result.finish_reason, result.error = "error", described(error)
+        self.finished.append(result)
+
+    def _result(self, request: Request, number: int) -> Result:
+        return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
+
+    def _enter(self, waiting: Waiting) -> bool:
+        """Give a row to the first sequence that has none. Whether all sequences have one, or will have by being forked."""
+        request = waiting.request
+        prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
+        missing = self.pool.missing(request.limit, 0 if prefix is None else prefix.length)
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.make_room(missing)
+            prefix = self.prefixes.find(request.prompt_ids)  # some of its pages may be gone
+            missing = self.pool.missing(request.limit, 0 if prefix is None else prefix.length)
+        if missing > 0:
+            return False
+        row = self.pool.enter(request.limit, prefix)
+        try:
+            sequence = self._sequence(waiting, waiting.numbers.pop(0), row)
+        except Exception as error:  # of a processor that cannot be made
+            self.steps.leave(row)
+            for number in range(request.sequences):
+                result = self._result(request, number)
+                result.finish_reason, result.error = "error", described(error)
+                self.finished.append(result)
+            return True
+        self.reading.append(sequence)
+        if waiting.numbers:
+            self._siblings[sequence] = waiting
+        return True
+
+    def _sequence(self, waiting: Waiting, number: int, row: Row) -> Sequence:
+        request, model = waiting.request, self.steps.model
+        sampler = Sampler.of(model, request, number, waiting.seed)
+        given = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
+        criteria = model._get_stopping_criteria(request.config, given, tokenizer=self.tokenizer)
+        checked_here = MaxLengthCriteria, EosTokenCriteria
+        own = [each for each in criteria if each in given or not isinstance(each, checked_here)]
+        sequence = Sequence(request, number, row, sampler, own, self._result(request, number))
+        if sampler.reads_tokens:
+            ids = request.prompt_ids + [0] * request.new_tokens
+            sequence.text = on_device([ids], self.steps.device)
+        if (streamer := request.options.get("streamer")) is not None:
+            streamer.put(torch.tensor([request.prompt_ids]))
+        return sequence
+
+    # ---- reading prompts ------------------------------------------------------------------------------------------
+
+    def _chunk(self, sequence: Sequence) -> slice:
+        """The next tokens of its prompt."""
+        start, end = sequence.row.length, len(sequence.request.prompt_ids)
+        if self.chunk_size:
+            end = min(end, (start // self.chunk_size + 1) * self.chunk_size)
+        return slice(start, end)
+
+    def _read_prompts(self) -> None:
+        """At most a chunk's tokens, of the prompts that came first."""
+        left = self.chunk_size
+        while self.reading:
+            sequence = self.reading[0]
+            self._look_for_prefix(sequence)
+            chunk = self._chunk(sequence)
+            if (tokens := chunk.stop - chunk.start) > left and left < self.chunk_size:
+                return
+            left -= tokens
+            logits = self.steps.read(sequence.row, on_device(sequence.request.prompt_ids[chunk], self.steps.device))
+            if chunk.stop == len(sequence.request.prompt_ids):
+                self.reading.popleft()
+                self._begin_to_write(sequence, logits)
+            if left <= 0:
+                return
+
+    def _look_for_prefix(self, sequence: Sequence) -> None:
+        """Before its first chunk: those that were let in with it may have read its prefix meanwhile."""
+        row, request = sequence.row, sequence.request
+        if self.prefixes is None or sequence.read_some:
+            return
+        sequence.read_some = True
+        if row.length == 0 and (prefix := self.prefixes.find(request.prompt_ids)) is not None:
+            self.pool.adopt(row, prefix)
+        sequence.result.cached_tokens = row.length
+
+    def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
+        """The prompt is read: fork the request's other sequences, and draw the first token of each."""
+        if self.prefixes is not None:
+            self.prefixes.keep(first.row, first.request.prompt_ids)
+        sequences = [first]
+        if (waiting := self._siblings.pop(first, None)) is not None:
+            while waiting.numbers and self._can_fork(first):
+                row = self.pool.fork(first.row, first.request.limit)
+                sequences.append(self._sequence(waiting, waiting.numbers.pop(0), row))
+                sequences[-1].result.cached_tokens = first.result.cached_tokens
+            if waiting.numbers:  # they read the prompt again, once there is room
+                self._heads.appendleft(waiting)
+        for sequence in sequences:
+            sequence.decoding = True
+        self.decoding += sequences
+        self._draw(sequences, logits.expand(len(sequences), -1))
+
+    def _can_fork(self, sequence: Sequence) -> bool:
+        if not self.pool.free_slots:
+            return False
+        missing = self.pool.missing_for_fork(sequence.row, sequence.request.limit)
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.make_room(missing)
+            missing = self.pool.missing_for_fork(sequence.row, sequence.request.limit)
+        return missing <= 0
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def _take_step(self) -> bool:
+        """A step of every row that has a token to store. Whether there was one."""
+        sequences = [each for each in self.decoding if each.drawn < each.request.new_tokens]
+        if not sequences:
+            return False
+        logits = self.steps.decode([each.row for each in sequences])
+        slots = [each.row.slot for each in sequences]
+        if slots != list(range(len(slots))):
+            logits = logits[on_device(slots, logits.device)]
+        self._draw(sequences, logits[: len(slots)])
+        return True
+
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Draw the next token of each of these sequences, and let it be stored by the next step."""
+        texts = []
+        for each in sequences:
+            length = len(each.request.prompt_ids) + each.drawn
+            texts.append(None if each.text is None else each.text[:, :length])
+        drawn = draw(logits, [each.sampler for each in sequences], texts)
+        slots = [each.row.slot for each in sequences]
+        even = slots == list(range(len(slots)))
+        newest = self.steps.newest
+        newest[slice(len(slots)) if even else on_device(slots, newest.device)] = drawn.tokens
+        for place, each in enumerate(sequences):
+            if each.text is not None:
+                each.text[0, len(each.request.prompt_ids) + each.drawn] = drawn.tokens[place]
+            each.drawn += 1
+        self._pending.append(self._on_its_way(sequences, drawn))
+
+    def _on_its_way(self, sequences: list[Sequence], drawn: Drawn) -> _Pending:
+        if not self._late:
+            return _Pending(sequences, drawn, drawn.tokens, drawn.logprobs)
+        host = [
+            None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            for x in (drawn.tokens, drawn.logprobs)
+        ]
+        for target, found in zip(host, (drawn.tokens, drawn.logprobs), strict=True):
+            if target is not None and found is not None:
+                target.copy_(found, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self.steps.device))
+        assert host[0] is not None
+        return _Pending(sequences, drawn, host[0], host[1], arrived)
+
+    def _settle(self, pending: _Pending) -> None:
+        """The CPU learns which tokens were drawn, and which sequences have ended."""
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        now, tokens = time.perf_counter(), pending.tokens.tolist()
+        logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
+        for place, sequence in enumerate(pending.sequences):
+            if sequence.ended:
+                continue
+            if (error := pending.drawn.errors.get(place)) is not None:
+                self.end(sequence, "error", error)
+                continue
+            result = sequence.result
+            result.generated_tokens.append(tokens[place])
+            result.timestamps.append(now)
+            if logprobs is not None and sequence.sampler.logprobs:
+                result.logprobs.append(logprobs[place])
+            try:
+                self._tell(sequence, tokens[place])
+                reason = self._why_ended(sequence, tokens[place])
+            except Exception as problem:  # of the caller's streamer or criterion: the other requests go on
+                self.end(sequence, "error", problem)
+                continue
+            if reason is not None:
+                self.end(sequence, reason)
+
+    def _tell(self, sequence: Sequence, token: int) -> None:
+        if (streamer := sequence.request.options.get("streamer")) is not None:
+            streamer.put(torch.tensor([token]))
+
+    def _why_ended(self, sequence: Sequence, token: int) -> FinishReason | None:
+        request = sequence.request
+        if token in request.end_tokens:
+            return "stop"
+        reason: FinishReason | None = None
+        if sequence.criteria:
+            host = torch.tensor([sequence.ids])
+            nothing: Any = None
+            for criterion in sequence.criteria:
+                ids = host if isinstance(criterion, StopStringCriteria) else host.to(self.steps.device)
+                if bool(torch.as_tensor(criterion(ids, nothing)).all()):
+                    reason = reason or ("length" if isinstance(criterion, MaxTimeCriteria) else "stop")
+        if reason is None and len(sequence.result.generated_tokens) >= request.new_tokens:
+            reason = "length"
+        return reason
+
+    # ---- ending ---------------------------------------------------------------------------------------------------
+
+    def end(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+        """The sequence has ended: its row is free for the next one."""
+        if sequence.ended:
+            return
+        result, streamer = sequence.result, sequence.request.options.get("streamer")
+        if streamer is not None:
+            try:
+                streamer.end()
+            except Exception as problem:
+                reason, error = "error", error or problem
+        self._complete(result, reason, error)
+        if sequence.decoding:
+            self.decoding.remove(sequence)
+        else:
+            self.reading.remove(sequence)
+        if (waiting := self._siblings.pop(sequence, None)) is not None:
+            self._heads.appendleft(waiting)
+        if self.prefixes is not None:
+            self.prefixes.keep(sequence.row, sequence.ids if sequence.decoding else sequence.request.prompt_ids)
+        self.steps.leave(sequence.row)
+        self.finished.append(result)
+
+    def _complete(self, result: Result, reason: FinishReason, error: BaseException | None = None) -> None:
+        result.finish_reason = reason
+        result.error = None if error is None else described(error)
+        if self.tokenizer is not None:
+            result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that have a row."""
+        return [*self.decoding, *self.reading]
+
+    def abandon(self) -> list[Result]:
+        """Results of everything that has not ended, as cancelled. Nothing runs on the device any more."""
+        found = []
+        for sequence in self.sequences:
+            self._complete(sequence.result, "cancelled")
+            found.append(sequence.result)
+            if (siblings := self._siblings.pop(sequence, None)) is not None:
+                found += self._cancelled(siblings)
+        for waiting in self._heads:
+            found += self._cancelled(waiting)
+        return found
+
+    def rest(self) -> list[Request | Result | None]:
+        """What the source has not given yet. Asks it for everything."""
+        rest, self._source = list(self._source or ()), None
+        return rest
+
+    def _cancelled(self, waiting: Waiting) -> list[Result]:
+        found = [self._result(waiting.request, number) for number in waiting.numbers]
+        for result in found:
+            result.finish_reason = "cancelled"
+        return found
+
+    def free(self) -> None:
+        """Give back the memory of the pool. Nothing can be asked of this object any more."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+        for sequence in self.sequences:
+            sequence.text = None
+        self._pending.clear()
+        self.steps.free()

@@ -1,0 +1,101 @@
+"""Prefixes that requests have in common: full pages that were read once, found again by their tokens.
+
+A page is known by the hash of all tokens up to its end. What stands in it depends on these tokens alone (and on where the
+prompt was cut into chunks). Pages that no row needs any more stay until their memory is needed; those used longest ago go
+first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from .row_pool import Prefix, Row, RowPool
+
+
+class _Page(NamedTuple):
+    part: Prefix
+    """this page alone held; its length is that of the prefix that ends here"""
+    root: bytes
+    """key of the first page of its text"""
+
+
+class SharedPrefixes:
+    """The known pages of one pool.
+
+    Args:
+        most_sinks: beginnings of texts that are kept, at most: each has a copy of its sink.
+    """
+
+    def __init__(self, pool: RowPool, most_sinks: int):
+        self._pool, self._most_sinks = pool, most_sinks
+        self._pages: OrderedDict[bytes, _Page] = (
+            OrderedDict()
+        )  # the one used last stands last, a page behind its followers
+        self._roots: dict[bytes, list] = {}  # the sinks of a text's beginning
+
+    def _keys(self, ids: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
+        digest, start = hashlib.blake2b(digest_size=16), 0
+        for length in lengths:
+            digest.update(array("q", ids[start:length]).tobytes())
+            start = length
+            yield digest.digest()
+
+    def find(self, ids: Sequence[int]) -> Prefix | None:
+        """The longest known prefix of a text that it may share."""
+        lengths = self._pool.prefix_lengths(len(ids))
+        found: list[bytes] = []
+        for key in self._keys(ids, lengths):
+            if key not in self._pages:
+                break
+            found.append(key)
+        if not found:
+            return None
+        self._use(found)
+        pages: dict[Hashable, list[int]] = {}
+        for key in found:
+            for paging, some in self._pages[key].part.pages.items():
+                pages.setdefault(paging, []).extend(some)
+        return Prefix(lengths[len(found) - 1], pages, self._roots[found[0]])
+
+    def keep(self, row: Row, ids: Sequence[int]) -> None:
+        """Remember the full pages of a row that holds these tokens (and perhaps more)."""
+        tokens = min(row.length, len(ids))
+        lengths = self._pool.full_lengths(tokens)
+        keys = list(self._keys(ids, lengths))
+        for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            if key in self._pages:
+                continue
+            if place == 0:
+                self._roots[key] = self._pool.memory.sinks(row.slot)
+            self._pages[key] = _Page(self._pool.hold_page(row, place, length), keys[0])
+        self._use(keys)
+        while len(self._roots) > self._most_sinks:
+            self._drop_oldest()
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._pages.move_to_end(key)
+
+    def make_room(self, pages: int) -> int:
+        """Give up pages until so many more are free than were, or nothing is kept. How many are."""
+        freed = 0
+        while freed < pages and self._pages:
+            freed += self._drop_oldest()
+        return freed
+
+    def clear(self) -> None:
+        while self._pages:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> int:
+        key, page = self._pages.popitem(last=False)
+        if key == page.root:
+            del self._roots[key]
+        return self._pool.drop(page.part)
+
+    def __len__(self) -> int:
+        return len(self._pages)

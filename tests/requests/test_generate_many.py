@@ -1,0 +1,550 @@
+"""`lb.generate_many`: every request writes what it writes alone, whatever else is asked."""
+
+import threading
+import time
+
+import pytest
+import tokenizers
+import torch
+from cases import SMALL_PAGES, tiny_models
+from generation_cases import StopAt
+from pool_cases import CHUNK, one_row
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+
+import hf_lowbit_kv as lb
+
+LENGTHS = (7, 33, 130, 300, 64)
+FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False}
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    "top_p": {"do_sample": True, "top_p": 0.8, "min_p": 0.01},
+    "repetition": {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "eos": {"do_sample": True, "eos_token_id": list(range(0, 160, 10))},
+    "min_new_tokens": {"do_sample": True, "eos_token_id": list(range(0, 160, 3)), "min_new_tokens": 5},
+    "criterion": {"do_sample": False, "stopping_criteria": [StopAt(70)]},
+}
+
+
+@pytest.fixture(scope="module")
+def models(one_thread):
+    return tiny_models("llama")
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Of letters, as bytes: token `i` is the character `chr(i)`, as far as that can be shown."""
+    shown = {chr(number): number for number in range(33, 127)}
+    others = {f"<{number}>": number for number in (*range(32), *range(127, 160))}
+    model = tokenizers.models.BPE(vocab=shown | others | {"\u0120": 32}, merges=[])
+    letters = tokenizers.Tokenizer(model)
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=letters)
+
+
+@pytest.fixture
+def texts():
+    return [torch.randint(3, 158, (length,)) for length in LENGTHS]
+
+
+def seeded_requests(texts, **more):
+    return [{"input_ids": text, "seed": seed, **more} for seed, text in enumerate(texts)]
+
+
+def tokens_of(results):
+    return [result.generated_tokens for result in results]
+
+
+def transformers_own(model, texts, new_tokens=20, **options):
+    """What transformers writes behind each text, alone, with its own cache."""
+    found = []
+    for seed, text in enumerate(texts):
+        torch.manual_seed(seed)
+        out = model.generate(text[None], max_new_tokens=new_tokens, pad_token_id=0, **options)
+        found.append(out[0, len(text) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dense_pages_write_what_transformers_writes(models, texts, mode):
+    """Ragged prompts, chunks, rows that wait, seeds, options; nothing is shared."""
+    ours, theirs = models
+    options = MODES[mode] | {"pad_token_id": 0}
+    found = lb.generate_many(ours, seeded_requests(texts), "dense", max_new_tokens=20, max_rows=3, **FIXED, **options)
+    assert tokens_of(found) == transformers_own(theirs, texts, **MODES[mode])
+    assert [result.prompt_ids for result in found] == [text.tolist() for text in texts]
+    ends = MODES[mode].get("eos_token_id", ())
+    for result in found:
+        stopped = result.generated_tokens[-1] in ends or (
+            "stopping_criteria" in MODES[mode] and len(result.prompt_ids) >= 50
+        )
+        assert result.finish_reason == ("stop" if stopped else "length")
+        assert len(result.timestamps) == len(result.generated_tokens)
+
+
+@pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kv4-hadamard"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_packed_pages_write_what_one_row_writes(model, texts, preset, rows):
+    """Alone and among others: prompts are cut at the same places."""
+    options = {"max_new_tokens": 20, "max_rows": rows, "do_sample": False, "share_prefixes": False}
+    found = lb.generate_many(model, texts, preset, **options, **FIXED)
+    assert tokens_of(found) == [one_row(model, text, preset) for text in texts]
+
+
+def test_rows_that_end_in_one_step(models, texts):
+    ours, theirs = models
+    same = [texts[0]] * 4
+    found = lb.generate_many(ours, same * 2, "dense", max_new_tokens=5, max_rows=4, do_sample=False, **FIXED)
+    assert tokens_of(found) == transformers_own(theirs, same * 2, 5, do_sample=False)
+
+
+def test_prompts_that_begin_alike_share_pages(models, texts):
+    ours, theirs = models
+    begin = texts[3]
+    prompts = [torch.cat([begin[:200], text]) for text in texts]
+    found = lb.generate_many(ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, **FIXED)
+    assert tokens_of(found) == transformers_own(theirs, prompts, 12, do_sample=False)
+    # the first has 207 + 12 tokens: behind 160 of them in pages of 32 stand at least the residual 32
+    assert [result.cached_tokens for result in found] == [0, 160, 192, 192, 192]
+    apart = lb.generate_many(
+        ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, share_prefixes=False, **FIXED
+    )
+    assert [result.cached_tokens for result in apart] == [0] * 5
+
+
+def test_shared_prefixes_go_where_memory_is_needed(models, texts):
+    """Kept pages are given up, the oldest first, before a request waits."""
+    ours, theirs = models
+    prompts = [torch.randint(3, 158, (200,)) for _ in range(12)]
+    room = 40_000 + 2 * 2 * 2 * 64 * 4 * (2 * 220 + 2 * 64)
+    found = lb.generate_many(
+        ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, memory=room, **FIXED
+    )
+    assert tokens_of(found) == transformers_own(theirs, prompts, 12, do_sample=False)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_several_sequences_of_a_prompt(models, texts, rows):
+    """Forked where there is room, else read again: the same texts, and each has a seed of its own."""
+    ours, theirs = models
+    options = MODES["sampling"] | {"max_new_tokens": 15, "pad_token_id": 0}
+    requests = seeded_requests(texts[1:4], num_return_sequences=3)
+    found = lb.generate_many(ours, requests, "dense", max_rows=rows, **FIXED, **options)
+    assert [(result.index, result.sequence) for result in found] == [(i, j) for i in range(3) for j in range(3)]
+    firsts = transformers_own(theirs, texts[1:4], 15, **MODES["sampling"])
+    assert tokens_of(found[::3]) == firsts
+    alone = [lb.generate_many(ours, [each], "dense", max_rows=3, **FIXED, **options) for each in requests]
+    assert tokens_of(found) == [tokens for three in alone for tokens in tokens_of(three)]
+    assert len({tuple(tokens) for tokens in tokens_of(found[:3])}) == 3
+
+
+def test_logprobs_are_those_that_tokens_were_drawn_with(models, texts):
+    ours, theirs = models
+    options = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
+    (found,) = lb.generate_many(
+        ours, [{"input_ids": texts[1], "seed": 3, "logprobs": True}], "dense", max_new_tokens=9, **FIXED, **options
+    )
+    torch.manual_seed(3)
+    out = theirs.generate(texts[1][None], max_new_tokens=9, output_scores=True, return_dict_in_generate=True, **options)
+    expected = theirs.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_texts_messages_and_stop_strings(model, tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if extra %}{{ extra }}{% endif %}"
+    long = {"max_new_tokens": 30, "do_sample": False, "suppress_tokens": [*range(33), *range(127, 160)]}
+    (plain,) = lb.generate_many(model, ["abc"], "dense", tokenizer=tokenizer, **long, **FIXED)
+    assert plain.prompt_ids == [97, 98, 99]
+    assert plain.text == "".join(map(chr, plain.generated_tokens))
+    stop = plain.text[3:5]
+    requests = [
+        {"prompt": "abc", "id": "stopped", "stop_strings": [stop]},
+        [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}],
+        {"messages": [{"role": "user", "content": "ab"}], "chat_template_kwargs": {"extra": "c"}},
+        dict(tokenizer("abc", return_tensors="pt", return_token_type_ids=False)),
+    ]
+    found = lb.generate_many(model, requests, "dense", tokenizer=tokenizer, **long, **FIXED)
+    assert [result.error for result in found] == [None] * 4
+    assert found[0].text == plain.text[: plain.text.index(stop) + 2]
+    assert (found[0].id, found[0].finish_reason) == ("stopped", "stop")
+    for result in found[1:]:
+        assert result.prompt_ids == [97, 98, 99]
+        assert result.generated_tokens == plain.generated_tokens
+
+
+class Collected:
+    """A streamer."""
+
+    def __init__(self, fails_at=None, error=None):
+        self.pieces, self.ended = [], False
+        self.fails_at, self.error = fails_at, error or RuntimeError("the streamer broke")
+
+    def put(self, value):
+        if len(self.pieces) == self.fails_at:
+            raise self.error
+        self.pieces.append(value.reshape(-1).tolist())
+
+    def end(self):
+        self.ended = True
+
+
+class Broken(LogitsProcessor):
+    """Raises at its third token."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("the processor broke")
+        return scores
+
+
+def test_a_streamer_gets_prompt_and_tokens(model, texts):
+    streamer = Collected()
+    requests = [{"input_ids": texts[0], "streamer": streamer}, texts[1]]
+    first, _ = lb.generate_many(model, requests, max_new_tokens=6, do_sample=False, **FIXED)
+    assert streamer.pieces == [texts[0].tolist(), *([token] for token in first.generated_tokens)]
+    assert streamer.ended
+
+
+def test_the_error_of_one_request_does_not_stop_the_others(model, texts):
+    requests = [
+        texts[0],
+        {"input_ids": texts[1], "logits_processor": [Broken()]},
+        {"input_ids": texts[2], "streamer": Collected(fails_at=4)},
+        {"input_ids": texts[3], "logits_processor": [RepetitionPenaltyLogitsProcessor(1.5)]},
+    ]
+    found = lb.generate_many(model, requests, "dense", max_new_tokens=20, do_sample=False, **FIXED)
+    assert [result.finish_reason for result in found] == ["length", "error", "error", "length"]
+    assert found[1].error == "RuntimeError: the processor broke"
+    assert len(found[1].generated_tokens) == 2
+    assert found[2].error == "RuntimeError: the streamer broke"
+    assert found[0].generated_tokens == one_row(model, texts[0], "dense")
+
+
+def test_a_request_that_does_not_fit_gets_an_error(model, texts):
+    small = 30_000 + 2 * 2 * 2 * 64 * 4 * 3 * 64  # windows and pages of some 100 tokens
+    options = {"max_new_tokens": 20, "do_sample": False, "memory": small}
+    found = lb.generate_many(model, texts[:4], "dense", **options, **FIXED)
+    assert [result.finish_reason for result in found] == ["length", "length", "length", "error"]
+    assert "the prompt has 300 tokens and 20 may be written: that does not fit" in found[3].error
+    assert tokens_of(found[:3]) == [one_row(model, text, "dense") for text in texts[:3]]
+
+
+# ---- the order of things ----------------------------------------------------------------------------------------------
+
+
+def test_a_short_request_ends_before_a_long_one_that_was_given_first(model, texts):
+    requests = [{"input_ids": texts[0], "max_new_tokens": 100}, {"input_ids": texts[1], "max_new_tokens": 5}]
+    found = list(lb.generate_many(model, requests, do_sample=False, as_completed=True, **FIXED))
+    assert [result.index for result in found] == [1, 0]
+    assert [len(result.generated_tokens) for result in found] == [5, 100]
+
+
+def test_an_iterator_is_read_as_rows_become_free(model, texts):
+    asked = []
+
+    def requests():
+        for number in range(6):
+            asked.append(number)
+            yield {"input_ids": texts[number % 2], "max_new_tokens": 8 + 30 * (number == 0)}
+
+    found = []
+    for result in lb.generate_many(model, requests(), max_rows=2, do_sample=False, as_completed=True, **FIXED):
+        found.append(result)
+        # two rows, and no request is read that has no row
+        assert len(asked) <= len(found) + 2
+    assert [result.index for result in found] == [1, 2, 3, 4, 5, 0]
+    first, second = found[5], found[0]
+    assert second.timestamps[0] < first.timestamps[-1]
+
+
+def test_an_iterator_may_have_nothing_at_the_moment_or_something_wrong(model, texts):
+    given = [None, texts[0], None, {"input_ids": [1], "id": "odd", "num_beams": 4}, None, texts[1], 5]
+    found = lb.generate_many(model, iter(given), "dense", max_new_tokens=6, do_sample=False, max_rows=2, **FIXED)
+    assert [result.index for result in found] == [0, 1, 2, 3]
+    assert [result.finish_reason for result in found] == ["length", "error", "length", "error"]
+    assert found[1].id == "odd"
+    assert "num_beams=4" in found[1].error
+    assert "request 3: 5 is not allowed" in found[3].error
+
+
+def ideal_steps(lengths, rows):
+    """Steps of rows that are never empty while requests wait; the first token of a request needs no step."""
+    ends = [0] * rows
+    for length in lengths:
+        ends[ends.index(min(ends))] += length - 1
+    return max(ends)
+
+
+def test_steps_are_few(model, monkeypatch):
+    from hf_lowbit_kv.requests import pool_steps
+
+    taken = []
+    decode = pool_steps.PoolSteps.decode
+    monkeypatch.setattr(
+        pool_steps.PoolSteps, "decode", lambda self, rows: (taken.append(len(rows)), decode(self, rows))[1]
+    )
+    lengths = (2 + torch.empty(60).exponential_(1 / 20)).int().clamp(max=100).tolist()
+    requests = [{"input_ids": [5, 6, 7 + i], "max_new_tokens": length} for i, length in enumerate(lengths)]
+    found = lb.generate_many(model, requests, max_rows=8, do_sample=False, **FIXED)
+    assert [len(result.generated_tokens) for result in found] == lengths
+    assert len(taken) <= 1.05 * ideal_steps(lengths, 8)
+    assert sum(taken) == sum(lengths) - len(lengths)
+
+
+def test_no_history_is_unpacked_into_one_tensor(model, texts, monkeypatch):
+    """What a gather of the stored tokens would need is not called."""
+    from hf_lowbit_kv.backends import operations
+
+    def refuse(*args):
+        raise AssertionError("the history was read back")
+
+    monkeypatch.setattr(operations, "read", refuse)
+    found = lb.generate_many(model, texts, max_new_tokens=5, do_sample=False, **FIXED)
+    assert [result.error for result in found] == [None] * 5
+
+
+# ---- ending early -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """The pools that were made."""
+    from hf_lowbit_kv.requests import generate_many
+
+    made = []
+
+    class Watched(generate_many.RowPool):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(generate_many, "RowPool", Watched)
+    return made
+
+
+def test_ctrl_c_frees_the_pool_and_hands_over_what_was_written(model, texts, pools):
+    requests = [
+        {"input_ids": texts[0], "max_new_tokens": 3},
+        {"input_ids": texts[1], "streamer": Collected(fails_at=8, error=KeyboardInterrupt())},
+        {"input_ids": texts[2], "num_return_sequences": 2, "do_sample": True},
+        texts[3],
+        texts[4],
+    ]
+    with pytest.raises(lb.Interrupted, match="1 of 6 sequences had ended") as caught:
+        lb.generate_many(model, requests, "dense", max_new_tokens=20, do_sample=False, max_rows=2, **FIXED)
+    results = caught.value.results
+    assert [(result.index, result.sequence) for result in results] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0)]
+    assert [result.finish_reason for result in results] == ["length"] + ["cancelled"] * 5
+    assert results[1].generated_tokens == one_row(model, texts[1], "dense")[: len(results[1].generated_tokens)]
+    assert len(results[1].generated_tokens) >= 7
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert not pools[0].memory.groups
+    # the model is as it was, and serves the next call
+    assert tokens_of(lb.generate_many(model, texts[:1], "dense", max_new_tokens=20, do_sample=False, **FIXED)) == [
+        one_row(model, texts[0], "dense")
+    ]
+
+
+def test_closing_frees_all_rows(models, texts, pools):
+    theirs = models[1]
+    before = theirs.config._attn_implementation
+    running = lb.generate_many(theirs, texts, max_new_tokens=20, do_sample=False, as_completed=True, **FIXED)
+    assert not pools
+    next(running)
+    assert theirs.config._attn_implementation == before  # between results the model is the caller's
+    assert pools[0].rows
+    running.close()
+    assert not pools[0].memory.groups
+    assert list(running) == []
+
+
+def test_an_error_of_the_model_frees_the_pool(model, texts, pools, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("the model broke")
+
+    options = {"max_new_tokens": 20, "do_sample": False, "max_rows": 1}
+    running = lb.generate_many(model, texts, as_completed=True, **options, **FIXED)
+    next(running)
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(RuntimeError, match="the model broke"):
+        next(running)
+    assert not pools[0].memory.groups
+
+
+def test_calls_of_two_threads_follow_each_other(models, texts):
+    ours = models[0]
+    found, expected = {}, [one_row(ours, text, "dense") for text in texts]
+
+    def ask(number):
+        found[number] = lb.generate_many(ours, texts, "dense", max_new_tokens=20, do_sample=False, **FIXED)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokens_of(found[0]) == tokens_of(found[1]) == expected
+    spans = sorted((min(r.timestamps[0] for r in some), max(r.timestamps[-1] for r in some)) for some in found.values())
+    assert spans[0][1] < spans[1][0]
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["3MB", "700 kB", 5_000_000])
+def test_memory_is_kept_to(model, pools, memory):
+    requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(12))
+    found = lb.generate_many(model, requests, max_new_tokens=10, do_sample=False, memory=memory, **FIXED)
+    assert [result.error for result in found] == [None] * 12
+    assert pools[0].slots >= 1
+
+
+def test_a_pool_takes_no_more_than_memory_says(model):
+    from hf_lowbit_kv.requests.memory_budget import pool_size
+    from hf_lowbit_kv.requests.pool_steps import read_once, stored_layers
+    from hf_lowbit_kv.requests.row_pool import RowPool
+
+    cache = lb.from_preset("kivi-4-sink", model, max_cache_len=32, **SMALL_PAGES)
+    read_once(model, cache, 2)
+    layers = stored_layers(cache)
+    for memory in (300_000, 1_000_000, 30_000_000):
+        for limits in (None, [100] * 500, [5000, 20, 20]):
+            for rows in (None, 3):
+                size = pool_size(layers, memory, limits, 8192, rows, True)
+                pool = RowPool(layers, *size)
+                sinks = size.slots * sum(x.nbytes for pair in pool.memory.sinks(0) for x in pair)
+                assert pool.memory.nbytes + sinks <= memory
+                if limits is None:
+                    assert pool.memory.nbytes + sinks > 0.8 * memory or size.slots == rows
+
+
+def test_too_little_memory(model, texts):
+    with pytest.raises(ValueError, match="memory=1000 bytes are too few"):
+        lb.generate_many(model, texts, max_new_tokens=3, memory=1000, **FIXED)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "num_beams": (4, "num_beams=4"),
+    "assistant_model": ("model", "assistant_model"),
+    "prompt_lookup_num_tokens": (3, "prompt_lookup_num_tokens"),
+    "pixel_values": (torch.zeros(1), "'pixel_values' is not known"),
+    "max_new_tokenz": (3, "'max_new_tokenz' is not known"),
+    "penalty_alpha": (0.6, "contrastive"),
+    "output_scores": (True, "output_scores=True"),
+    "guidance_scale": (2.0, "guidance_scale=2.0"),
+    "past_key_values": (1, "past_key_values is not allowed"),
+    "seed": (-1, "seed=-1"),
+    "logprobs": (5, "logprobs=5"),
+    "num_return_sequences": (2, "num_return_sequences"),
+    "stop_strings": (["a"], "tokenizer=None: stop_strings"),
+    "max_new_tokens": (0, "max_new_tokens=0"),
+    "logits_processor": (3, "logits_processor=3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("of_one", [False, True])
+def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, texts, pools, name, of_one):
+    value, message = REFUSED[name]
+    many = {"max_new_tokens": 5, "do_sample": False} | ({} if of_one else {name: value})
+    requests = [texts[0], {"input_ids": texts[1], name: value}] if of_one else texts
+    with pytest.raises((ValueError, TypeError), match=message):
+        lb.generate_many(model, requests, **many, **FIXED)
+    assert not pools
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ("a text", "requests must be a list"),
+        ({"input_ids": [1]}, "requests must be a list"),
+        (torch.zeros(2, 3), "requests must be a list"),
+        ([5], "request 0: 5 is not allowed"),
+        ([[3], []], r"request 1: \[\] is not allowed"),
+        ([[3, 400]], "request 0: token 400"),
+        ([torch.zeros(2, 3, dtype=torch.long)], "a batch is several requests"),
+        (["a text"], "tokenizer=None"),
+        ([{"prompt": "a", "input_ids": [1]}], "must have one of"),
+        ([{}], "must have one of"),
+        ([[{"role": "user", "content": [{"type": "image"}]}]], "tokenizer=None|images"),
+    ],
+)
+def test_requests_that_are_none(model, pools, requests, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        lb.generate_many(model, requests, max_new_tokens=3, **FIXED)
+    assert not pools
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": "much"}, "much"),
+        ({"memory": -1}, "memory=-1"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"prefill_chunk_size": "auto"}, "prefill_chunk_size='auto'"),
+        ({"preset": "kivi-5"}, "kivi-5"),
+        ({"cache_options": {"max_cache_len": 5}}, "max_cache_len"),
+        ({"streamer": Collected()}, "streamer is not allowed for all"),
+    ],
+)
+def test_arguments_out_of_range(model, texts, pools, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lb.generate_many(model, texts, **{"max_new_tokens": 3, **FIXED, **arguments})
+    assert not pools
+
+
+def test_models_whose_layers_are_not_all_packed_are_refused(pools):
+    model = tiny_models("gemma3_text")[0]
+    with pytest.raises(ValueError, match=r"layer 0 .* is not packed .*; use lb\.generate"):
+        lb.generate_many(model, [[5]], max_new_tokens=3)
+    assert not pools
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "rope_theta": 10000.0,
+         "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rotary_embeddings_that_look_at_the_longest_row_are_refused(rope, pools):
+    model = tiny_models("llama", rope_parameters=rope)[0]
+    with pytest.raises(ValueError, match=f"{rope['rope_type']!r}: they look at the longest row"):
+        lb.generate_many(model, [[5]], max_new_tokens=3)
+    assert not pools
+
+
+def test_no_requests(model, pools):
+    assert lb.generate_many(model, [], max_new_tokens=3) == []
+    assert not pools
+
+
+def test_many_small_requests_do_not_grow(model):
+    import gc
+
+    def held():
+        gc.collect()
+        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+
+    begin = time.perf_counter()
+    counts = []
+    requests = ({"input_ids": [3 + number % 100, 5], "max_new_tokens": 2} for number in range(300))
+    for number, _ in enumerate(lb.generate_many(model, requests, max_rows=8, as_completed=True, **FIXED)):
+        if number in (100, 290):
+            counts.append(held())
+    assert counts[1] <= counts[0] + 20
+    assert time.perf_counter() - begin < 60
