@@ -48,8 +48,9 @@ test-all: test $(TRITON)/.ready
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
 
+# neighbours of a file stay in one process, which shares what it compiled; other processes find it on disk
 gpu-test: $(VENV)/.ready
-	$(PYTEST) -m gpu
+	$(PYTEST_ALL_CORES) --dist worksteal -m gpu
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all
