@@ -281,10 +281,10 @@ def test_step(case, steps, launch):
 @pytest.mark.parametrize(
     "barrier",
     [
-        r"meet\(team\);(?=\s*#if FUSED\s*// by the last warp)",  # queries are there
-        r"meet\(team\);(?=\s*const i64 slots)",  # what warps have is there to be merged
-        r"crew\.meet\(\);(?=\s*source\.tail)",  # a page to be packed is there
-        r"meet\(team\);(?=\s*constexpr int AT)",  # merging is done with its memory, and packing may use it
+        "queries_ready",
+        "sums_ready",  # of the warps, to be merged
+        "tokens_ready",  # of a page, to be packed
+        "merging_done",  # with its memory, which packing uses then
     ],
 )
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):

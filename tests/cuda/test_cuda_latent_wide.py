@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -151,14 +150,12 @@ def test_steps(kernels):
 @pytest.mark.parametrize(
     "barrier",
     [
-        r"__syncthreads\(\);(?=\s*bool moved)",  # maxima are there
-        r"__syncthreads\(\);(?=\s*// weights are there)",  # of a renewal
-        r"__syncthreads\(\);(?=\s*// the block's bytes)",  # the stages are free
+        "maxima_ready",
+        "renewed_weights_ready",
+        "stages_free",
     ],
 )
 def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
-    source = cuda_emulator.source("latent_wide.cu")
-    assert re.search(barrier, source)
     without = {"latent_wide.cu": barrier}
     monkeypatch.setattr(
         latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines, without.get(name))

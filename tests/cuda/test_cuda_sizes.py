@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -27,11 +26,7 @@ WHOLE = {"head_dim": 128, "page_size": 128, "residual": 128}
 
 def compiler_says(name: str, defines: tuple[tuple[str, str], ...]) -> str:
     """What g++ has to say against the source: nothing where all assertions hold."""
-    argument = cuda_emulator.ARGUMENTS.get(name.split(".")[0], "AppendArgs")
-    entry = "attend(*(const StepArgs*)0);" if name == "attend.cu" else f"(void)sizeof({argument});"
-    text = f"{cuda_emulator.Module(name, defines).text}\nvoid entry() {{ {entry} }}\n"
-    command = ["g++", *cuda_emulator.OPTIONS, "-fsyntax-only", "-xc++", "-"]
-    return subprocess.run(command, input=text, text=True, capture_output=True).stderr
+    return cuda_emulator.complaints(cuda_emulator.full_text(name, defines))
 
 
 def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:

@@ -44,6 +44,6 @@ template <int STRIDE> __device__ __forceinline__ void four_halves(float* x, u32 
     x[0] = half_to_float(w[0] & 0xffff); x[1] = half_to_float(w[0] >> 16); x[2] = half_to_float(w[1] & 0xffff); x[3] = half_to_float(w[1] >> 16);
   } else {
 #pragma unroll
-    for (int j = 0; j < 4; j++) { u16 h; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(a + 2 * STRIDE * j)); x[j] = half_to_float(h); }
+    for (int j = 0; j < 4; j++) x[j] = half_to_float(lds_u16(a + 2 * STRIDE * j));
   }
 }

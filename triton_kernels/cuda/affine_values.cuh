@@ -182,9 +182,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         float scale[2], zero[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          u16 s, m; const u32 at = meta + 2 * channel_of<D>(k, j, lane >> 2);
-          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(s) : "r"(at));
-          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(m) : "r"(at + META));
+          const u32 at = meta + 2 * channel_of<D>(k, j, lane >> 2), s = lds_u16(at), m = lds_u16(at + META);
           scale[j] = half_to_float(s); zero[j] = half_to_float(m) * (1 / TWO24);  // o is in units of 2^-24
         }
 #pragma unroll

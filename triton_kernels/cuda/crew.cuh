@@ -6,7 +6,7 @@ constexpr int CREW = WARPS * 32;
 // Waits for all of them.
 __device__ __forceinline__ void meet(int team) {
   if constexpr (TEAMS == 1) __syncthreads();
-  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(WARPS * 32) : "memory");
+  else named_barrier<WARPS * 32>(team + 1);
 }
 
 struct Crew {

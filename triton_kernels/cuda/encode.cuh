@@ -26,7 +26,6 @@ struct Source {
   }
 };
 
-__device__ __forceinline__ u16 half_bits(float x) { u32 r; asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(r) : "f"(x)); return (u16)r; }
 
 // Scale and zero point of a group that spans `low` to `high`, stored as number `at` of each. levels: the largest code.
 __device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, float low, float high, float levels) {

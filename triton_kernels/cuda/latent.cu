@@ -128,7 +128,7 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
 
 // Grid (share, sequence, tile of 16 query rows).
 extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __grid_constant__ LatentArgs a) {
-  extern __shared__ __align__(128) u8 memory[];
+  DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
   const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
   for (int block = first; block < stop; block++) {
     const u32 stage = stages + ((block - first) & 1) * STAGE_BYTES;
     wait<0>();
-    __syncthreads();
+    BARRIER(block_ready, __syncthreads());
     if (block + 1 < stop) copy_block(a.pool + page, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
     commit();
     if (block + 2 < stop) page = ask_page(a, b, block + 2);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
         sts<1>(weights + warp * 512 + lane * 16 + n * 8 + i * 4, &handed);
       }
     }
-    __syncthreads();
+    BARRIER(weights_ready, __syncthreads());
 
     u32 factors[2][WARPS];                                // of the weights of each warp's tokens, rows g + 8 n, twice in a word
 #pragma unroll

@@ -135,7 +135,7 @@ template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, in
 
 // Grid (share, sequence, tile of COLUMNS query rows).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
-  extern __shared__ __align__(128) u8 smem[];
+  DYNAMIC_SHARED(smem);
   // The compiler learns that all lanes have the same `warp`: descriptors of products stay in uniform registers.
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, part = warp & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z, tiles = (a.heads * a.tokens + 15) / 16;
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         if (EACH >= 8 || !(g & (8 / EACH - 1)))
           atomicMax(reinterpret_cast<int*>(smem + MAXIMA_AT) + 8 * (c >> 1) + 2 * t + (c & 1), ordered(fmaxf(top[i], LOWEST)));
       }
-      __syncthreads();
+      BARRIER(maxima_ready, __syncthreads());
       bool moved = false, jumped = false;
       float decay[EACH];
 #pragma unroll
@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         }
       }
       put_weights();
-      __syncthreads();                                    // weights are there
+      BARRIER(renewed_weights_ready, __syncthreads());                                    // weights are there
       if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
       turn ^= 1;
       again = __any_sync(~0u, jumped);                    // in all warps alike
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
 
-    __syncthreads();                                      // the block's bytes are used up
+    BARRIER(stages_free, __syncthreads());                                      // the block's bytes are used up
     if (thread == 0) {
       halves.copy(a, b, memory, slot); halves.ask_page(a, b);
       halves.copy(a, b, memory, next); halves.ask_page(a, b);

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def _checked(result: tuple) -> Any:
 @functools.cache
 def source(name: str) -> str:
     """The text of a source file with what it includes put in its place, each file once."""
+    return joined(name, lambda name: (SOURCES / name).read_text(encoding="utf-8"))
+
+
+def joined(name: str, read: Callable[[str], str]) -> str:
+    """The same of any files; `read` gives a file's text."""
     seen: set[str] = set()
 
     def expand(name: str) -> str:
@@ -58,7 +64,7 @@ def source(name: str) -> str:
             return ""
         seen.add(name)
         lines = [f'#line 1 "{name}"']
-        for number, line in enumerate((SOURCES / name).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(read(name).splitlines(), 1):
             if found := re.fullmatch(r'#include "(.*)"', line):
                 lines += [expand(found[1]), f'#line {number + 1} "{name}"']
             elif line != "#pragma once":

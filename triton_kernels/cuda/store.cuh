@@ -43,7 +43,7 @@ template <int D> __device__ __forceinline__ void stage(Source& source, int base,
     cp16(shared_address(memory) + 2 * (token * STRIDE + x), source.token(base + token) + x);
   }
   commit(); wait<0>();
-  crew.meet();
+  BARRIER(tokens_ready, crew.meet());
   source.tail = reinterpret_cast<const u16*>(memory) - (i64)base * STRIDE; source.dim = STRIDE;
   source.first = source.size = 0x7fffffff;
 }

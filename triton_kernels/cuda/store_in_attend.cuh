@@ -10,9 +10,16 @@
 //   Per team: its reads, which have been used by then, then the meeting over its last row's queries, then an atomic addition by one
 //   thread (no fence: nothing written later can come into what has been read); the last one adds a fence before it writes.
 #pragma once
-#include "store.cuh"
 #include "warp.cuh"
+#include "plan.cuh"
 
+#if FUSED
+#include "store.cuh"
+
+struct StepArgs : Args {
+  AppendArgs store;
+  int* arrived;                     // teams that read no counter any more, zero before and after
+};
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
 // What a row's token makes due, handed from the start of its work to the end, when counters in memory may have advanced.
@@ -52,7 +59,7 @@ COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, in
 // Packs what the token makes due. A team, behind its last use of `space`. Once in PAGE steps, and its registers are none of the loops'.
 COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
   const Counts n(a, bh, stored, before);
-  meet(team);
+  BARRIER(merging_done, meet(team));
   constexpr int AT = (SPACE + 127) / 128 * 128;
   pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
 }
@@ -91,3 +98,46 @@ COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lan
 __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
   if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1) advance_counters(a, arrived, count, lane);
 }
+
+// A team's part in it, while it attends to one row.
+constexpr int DUES = TEAMS;
+static_assert(SPACE <= TEAM_BYTES, "what packing needs");
+struct TokenStore {
+  bool stores, leaves;                                    // it has the chunk's block of the window; the warp ends its reads of counters
+
+  // The warp of a team without any part ends them as well.
+  static __device__ __forceinline__ void leave_unused(const StepArgs& a, int lane) {
+    write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
+  }
+
+  __device__ __forceinline__ TokenStore(const Part& part, int row_block, int warp) {
+    stores = row_block == 0 && part.blocks[0] < part.row.blocks && part.blocks[1] == part.row.blocks;
+    leaves = warp == WARPS - 1 && part.last;
+  }
+  __device__ __forceinline__ void begin(Due* dues, int team, int thread) const { if (thread == 0) dues[team].stored = -1; }
+
+  // By the last warp: it has neither window nor pages, where there is not enough for all.
+  __device__ __forceinline__ void keep(const StepArgs& a, const Row& row, Due* dues, int team, int warp, int lane) const {
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
+    if (stores && warp == WARPS - 1) {
+      const Due due = keep_token(a.store, row.b, row.h, row.length, row.paged, lane);
+      if (lane == 0) dues[team] = due;
+    }
+    if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
+  }
+  __device__ __forceinline__ void pack(const StepArgs& a, const Due* dues, int bh, int thread, int team, u8* space) const {
+    if (const Due due = dues[team]; due.stored >= 0) pack_token(a.store, bh, due.stored, due.before, thread, team, space);
+  }
+};
+#else
+using StepArgs = Args;
+struct Due {};
+constexpr int DUES = 1;
+struct TokenStore {
+  static __device__ __forceinline__ void leave_unused(const StepArgs&, int) {}
+  __device__ __forceinline__ TokenStore(const Part&, int, int) {}
+  __device__ __forceinline__ void begin(Due*, int, int) const {}
+  __device__ __forceinline__ void keep(const StepArgs&, const Row&, Due*, int, int, int) const {}
+  __device__ __forceinline__ void pack(const StepArgs&, const Due*, i64, int, int, u8*) const {}
+};
+#endif

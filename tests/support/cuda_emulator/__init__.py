@@ -1,38 +1,35 @@
-"""The CUDA kernels on the CPU: their sources, with what is not C++ replaced, compiled by g++ (what this shows: `machine.h`)."""
+"""The CUDA kernels on the CPU: their sources, with other files for the two that hold assembly, compiled by g++.
+
+`machine.h` says what this shows. A source file and its macros make one library, with all kernels of the file. Libraries are
+kept in a folder among the system's temporary ones, under a name that says what they were made from, so that test processes
+and later runs share them. Most of what g++ reads are the system's headers: they are compiled beforehand, once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from hf_lowbit_kv.triton_kernels.cuda.nvrtc import source
+from hf_lowbit_kv.triton_kernels.cuda.nvrtc import SOURCES, joined
 
 HERE = Path(__file__).parent
-FOLDER = Path(tempfile.gettempdir()) / "hf-lowbit-kv-emulated"
-OPTIONS = ("-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
+FOLDER = Path(tempfile.gettempdir()) / f"hf-lowbit-kv-emulated-{os.getuid() if hasattr(os, 'getuid') else 0}"
+#: -O1: a second level takes the compiler longer than it saves kernels of a few hundred blocks
+OPTIONS = ("-std=c++17", "-O1", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
 #: every use of memory is a call (into races.h)
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
-#: kernel -> its argument
-ARGUMENTS = {"attend": "StepArgs", "transform": "TransformArgs", "project": "ProjectArgs"} | dict.fromkeys(
-    (
-        *("latent_attend", "latent_wide_attend", "latent_dense_attend", "latent_merge", "latent_merge_rows"),
-        *("latent_append", "latent_counters"),
-    ),
-    "LatentArgs",
-)
-#: number -> a kernel of the file that holds it
-NUMBERS = {
-    "shared_bytes": "attend",
-    "argument_bytes": "attend",
-    "latent_shared_bytes": "latent_attend",
-    "latent_wide_shared_bytes": "latent_wide_attend",
-    "latent_dense_shared_bytes": "latent_dense_attend",
-}
+#: file of the kernels -> what stands in its place
+STAND_INS = {"ptx.cuh": "ptx.h", "hopper_ptx.cuh": "hopper.h"}
 
 
 def available() -> bool:
@@ -42,74 +39,110 @@ def available() -> bool:
     return "x86_64" in subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
 
 
-def translate(name: str) -> str:
-    text = source(name)
-    start, end = text.index("__device__ __forceinline__ void cp16("), text.index("// Sum over the eight lanes")
-    text = text[:start] + (HERE / "ptx.h").read_text() + text[end:]
-    if "// begin of hopper" in text:
-        start, end = text.index("// begin of hopper"), text.index("// end of hopper")
-        text = text[:start] + (HERE / "hopper.h").read_text() + text[end:]
-    replaced = (
-        (r'asm volatile\("ld\.shared\.u16 %0, \[%1\];" : "=h"\((\w+)\) : "r"\((.*?)\)\);', r"\1 = lds_u16(\2);"),
-        (r"__device__ __forceinline__ u16 half_bits\(.*\n", ""),
-        (r'asm volatile\("bar\.sync.*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"barriers[\1].wait(\2);"),
-        (r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];", r"u8* \1 = shared_memory;"),
-    )
-    for pattern, new in replaced:
-        text = re.sub(pattern, new, text)
+@functools.cache
+def translated(name: str) -> str:
+    """The text of a source file with all that it includes, for g++."""
+
+    def read(name: str) -> str:
+        path = HERE / STAND_INS[name] if name in STAND_INS else SOURCES / name
+        return path.read_text(encoding="utf-8")
+
+    text = joined(name, read)
     assert not re.search(r"\basm\b", text), re.findall(r".*\basm\b.*", text)
     return text
 
 
+def kernels_of(text: str) -> list[str]:
+    """Names of the kernels in a source text."""
+    return re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text)
+
+
+def full_text(name: str, defines: tuple[tuple[str, str], ...], without: str | None = None) -> str:
+    """What g++ gets. without: name of a `BARRIER` in the file that is left out."""
+    text = translated(name)
+    assert without is None or f"BARRIER({without}, " in text, f"{name} has no barrier of the name {without!r}"
+    macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
+    entries = "".join(
+        f'extern "C" int run_{kernel}(const void* a, const long long* more, const int* grid, int n, int backwards) '
+        f"{{ return run_grid([] {{ call({kernel}); }}, a, more, grid, n, backwards); }}\n"
+        for kernel in kernels_of(text)
+    )
+    return f'#include "machine.h"\nconstexpr char LEFT_OUT[] = "{without or ""}";\n{macros}{text}\n{entries}'
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Other processes that want to make the same file wait until it is there."""
+    with open(path.with_suffix(".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr((parts, OPTIONS, WATCHED)).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _headers() -> Path:
+    """The folder with `machine.h` and what g++ has made of it."""
+    texts = [(HERE / name).read_text(encoding="utf-8") for name in ("machine.h", "races.h")]
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
+    folder = FOLDER / _key(texts, compiler)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / "machine.h.gch"
+    with _alone(made):
+        if not made.exists():
+            for name, text in zip(("machine.h", "races.h"), texts):
+                (folder / name).write_text(text, encoding="utf-8")
+            part = made.with_suffix(".part")
+            command = ["g++", *OPTIONS, *WATCHED, "-x", "c++-header", "-o", str(part), str(folder / "machine.h")]
+            subprocess.run(command, check=True)
+            part.replace(made)
+    return folder
+
+
+def _library(text: str) -> Path:
+    headers = _headers()
+    path = headers / f"{_key(text)}.so"
+    with _alone(path):
+        if not path.exists():
+            source, part, linked = (path.with_suffix(suffix) for suffix in (".cpp", ".o", ".part"))
+            source.write_text(text, encoding="utf-8")
+            # in two steps: linked without the sanitizer's own library
+            options = [*OPTIONS, *WATCHED, "-I", str(headers)]
+            subprocess.run(["g++", *options, "-c", "-o", str(part), str(source)], check=True)
+            subprocess.run(["g++", "-shared", "-o", str(linked), str(part)], check=True)
+            part.unlink()
+            linked.replace(path)
+    return path
+
+
+def complaints(text: str) -> str:
+    """What g++ has to say against a text, which it does not compile: nothing where all assertions hold."""
+    command = ["g++", *OPTIONS, *WATCHED, "-I", str(_headers()), "-fsyntax-only", "-xc++", "-"]
+    return subprocess.run(command, input=text, text=True, capture_output=True).stderr
+
+
 class Module:
-    """In place of `compile.Module`. without: a pattern of what is left out of the source, to see what that does."""
+    """In place of `nvrtc.Module`. without: name of a `BARRIER` that is left out of the source, to see what that does."""
 
     def __init__(self, name: str, defines: tuple[tuple[str, str], ...], without: str | None = None):
-        macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
-        text = translate(name) if without is None else re.sub(without, ";", translate(name))
-        self.text = f'{macros}#include "{HERE / "machine.h"}"\n{text}\n'
-        self.libraries: dict[str, ctypes.CDLL] = {}
+        self.text = full_text(name, defines, without)
         self.launched = 0
 
-    def _library(self, call: str) -> ctypes.CDLL:
-        if call not in self.libraries:
-            entry = f"static void entry() {{ {call}; check_waited(); finished[current] = true; for (;;) yield(); }}\n"
-            text = (
-                f"{self.text}static const void* argument;\n{entry}"
-                'extern "C" int run(const void* a, int x, int y, int z, int n, int backwards) '
-                "{ argument = a; return run_grid(entry, x, y, z, n, backwards); }\n"
-            )
-            FOLDER.mkdir(exist_ok=True)
-            headers = "".join(
-                (HERE / name).read_text() for name in ("machine.h", "races.h")
-            )  # the others are in the text
-            key = hashlib.sha256((text + headers + repr((OPTIONS, WATCHED))).encode()).hexdigest()[:24]
-            path = FOLDER / f"{key}.so"
-            if not path.exists():
-                with (
-                    tempfile.NamedTemporaryFile("w", suffix=".cpp") as file,
-                    tempfile.TemporaryDirectory(dir=FOLDER) as work,
-                ):
-                    file.write(text)
-                    file.flush()
-                    built = Path(work) / path.name
-                    # in two steps: linked without the sanitizer's own library
-                    part = str(Path(work) / "part.o")
-                    subprocess.run(["g++", *OPTIONS, *WATCHED, "-c", "-o", part, file.name], check=True)
-                    subprocess.run(["g++", "-shared", "-o", str(built), part], check=True)
-                    built.replace(path)
-            self.libraries[call] = ctypes.CDLL(str(path))
-        return self.libraries[call]
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        return ctypes.CDLL(str(_library(self.text)))
 
     def integer(self, name: str) -> int:
-        kernel = NUMBERS[name]
-        return ctypes.c_int.in_dll(self._library(f"{kernel}(*(const {ARGUMENTS[kernel]}*)argument)"), name).value
+        return ctypes.c_int.in_dll(self.library, name).value
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
-        more = "".join(f", {arg.value}" for arg in args[1:])
-        library = self._library(f"{name}(*(const {ARGUMENTS.get(name, 'AppendArgs')}*)argument{more})")
+        """args: the kernel's arguments, a structure first, then integers."""
+        more = (ctypes.c_longlong * max(len(args) - 1, 1))(*(arg.value for arg in args[1:]))
         # blocks run one after the other, every other time from the last to the first: their order must not matter
         self.launched += 1
-        done = library.run(ctypes.byref(args[0]), *grid, threads, self.launched % 2)
+        run = getattr(self.library, f"run_{name}")
+        done = run(ctypes.byref(args[0]), more, (ctypes.c_int * 3)(*grid), threads, self.launched % 2)
         assert done != 1, "threads wait for each other"
-        assert done == 0, f"races in shared memory were printed; where: addr2line -ie {library._name}"
+        assert done == 0, f"races in shared memory were printed; where: addr2line -ie {self.library._name}"

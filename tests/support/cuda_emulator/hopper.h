@@ -1,4 +1,4 @@
-// In place of the PTX of `hopper.cuh`. Products are done at once: what is read of sums before it is waited for is not seen here.
+// In place of `hopper_ptx.cuh`. Products are done at once: what is read of sums before it is waited for is not seen here.
 struct Meeting {                                      // of a warpgroup; it orders nothing else
   int arrived, generation;
   void wait() {

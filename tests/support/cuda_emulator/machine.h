@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -35,9 +35,33 @@ static int current, threads;                        // the running thread of the
 #define threadIdx (Dim{(unsigned)current, 0, 0})
 static unsigned char shared_memory[240 * 1024] __attribute__((aligned(128)));
 
-static ucontext_t scheduler, fibers[1024];
+// Threads are stacks of their own. What a function must keep of its caller's registers is put on the stack that is left; `from` gets where
+// that one ends, and the other is taken up where `to` says. (`swapcontext` does the same with two calls of the system.)
+extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, void* to);
+asm(R"(
+.text
+.type switch_stack, @function
+switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size switch_stack, .-switch_stack
+)");
+static void *scheduler, *fibers[1024];
 static bool finished[1024];
-static void yield() { swapcontext(&fibers[current], &scheduler); }
+static void yield() { switch_stack(&fibers[current], scheduler); }
 
 #include "races.h"
 
@@ -108,10 +132,26 @@ static float __fdividef(float a, float b) { return a * (1.f / b); }
 template <class A, class B> static constexpr auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; }
 template <class A, class B> static constexpr auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 
-// `entry` runs a kernel in one thread.
-static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwards) {
+// What the launch gives: a structure, and integers behind it.
+static const void* argument;
+static const long long* integers;
+template <class A, class... Rest, size_t... I> static void call_with(void (*kernel)(A, Rest...), std::index_sequence<I...>) {
+  kernel(*(const std::remove_cv_t<A>*)argument, (Rest)integers[I]...);
+}
+static void check_waited();
+template <class A, class... Rest> static void call(void (*kernel)(A, Rest...)) {
+  call_with(kernel, std::index_sequence_for<Rest...>());
+  check_waited();
+  finished[current] = true;
+  for (;;) yield();
+}
+
+// `entry` runs a kernel in one thread and does not return.
+static int run_grid(void (*entry)(), const void* a, const long long* more, const int* grid, int count, int backwards) {
   constexpr size_t STACK = 128 * 1024;
-  static char* stacks = (char*)malloc(1024 * STACK);
+  static char* stacks = (char*)aligned_alloc(16, 1024 * STACK);
+  const int x = grid[0], y = grid[1], z = grid[2];
+  argument = a; integers = more;
   gridDim = {(unsigned)x, (unsigned)y, (unsigned)z}; blockDim = {(unsigned)count, 1, 1}; threads = count;
   for (int n = 0; n < x * y * z; n++) {
     const unsigned i = backwards ? x * y * z - 1 - n : n;
@@ -122,9 +162,9 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
     memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);
     for (int t = 0; t < count; t++) {
       finished[t] = false;
-      getcontext(&fibers[t]);
-      fibers[t].uc_stack.ss_sp = stacks + t * STACK; fibers[t].uc_stack.ss_size = STACK; fibers[t].uc_link = &scheduler;
-      makecontext(&fibers[t], entry, 0);
+      void** top = (void**)(stacks + (t + 1) * STACK) - 2;
+      *top = (void*)entry;                              // where the first switch returns to; six registers are taken off before
+      fibers[t] = top - 6;
     }
     for (long left = count, rounds = 0; left; rounds++) {
       if (rounds > 10000000) return 1;                  // threads wait for each other
@@ -135,7 +175,7 @@ static int run_grid(void (*entry)(), int x, int y, int z, int count, int backwar
         const int warp = (first + w) % all, flip = draw() & 1 ? 31 : 0;
         for (int lane = 0; lane < 32; lane++) {
           const int t = warp * 32 + (lane ^ flip);
-          if (!finished[t] && !(rest >> warp & 1)) { current = t; swapcontext(&scheduler, &fibers[t]); }
+          if (!finished[t] && !(rest >> warp & 1)) { current = t; switch_stack(&scheduler, fibers[t]); }
           left += !finished[t];
         }
       }

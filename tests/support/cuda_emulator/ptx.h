@@ -1,4 +1,9 @@
-// In place of the PTX of `common.cuh`.
+// In place of `ptx.cuh`.
+#define DYNAMIC_SHARED(name) u8* name = shared_memory
+constexpr bool same_text(const char* a, const char* b) { return *a == *b && (!*a || same_text(a + 1, b + 1)); }
+#define BARRIER(name, wait) do { if constexpr (!same_text(#name, LEFT_OUT)) wait; } while (0)
+template <int COUNT> static void named_barrier(int name) { barriers[name].wait(COUNT); }
+
 static void fault(const char* what, u32 address) { printf("%s at byte %u of shared memory\n", what, address); abort(); }
 static void check(u32 s, u32 size) { if (s % size) fault("misaligned access", s); if (s + size > sizeof shared_memory) fault("access", s); }
 static void used(u32 s, u32 size, races::Use use) { races::touch(shared_memory + s, size, use, __builtin_return_address(0)); }
@@ -67,8 +72,6 @@ static float ex2(float x) { return exp2f(x); }
 static float lg2(float x) { return log2f(x); }
 static float rcp(float x) { return 1.f / x; }
 static u32 signed_halves(u32 x, int upper) { return pack_half(signed_byte(x, 2 * upper), signed_byte(x, 2 * upper + 1)); }
-static float to_float(u32 x) { return BF16 ? bf16_to_float(x) : half_to_float(x); }
-static u32 pack_model(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
 
 static u32 transposed(u32 x) {
   const int g = current % 32 >> 2, t = current & 3;

@@ -1,0 +1,165 @@
+// From the sums of warps to outputs: merged over the warps of a team, then over the teams that share a row.
+#pragma once
+#include "warp.cuh"
+#include "crew.cuh"
+
+// Values are stored rotated, and the rotation is its own inverse: a row's sums, of channels 32 k + lane, rotated back.
+template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane) {
+  constexpr int WORDS = D / 32;
+  static_assert(!RESTORED || (WORDS * 32 == D && (WORDS & WORDS - 1) == 0), "transforms.Hadamard.own_inverse");
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+      const float other = __shfl_xor_sync(~0u, o[k], step);
+      o[k] = lane & step ? other - o[k] : o[k] + other;
+    }
+#pragma unroll
+  for (int step = 1; step < WORDS; step *= 2)
+#pragma unroll
+    for (int k = 0; k < WORDS; k++)
+      if (!(k & step)) { const float low = o[k], high = o[k + step]; o[k] = low + high; o[k + step] = low - high; }
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+}
+
+// One output number: o and l, both relative to 2^m.
+__device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, int channel, float o, float l, float m) {
+  const int head = h * a.groups + r % a.groups;
+  if constexpr (SINKS) {
+    const float x = (SINKS == 2 ? reinterpret_cast<const float*>(a.sinks)[head] : to_float(reinterpret_cast<const u16*>(a.sinks)[head])) * LOG2E;
+    const float top = fmaxf(m, x), decay = ex2(m - top);
+    l = l * decay + ex2(x - top); o *= decay;
+  }
+  const float value = l > 0.f ? __fdividef(o, l) : 0.f;
+  const i64 at = (((i64)b * a.tokens + r / a.groups) * (a.heads * a.groups) + head) * DV + channel;
+  reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(value, 0.f);
+}
+
+// The query rows of a block of them that one row (sequence x KV head) has, and where its results go.
+struct Target {
+  int b, h, first, count;                                 // of the sequence's rows the first, and how many are real
+
+  __device__ __forceinline__ void put(const Args& a, int i, int channel, float o, float l, float m) const {
+    put_output(a, b, h, first + i, channel, o, l, m);
+  }
+};
+
+// What the warps of a team have summed up, each where its copies were: sums `o` row by row, then maxima, then weights `l`.
+struct WarpSums {
+  float* memory;                                          // of the first warp
+  static constexpr int STRIDE = WARP_BYTES / 4, MAXIMA = ROWS * MERGE_STRIDE, WEIGHTS = MAXIMA + ROWS;
+
+  __device__ __forceinline__ void put(Warp& w, int warp, int lane) const {
+    const int g = lane >> 2, t = lane & 3;
+    float *mine = memory + warp * STRIDE, *mine_ml = mine + MAXIMA;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      auto row_of = [&](int e) { return SPREAD ? t : 8 * n + 2 * t + e; };
+#pragma unroll
+      for (int e = 0; e < COLUMNS_USED; e++) w.l[n][e] = sum_rows(w.l[n][e]);
+#pragma unroll
+      for (int k = 0; k < DV / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i += EVERY) mine[row_of(i & 1) * MERGE_STRIDE + out_channel(k, i >> 1, g)] = w.o[k][n][i];
+      if (g == 0)
+#pragma unroll
+        for (int e = 0; e < COLUMNS_USED; e++) {
+          mine_ml[row_of(e)] = w.m[n][e];
+          mine_ml[ROWS + row_of(e)] = w.l[n][e];
+        }
+    }
+  }
+
+  // Of row i and a channel, over all warps: o and l, both relative to 2^m.
+  __device__ __forceinline__ float merged(int i, int channel, float& m, float& l) const {
+    float o = 0.f;
+    m = LOWEST; l = 0.f;
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) m = fmaxf(m, memory[k * STRIDE + MAXIMA + i]);
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) {
+      const float* other = memory + k * STRIDE;
+      const float f = ex2(other[MAXIMA + i] - m);
+      l += f * other[WEIGHTS + i]; o += f * other[i * MERGE_STRIDE + channel];
+    }
+    return o;
+  }
+
+  // A team's results: outputs, where no other team has a part of the row, else `slot` gets them.
+  __device__ __forceinline__ void merge(const Args& a, const Target& target, bool alone, float* slot, int thread) const {
+    if constexpr (RESTORED)
+      if (alone) { merge_and_restore(a, target, thread >> 5, thread & 31); return; }
+    for (int x = thread; x < target.count * DV; x += WARPS * 32) {
+      const int i = x / DV;
+      float m, l;
+      const float o = merged(i, x % DV, m, l);
+      if (alone) target.put(a, i, x % DV, o, l, m);
+      else {
+        slot[x] = o;
+        if (x % DV == 0) { slot[ROWS * DV + i] = m; slot[ROWS * DV + ROWS + i] = l; }
+      }
+    }
+  }
+
+  // RESTORED: a warp takes a whole row, because the rotation needs all of its channels.
+  __device__ __forceinline__ void merge_and_restore(const Args& a, const Target& target, int warp, int lane) const {
+    for (int i = warp; i < target.count; i += WARPS) {
+      float m, l, o[DV / 32];
+#pragma unroll
+      for (int k = 0; k < DV / 32; k++) o[k] = merged(i, 32 * k + lane, m, l);
+      rotate_back<DV>(o, lane);
+#pragma unroll
+      for (int k = 0; k < DV / 32; k++) target.put(a, i, 32 * k + lane, o[k], l, m);
+    }
+  }
+};
+
+// Whether this team is the last one of those that share a row to be done with it: what the others wrote is there then.
+__device__ __forceinline__ bool last_of_row(int* counter, int others, int& last, int thread, int team) {
+  meet(team);
+  if (thread == 0) {
+    __threadfence();                                      // what the whole team wrote comes first: it was written before the barrier
+    last = atomicAdd(counter, 1) == others;
+  }
+  meet(team);
+  return last;
+}
+
+// Outputs of a row that the teams `first` to `final` share. partial: of team c, + c * SLOT_FLOATS.
+__device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first, int final, int warp, int lane) {
+  __threadfence();
+  for (int i = warp; i < target.count; i += WARPS) {
+    constexpr int BATCH = 8, WORDS = (DV + 31) / 32;      // loads in flight, and a lane's channels
+    float m = LOWEST, l = 0.f, o[WORDS] = {};
+    for (int c0 = first; c0 <= final; c0 += BATCH) {
+      float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
+#pragma unroll
+      for (int j = 0; j < BATCH; j++) {
+        const bool there = c0 + j <= final;
+        const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
+        ms[j] = there ? __ldcg(slot + ROWS * DV + i) : -INF; ls[j] = __ldcg(slot + ROWS * DV + ROWS + i);
+#pragma unroll
+        for (int k = 0; k < WORDS; k++)
+          os[j][k] = DV % 32 == 0 || k * 32 + lane < DV ? __ldcg(slot + i * DV + k * 32 + lane) : 0.f;
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; j++) top = fmaxf(top, ms[j]);
+      const float decay = ex2(m - top);
+      m = top; l *= decay;
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) o[k] *= decay;
+#pragma unroll
+      for (int j = 0; j < BATCH; j++) {
+        const float f = ex2(ms[j] - m);
+        l += f * ls[j];
+#pragma unroll
+        for (int k = 0; k < WORDS; k++) o[k] += f * os[j][k];
+      }
+    }
+    if constexpr (RESTORED) rotate_back<DV>(o, lane);
+#pragma unroll
+    for (int k = 0; k < WORDS; k++)
+      if (DV % 32 == 0 || k * 32 + lane < DV) target.put(a, i, k * 32 + lane, o[k], l, m);
+  }
+}

@@ -1,0 +1,88 @@
+// The queries of a block of rows: from memory through a transform to where products take them from.
+#pragma once
+#include "warp.cuh"
+#include "transform_in_attend.cuh"
+
+// The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
+struct Queries {
+  static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
+  u32 x[EACH][WORDS];
+  float most[EACH];                                       // largest magnitude of the lane's numbers
+  typename FoldOf<Keys>::Type fold;
+
+  __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int i = warp + j * WARPS, r = SPREAD ? i / 2 : row_block * ROWS + i;
+      const bool real = i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
+      const int token = real ? (int)__fdividef(r + 0.5f, (float)a.groups) : 0, head = real ? r - token * a.groups : 0;
+      const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
+    }
+    if constexpr (FOLDED) fold.load(a.tables[0].data + h * a.tables[0].stride, lane);
+  }
+
+  __device__ __forceinline__ void measure(int j) {
+    if constexpr (FOLDED) { most[j] = fold.most(x[j]); return; }
+    most[j] = 0.f;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
+  }
+
+  // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
+  // take in copies that were begun before it. (A transform takes too long for that.)
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+      if constexpr (!TRANSFORMED) measure(j);
+  }
+
+  // kv_head: the row's
+  __device__ __forceinline__ void put(const Args& a, u8* head, int kv_head, int warp, int lane) {
+    float* size = reinterpret_cast<float*>(head + Q_BYTES);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int i = warp + j * WARPS;
+      if (i >= ROWS) break;
+      if constexpr (TRANSFORMED) {
+        transform_query(a, x[j], kv_head, lane);
+        measure(j);
+      }
+      u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) {
+        const int pair = k * 32 + lane;
+        if (pair < DK / 2) target[pair] = x[j][k];
+      }
+      if constexpr (Keys::NORMALISED)
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+      if constexpr (FOLDED) fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i, size + ROWS + i, lane);
+      else if constexpr (Keys::NORMALISED) {
+        // the next power of two, less the keys' LIFT
+        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+        float sum[Keys::GROUPS] = {};
+#pragma unroll
+        for (int k = 0; k < WORDS; k++) {
+          const int pair = k * 32 + lane;
+          const float low = to_float(x[j][k] & 0xffff) * inverse, high = to_float(x[j][k] >> 16) * inverse;
+          if (pair < DK / 2) {
+            target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
+            if constexpr (Keys::LIFT) target[2 * ROWS * Q_STRIDE / 4 + pair] = pack_half(low * (1.f / (1 << Keys::LIFT)), high * (1.f / (1 << Keys::LIFT)));
+          }
+#pragma unroll
+          for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (DK / Keys::GROUPS) == c ? low + high : 0.f;
+        }
+#pragma unroll
+        for (int c = 0; c < Keys::GROUPS; c++) {
+#pragma unroll
+          for (int d = 1; d < 32; d <<= 1) sum[c] += __shfl_xor_sync(~0u, sum[c], d);
+          if (lane == 0) size[ROWS + i * Keys::GROUPS + c] = sum[c];
+        }
+        if (lane == 0) size[i] = __uint_as_float(exponent << 23);
+      }
+    }
+  }
+};

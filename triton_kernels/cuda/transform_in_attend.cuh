@@ -1,0 +1,28 @@
+// Transforming queries and the chunk's keys in the launch that attends to them (TRANSFORMED): `reference.transformed`.
+#pragma once
+#include "warp.cuh"
+
+#if TRANSFORMED
+#include "rotate.cuh"
+
+// x: a query's words of a lane, of a query head that belongs to `kv_head`.
+__device__ __forceinline__ void transform_query(const Args& a, u32* x, int kv_head, int lane) {
+  transform_row<DK>(x, a.q_scale + kv_head * a.scale_h, lane);
+}
+
+// The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
+// them, and where storing finds them afterwards. Before the warp copies any of them.
+__device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
+  const int stored = row.sinks + row.tail;
+  for (int block = first; block < stop; block += stride)
+    for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {
+      const u8* from = a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s);
+      u8* to = const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s);
+      transform_token<DK>(from, to, a.k_scale + row.h * a.scale_h, lane);
+    }
+  __syncwarp();
+}
+#else
+__device__ __forceinline__ void transform_query(const Args&, u32*, int, int) {}
+__device__ __forceinline__ void transform_chunk(const Args&, const Row&, int, int, int, int) {}
+#endif
