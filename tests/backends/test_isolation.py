@@ -36,7 +36,7 @@ def test_on_a_cpu(module, case):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.timeout(1800)
 def test_interpreted(part):
-    run_part(__file__, part)
+    run_part([__file__], part)
 
 
 @kernels.needs_interpreter

@@ -143,9 +143,9 @@ def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monk
 @pytest.mark.parametrize(
     "barrier",
     [
-        r"__syncthreads\(\);(?=\s*const int ahead)",  # the block is there, and the stage of the next copies is free
-        r"__syncthreads\(\);(?=\s*\n#pragma unroll\n\s*for \(int n = 0; n < 2; n\+\+\))",  # maxima are there
-        r"__syncthreads\(\);(?=\s*\}\s*l\[0\])",  # weights are there, made anew
+        "block_ready",  # and the stage of the next copies is free
+        "maxima_ready",
+        "renewed_weights_ready",
     ],
 )
 def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import codebook
@@ -258,15 +256,6 @@ def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the tests themselves run here")
-def test_interpreted():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-
-
 def check_triton(options, monkeypatch, device: str) -> tuple:
     """Texts and states, by the reference and by Triton's kernels."""
     import codebook_kernels
@@ -288,7 +277,7 @@ def check_triton(options, monkeypatch, device: str) -> tuple:
     return texts, states
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in processes that `test_interpreted` starts")
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=str)
 def test_small_codebook(method, options, monkeypatch):
     """Every byte and the tokens of the reference."""

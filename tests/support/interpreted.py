@@ -1,6 +1,6 @@
 """The tests of Triton kernels that run in its interpreter: processes of their own, in parts that run side by side.
 
-A file calls `run_part` from a test with the parameter `part`; the tests for the interpreter have "small" in their names.
+The tests for the interpreter have "small" in their names.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
-#: processes a file's tests for the interpreter are dealt out to
+#: processes that the tests for the interpreter are dealt out to
 PARTS = 3
 
 
-def run_part(file: str, part: int) -> None:
-    """Run every `PARTS`-th test for the interpreter. All must pass, and none may be skipped."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", file]
+def run_part(files: Sequence[str], part: int) -> None:
+    """Run every `PARTS`-th of the files' tests for the interpreter. All must pass, and none may be skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TEST_PART": f"{part}/{PARTS}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

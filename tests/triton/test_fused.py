@@ -1,7 +1,7 @@
 """Kernels of fused pieces (`triton_kernels/fused_*.py`) against float64 formulas: the error is at most twice that of PyTorch's
 own operations in the model's dtype, plus a rounding.
 
-Without a GPU the small cases run in Triton's interpreter, in processes of their own (see `test_kernels`).
+Without a GPU the small cases run in Triton's interpreter, in processes of their own (`test_interpreted`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import kernel_checks as kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import PARTS, run_part
 
 from hf_lowbit_kv.triton_kernels import common, fused_products
 from hf_lowbit_kv.triton_kernels.fused_gate import ACTIVATIONS, gated
@@ -25,12 +24,6 @@ PYTORCH = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-@pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_interpreted(part):
-    run_part(__file__, part)
 
 
 def draw(*shape, dtype=torch.float32):

@@ -1,7 +1,8 @@
 """Triton kernels against the reference: identical bytes, and outputs within twice the error of plain low-precision attention.
 
-The whole matrix is marked `gpu`. Without a GPU a part of it runs in Triton's interpreter, in a process of its own, because
-the interpreter is chosen when Triton is imported (`TRITON_INTERPRET=1 pytest tests/triton/test_kernels.py` runs it directly).
+The whole matrix is marked `gpu`. Without a GPU a part of it runs in Triton's interpreter, in processes of their own
+(`test_interpreted`): the interpreter is chosen when Triton is imported. `TRITON_INTERPRET=1 pytest tests/triton/test_kernels.py
+-k small` runs it directly.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import dataclasses
 import pytest
 import torch
 from fp8_rows import SPECIAL, check_special_rows
-from interpreted import PARTS, run_part
 from kernel_cases import Case, generator, random_step, store_for
 from kernel_checks import (
     DEVICE,
-    GPU,
     INTERPRETED,
     SEED,
     attend_poisoned,
@@ -43,12 +42,6 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.storage.transforms import parse_transform
 from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
-
-
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the tests themselves run here")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_interpreted(part):
-    run_part(__file__, part)
 
 
 @needs_interpreter

@@ -1,6 +1,6 @@
 """Many query tokens over packed history, in stretches, on both GPU backends: `triton_kernels/prompt.py`.
 
-Without a GPU a part of it runs in Triton's interpreter, in a process of its own (see `test_kernels`).
+Without a GPU a part of it runs in Triton's interpreter, in processes of its own (`test_interpreted`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cases import FORMATS, left_padded, tiny_models
-from interpreted import PARTS, run_part
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
 
 import hf_lowbit_kv as lb
@@ -67,12 +66,6 @@ SMALL = [
 
 def _has_layout(case: Case, layout: str) -> bool:
     return not (layout == "cuda" and case.keys.startswith("boosted"))
-
-
-@pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_interpreted(part):
-    run_part(__file__, part)
 
 
 @kernels.needs_interpreter

@@ -1,6 +1,6 @@
 """Latents (MLA) on backend `triton`: attention over decoded stretches (`triton_kernels/prompt.py`), storing and reading.
 
-Without a GPU the small cases run in Triton's interpreter, in processes of their own (see `test_kernels`).
+Without a GPU the small cases run in Triton's interpreter, in processes of their own (`test_interpreted`).
 """
 
 from __future__ import annotations
@@ -8,19 +8,12 @@ from __future__ import annotations
 import kernel_checks as kernels
 import pytest
 import torch
-from interpreted import PARTS, run_part
 from latent_cases import Case, Filled, check_append, check_attend, check_steps, exact
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels import common, entry_points, prompt
 
 SEED = 0
-
-
-@pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_interpreted(part):
-    run_part(__file__, part)
 
 
 CASES = [

@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage,
 
 // Grid (share, sequence, tile of 16 query rows).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_attend(const __grid_constant__ LatentArgs a) {
-  extern __shared__ __align__(128) u8 memory[];
+  DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int part = warp & 1, side = warp >> 1;            // of scores: which 16 tokens, which eight query rows
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
   for (int block = first; block < stop; block++) {
     const u32 stage = stages + here * STAGE_BYTES;
     wait<STAGES - 2>();
-    __syncthreads();
+    BARRIER(block_ready, __syncthreads());
     const int ahead = block + STAGES - 1;
     if (ahead < stop) copy_block(a.pool + page, ahead, stages + (here ? here - 1 : STAGES - 1) * STAGE_BYTES, length - ahead * BLOCK, thread);
     commit();
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
         const float top = max_rows(fmaxf(s[e], s[2 + e]));
         if (g == 0) sts<1>(maxima + (16 * part + 8 * side + 2 * t + e) * 4, &top);
       }
-      __syncthreads();
+      BARRIER(maxima_ready, __syncthreads());
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
           for (int k = 0; k < TILES; k++) { o[k][n][e] *= decay; o[k][n][2 + e] *= decay; }
         }
       hand_on();
-      __syncthreads();
+      BARRIER(renewed_weights_ready, __syncthreads());
     }
     l[0] += p[0] + p[2]; l[1] += p[1] + p[3];
 

@@ -30,6 +30,10 @@ OPTIONS = ("-std=c++17", "-O1", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: file of the kernels -> what stands in its place
 STAND_INS = {"ptx.cuh": "ptx.h", "hopper_ptx.cuh": "hopper.h"}
+#: a kernel's definition: its name and its parameters
+KERNEL = re.compile(
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\(([^()]*)\) \{'
+)
 
 
 def available() -> bool:
@@ -49,12 +53,8 @@ def translated(name: str) -> str:
 
     text = joined(name, read)
     assert not re.search(r"\basm\b", text), re.findall(r".*\basm\b.*", text)
-    return text
-
-
-def kernels_of(text: str) -> list[str]:
-    """Names of the kernels in a source text."""
-    return re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text)
+    # where a kernel is defined, it gets a function that launches it: some are defined for some macros alone
+    return KERNEL.sub(r'extern "C" void \1(\2); LAUNCHED(\1) \g<0>', text)
 
 
 def full_text(name: str, defines: tuple[tuple[str, str], ...], without: str | None = None) -> str:
@@ -62,12 +62,7 @@ def full_text(name: str, defines: tuple[tuple[str, str], ...], without: str | No
     text = translated(name)
     assert without is None or f"BARRIER({without}, " in text, f"{name} has no barrier of the name {without!r}"
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
-    entries = "".join(
-        f'extern "C" int run_{kernel}(const void* a, const long long* more, const int* grid, int n, int backwards) '
-        f"{{ return run_grid([] {{ call({kernel}); }}, a, more, grid, n, backwards); }}\n"
-        for kernel in kernels_of(text)
-    )
-    return f'#include "machine.h"\nconstexpr char LEFT_OUT[] = "{without or ""}";\n{macros}{text}\n{entries}'
+    return f'#include "machine.h"\nconstexpr char LEFT_OUT[] = "{without or ""}";\n{macros}{text}\n'
 
 
 @contextlib.contextmanager

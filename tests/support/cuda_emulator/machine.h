@@ -183,3 +183,7 @@ static int run_grid(void (*entry)(), const void* a, const long long* more, const
   }
   return races::found ? 2 : 0;
 }
+#define LAUNCHED(kernel) \
+  extern "C" int run_##kernel(const void* a, const long long* more, const int* grid, int count, int backwards) { \
+    return run_grid([] { call(kernel); }, a, more, grid, count, backwards); \
+  }
