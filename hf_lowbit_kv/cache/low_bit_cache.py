@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.utils import PushToHubMixin
 
 from ..backends import operations as ops
 from ..calibration_files import calibration_file, calibration_lookup
@@ -24,9 +25,10 @@ from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.readings import DIRECT, sides_of
 from ..storage.transforms import Transform, parse_transform
-from . import summary
+from . import cache_contents, saved_cache, summary
 from .implementation import warn_if_dense
 from .low_bit_layer import LowBitLayer
+from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (
     SLIDING,
@@ -79,7 +81,7 @@ class CacheBytes(int):
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
 
-class LowBitCache(Cache):
+class LowBitCache(Cache, PushToHubMixin):
     """A KV cache that keeps old tokens packed. Everything `generate` does with a stock cache works with it.
 
     Args:
@@ -138,6 +140,7 @@ class LowBitCache(Cache):
     ):
         if isinstance(model_or_config, torch.nn.Module):
             model_or_config = unwrap(model_or_config)
+        self.model = ModelRef(model_or_config)
         config = text_config(model_or_config)
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
@@ -320,6 +323,84 @@ class LowBitCache(Cache):
         if first.is_initialized:
             rows = torch.arange(first.batch_size, device=first.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write what is stored, in a json and a safetensors file. What stood in the folder before is replaced once the new
+        files are whole. The GPU is busy for as long as copying takes.
+
+        Args:
+            push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
+
+        Raises:
+            ValueError: the cache was made from a configuration or its model is gone, or belongs to tensor parallelism.
+            RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: it cannot be written.
+        """
+        folder, model = Path(save_directory), self.model.get("saved")
+        if push_to_hub:
+            from huggingface_hub import create_repo
+
+            options = {name: kwargs[name] for name in ("token", "private") if name in kwargs}
+            repo = create_repo(kwargs.get("repo_id", folder.name), exist_ok=True, **options).repo_id
+            folder.mkdir(parents=True, exist_ok=True)
+            stamps = self._get_files_timestamps(folder)
+        saved_cache.write(folder, self, cache_contents.take(self), model)
+        if push_to_hub:
+            message, token = kwargs.get("commit_message"), kwargs.get("token")
+            self._upload_modified_files(folder, repo, stamps, commit_message=message, token=token)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        model: Any,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+        preset: str | None = None,
+        calibration: Any = None,
+    ) -> LowBitCache:
+        """The cache that `save_pretrained` wrote, on the model's device. It goes on as the saved one would have.
+
+        Args:
+            path_or_repo: a folder, or a hub repository. revision, token: of the repository.
+            model: the model that the cache was made for. Every parameter is looked at.
+            max_cache_len: preallocate for so many tokens; `None`: grow.
+            backend: as for `LowBitCache`. Codes are put into the order of its pages.
+            preset, calibration: refuse a cache with others than these; `None`: take what was saved.
+
+        Raises:
+            ValueError: another model, dtype, quantization, preset, calibration or set of adapters, another version, a file that
+                was truncated or altered, `max_cache_len` below what is stored. The message names what differs.
+            OSError: there is no such file.
+        """
+        path, inner = saved_cache.find(path_or_repo, revision, token), unwrap(model)
+        check_count("max_cache_len", max_cache_len, optional=True)
+        description = saved_cache.read_description(path)
+        if cls is not LowBitCache and description["class"] != cls.__name__:
+            raise ValueError(f"{path} holds a {description['class']}, not a {cls.__name__}")
+        saved_cache.check_model(description, inner, path)
+        specs = saved_cache.specs_in(description)
+        seen = max((said["seen"] for said in description["layers"].values()), default=0)
+        if max_cache_len is not None and seen > max_cache_len:
+            raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored in {path}")
+        tensors = saved_cache.read(path, description, inner.device, revision, token, str(path_or_repo))
+        new = LowBitCache(
+            inner,
+            **saved_cache.options_for(specs),
+            parameters=saved_cache.parameters_in(tensors),
+            preset=description["preset"],
+            max_cache_len=max_cache_len,
+            backend=backend,
+        )
+        saved_cache.check_expected(description, tensors, preset, calibration, inner, new, path)
+        cache_contents.put(new, saved_cache.contents_in(description, tensors), inner.device)
+        classes: dict[str, Any] = {each.__name__: each for each in LowBitCache.__subclasses__()}
+        new.__class__ = classes.get(description["class"], LowBitCache)
+        return new
 
     def reset(self) -> None:
         """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""

@@ -76,6 +76,11 @@ class Format(Parametrized, ABC):
         """This format stored in that order, or as it is where it does not offer the order."""
         return self
 
+    def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
+        """The arrays of pages as `target`, this format with another layout, stores them. They decode to the same numbers. A
+        format with several layouts has `_pack` and `_unpack` of its array `codes`, or a method of its own for this."""
+        return {**arrays, "codes": target._pack(self._unpack(arrays["codes"], head_dim))}  # type: ignore[attr-defined]
+
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         """Copy the tokens `at` to `at + count` of the arrays `new` into `old`. Only for formats that are `tokenwise`."""
         for name, array in old.items():
@@ -120,6 +125,17 @@ class Format(Parametrized, ABC):
     ) -> torch.Tensor:
         """Bytes `[..., H, page_bytes]` -> tokens `[..., H, page_size, head_dim]` in float32. `dtype` is the model's."""
         return self.decode_arrays(self.split(pages, head_dim, page_size, dtype), head_dim, parameters).float()
+
+    def in_layout_of(
+        self, target: Format, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Bytes `[..., page_bytes]` of this format -> bytes of `target`, this format with another layout (`relaid`)."""
+        out = pages.new_zeros((*pages.shape[:-1], target.page_bytes(head_dim, page_size, dtype)))
+        written = target.split(out, head_dim, page_size, dtype)
+        read = self.split(pages.contiguous(), head_dim, page_size, dtype)
+        for name, array in self.relaid(read, head_dim, target).items():
+            written[name].copy_(array)
+        return out
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

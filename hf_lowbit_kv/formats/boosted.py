@@ -177,6 +177,17 @@ class Boosted(Format):
         codes = unpack_words(words, self.bits)
         return codes.transpose(-1, -2) if transposed else codes
 
+    def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
+        assert isinstance(target, Boosted)
+        unused = target.columns(head_dim) - self.columns(head_dim)  # cut off where negative: they are zeros
+        high = self._unpack(arrays["high"], self.columns(head_dim), transposed=True)
+        return {
+            **arrays,
+            "codes": target._pack(self._unpack(arrays["codes"], head_dim)),
+            "high": target._pack(F.pad(high, (0, unused)), transposed=True),
+            "map": F.pad(arrays["map"], (0, unused)),
+        }
+
     def choose(self, x: torch.Tensor) -> torch.Tensor:
         """The boosted channels of pages `[..., page_size, head_dim]` (float32): int64 `[..., boosted]`, ascending."""
         order = self.scores(x).argsort(dim=-1, descending=True, stable=True)  # stable: of equal ones the lower first

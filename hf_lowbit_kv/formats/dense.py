@@ -45,10 +45,15 @@ class Dense(Format):
         return [("codes", dtype, (page_size, head_dim))]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
-        return {"codes": x if self.layout == "planar-1" else bricks.pack(x)}
+        return {"codes": self._pack(x)}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = arrays["codes"]
+        return self._unpack(arrays["codes"], head_dim)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.layout == "planar-1" else bricks.pack(x)
+
+    def _unpack(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
         return codes if self.layout == "planar-1" else bricks.unpack(codes)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:

@@ -98,27 +98,27 @@ class Fp8(Format):
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         x = x.float()
         if self.granularity == "static":
-            return {"codes": self._ordered(to_e4m3(x))}
+            return {"codes": self._pack(to_e4m3(x))}
         if self.granularity == "token":
             scale = scale_of(x.abs().amax(-1, keepdim=True))
-            return {"codes": self._ordered(to_e4m3(x / scale)), "scale": scale}
+            return {"codes": self._pack(to_e4m3(x / scale)), "scale": scale}
         scale = scale_of(_blocks(x).abs().amax((-3, -1)))
-        return {"codes": self._ordered(to_e4m3(x / _spread(scale, *x.shape[-2:]))), "scale": scale}
+        return {"codes": self._pack(to_e4m3(x / _spread(scale, *x.shape[-2:]))), "scale": scale}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        x = self._natural(arrays["codes"], head_dim).float()
+        x = self._unpack(arrays["codes"], head_dim).float()
         if self.granularity == "static":
             return x
         scale = arrays["scale"]
         return x * (scale if self.granularity == "token" else _spread(scale, *x.shape[-2:]))
 
-    def _ordered(self, codes: torch.Tensor) -> torch.Tensor:
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """e4m3 `[..., page, D]` -> the array `codes`."""
         if self.fragments:
             return fragment.pack(codes.view(torch.uint8), 8, self.layout, pairs=True)
         return codes if self.layout == "planar-1" else bricks.pack(codes)
 
-    def _natural(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
+    def _unpack(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> e4m3 `[..., page, D]`."""
         if self.fragments:
             numbers = fragment.unpack(codes, 8, self.layout, head_dim, pairs=True)

@@ -379,7 +379,11 @@ class PagedStore:
         return read_pages(self.state.pool, self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0])
 
     def _write_open_pages(self, contents: torch.Tensor) -> None:
-        ids = self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0].long()
+        self.write_pages(self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0], contents)
+
+    def write_pages(self, ids: torch.Tensor, contents: torch.Tensor) -> None:
+        """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
+        ids = ids.long()
         pool, first, parts = self.state.pool, 0, []
         for block in pool:
             here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
@@ -387,6 +391,11 @@ class PagedStore:
             first += block.shape[0]
         for block, own, part in parts:  # nothing is allocated between writes
             block[own] = part
+
+    def take_pool(self, pool: list[torch.Tensor], table: torch.Tensor) -> None:
+        """Let the rows consist of other pages: blocks, and ids int32 `[B, P]` that count through them."""
+        self.state = self.state._replace(pool=pool, page_table=table.to(self.device))
+        self._refresh_addresses()
 
     # ---- counting -------------------------------------------------------------------------------------------------
 

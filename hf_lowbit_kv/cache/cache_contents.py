@@ -1,0 +1,112 @@
+"""What a whole cache holds, taken out of it and put into another one for the same model, of another capacity or backend.
+
+Files of caches and the prefix store are made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..storage.layer_spec import LayerSpec
+from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
+from .low_bit_layer import LowBitLayer
+from .own_layer_contents import OwnContents, contents_of, put_contents
+from .pass_checks import Ledger
+
+
+class LayerContents(NamedTuple):
+    """Of one packed layer."""
+
+    spec: LayerSpec
+    """with the layouts in which `tokens` are"""
+    tokens: StoredTokens
+    heads: int
+    widths: tuple[int, int]
+    dtype: torch.dtype
+    seen: int
+    """padded tokens"""
+    in_tail: int
+    """newest tokens of every row that are surely not packed"""
+    mode: str
+    """"packed" or "dense", see `LowBitLayer`"""
+    padding: list[tuple[int, torch.Tensor]]
+    """masks of padding, bool `[B, n]`, and the position at which each begins"""
+
+
+class CacheContents(NamedTuple):
+    """Of a cache. Tensors are on its device."""
+
+    layers: dict[int, LayerContents]
+    """packed layers, by index; all of them or, of an empty cache, none"""
+    own: dict[int, OwnContents]
+    """transformers' own layers"""
+    text: torch.Tensor | None
+    """ids `[B, n]` where the cache knows them"""
+
+
+def take_layer(layer: LowBitLayer) -> LayerContents:
+    """Copies of what a packed layer holds."""
+    store = layer.store
+    assert store is not None
+    padding = [(int(start), mask) for start, mask in layer._padding._noted]
+    sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
+    counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
+    return LayerContents(store.spec, take_tokens(store), *sizes, *counts, padding)
+
+
+@torch.inference_mode(False)
+def take(cache: Any) -> CacheContents:
+    """Copies of everything that a cache holds. Waits for the device.
+
+    Raises:
+        OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.
+    """
+    cache.check_overrun()
+    cache._check_whole()
+    packed, own = dict[int, LayerContents](), dict[int, OwnContents]()
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, LowBitLayer):
+            contents = contents_of(layer)
+            own[index] = contents._replace(
+                tokens=None if contents.tokens is None else (contents.tokens[0].clone(), contents.tokens[1].clone()),
+                states={name: x.clone() for name, x in contents.states.items()},
+            )
+        elif layer.store is not None and layer.length.ask():
+            packed[index] = take_layer(layer)
+    return CacheContents(packed, own, cache.text)
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool = False) -> None:
+    """Let an empty cache hold these contents, which lie on `device` and fit into it. A preallocated cache gets copies.
+
+    Args:
+        shared: others hold the pages too, so a growing cache may not write to them.
+    """
+    for index, part in contents.layers.items():
+        hold(cache.layers[index], part, device, shared)
+    for index, own in contents.own.items():
+        put_contents(cache.layers[index], own)
+    cache.text = contents.text
+    cache._ledger = Ledger(empty=not contents.layers)
+
+
+def hold(layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool) -> None:
+    """Let an empty packed layer hold these contents."""
+    tokens, rows, widths = contents.tokens, len(contents.tokens.paged), contents.widths
+    states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
+    if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
+        layer.is_initialized = False
+    if not layer.is_initialized:
+        layer.lazy_initialization(*states)
+    assert layer.store is not None
+    tokens = in_layout_of(tokens, contents.spec, layer.store.spec, widths, contents.dtype)
+    put_tokens(layer.store, tokens, shared)
+    layer._forget()
+    layer.length.set(contents.seen)
+    layer.taken, layer._in_tail, layer._mode = contents.seen, contents.in_tail, contents.mode
+    for start, mask in contents.padding:
+        layer._padding.note(start, mask.to(device))

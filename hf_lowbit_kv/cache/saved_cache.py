@@ -1,0 +1,301 @@
+"""Caches in files: a description (json) and the tensors (safetensors). Old files stay until the new ones are whole; only the
+model that wrote a cache may read it.
+
+The description names its tensor file, whose name holds a checksum. So replacing the description replaces both at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ..calibration_files import calibration_lookup
+from ..machine.checked_tensors import read_tensors, write_tensors
+from ..machine.model_fingerprint import difference, fingerprint_of
+from ..machine.staleness import digest
+from ..storage.layer_spec import LayerSpec
+from ..storage.stored_tokens import StoredTokens
+from .cache_contents import CacheContents, LayerContents
+from .own_layer_contents import OwnContents
+from .served_models import tp_size
+
+FILE_NAME = "lowbit_cache.json"
+#: of the description and of the tensors' names
+VERSION = 1
+#: seconds after which an unfinished file belongs to nobody
+LEFT_FOR = 86400
+_FORMAT = "hf-lowbit-kv cache"
+_SIDES = ("keys", "values")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, cache: Any, contents: CacheContents, model: Any, more: Mapping[str, Any] | None = None) -> None:
+    """Write what was taken out of a cache. What stood in the folder is replaced at once, or not at all.
+
+    Args:
+        more: plain values to keep in the description.
+    """
+    if tp_size(model) > 1:
+        raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
+    tensors, described = _tensors_of(contents)
+    for index, layer in enumerate(cache.layers):
+        for name, tensor in getattr(layer, "parameters", {}).items():
+            tensors[f"parameters.{index}.{name}"] = tensor
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    memory = set[int]()
+    for name, tensor in tensors.items():  # safetensors takes no two views of one memory
+        start = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if start in memory else tensor
+        memory.add(start)
+    description = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "class": type(cache).__name__,
+        "preset": cache.preset,
+        "specs": {
+            str(index): layer.spec.with_layouts("planar-1", "planar-1").key
+            for index, layer in enumerate(cache.layers)
+            if hasattr(layer, "spec")
+        },
+        "fingerprint": fingerprint_of(model),
+        **described,
+        "more": dict(more or {}),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{secrets.token_hex(8)}.tmp"
+    try:
+        checksums = write_tensors(temporary, tensors)
+        name = f"lowbit_cache-{_checksum(json.dumps(checksums, sort_keys=True))}.safetensors"
+        description |= {"checksums": checksums, "tensors": name}
+        _sync(temporary)
+        temporary.replace(folder / name)
+        temporary.write_text(_signed(description), encoding="utf-8")
+        _sync(temporary)
+        temporary.replace(folder / FILE_NAME)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for old in folder.glob("lowbit_cache-*.safetensors"):
+        if old.name != name:
+            old.unlink(missing_ok=True)
+    for left in folder.glob(".*.tmp"):  # of processes that were killed
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > LEFT_FOR:
+                left.unlink()
+
+
+def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """By name, and what else there is to say."""
+    tensors, layers, own_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
+    names: dict[int, str] = {}
+    for index, layer in contents.layers.items():
+        tokens, prefix = layer.tokens, f"layers.{index}"
+        tensors[f"{prefix}.pages"] = torch.cat(tokens.blocks) if len(tokens.blocks) != 1 else tokens.blocks[0]
+        tensors[f"{prefix}.table"] = tokens.table.int()
+        for what, pairs in (("sink", tokens.sinks), ("tail", tokens.tails)):
+            for side, parts in zip(_SIDES, zip(*pairs, strict=True), strict=True):
+                tensors[f"{prefix}.{what}.{side}"] = torch.cat(parts, dim=1)
+        for _, mask in layer.padding:  # layers share them
+            names.setdefault(id(mask), f"padding.{len(names)}")
+            tensors[names[id(mask)]] = mask
+        layers[str(index)] = {
+            "spec": layer.spec.key,
+            "heads": layer.heads,
+            "widths": layer.widths,
+            "dtype": str(layer.dtype).removeprefix("torch."),
+            "seen": layer.seen,
+            "in_tail": layer.in_tail,
+            "mode": layer.mode,
+            "paged": tokens.paged,
+            "sinks": [pair[0].shape[1] for pair in tokens.sinks],
+            "tails": [pair[0].shape[1] for pair in tokens.tails],
+            "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
+        }
+    for index, own in contents.own.items():
+        named = own.tensors()
+        tensors |= {f"own.{index}.{name}": tensor for name, tensor in named.items()}
+        own_layers[str(index)] = {"seen": own.seen, "tensors": list(named)}
+    if contents.text is not None:
+        tensors["text"] = contents.text
+    return tensors, {"layers": layers, "own": own_layers}
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _signed(description: dict[str, Any]) -> str:
+    text = json.dumps(description)
+    return json.dumps({"checksum": _checksum(text), "content": text}, indent=1)
+
+
+def _sync(path: Path) -> None:
+    """What was written survives a crash of the machine."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------------
+
+
+def find(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    """The description of a saved cache: a folder's, or that of a hub repository."""
+    path = Path(source)
+    if path.is_dir() or path.is_file():
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(source)!r} has no {FILE_NAME}: no cache was saved there")
+        return path
+    if str(source).count("/") != 1 or path.is_absolute():
+        raise FileNotFoundError(f"{str(source)!r} is neither a folder nor a hub repository with {FILE_NAME}")
+    return _of_hub(str(source), FILE_NAME, revision, token)
+
+
+def _of_hub(repo: str, name: str, revision: str | None, token: str | bool | None) -> Path:
+    from transformers.utils import cached_file
+
+    found = cached_file(repo, name, revision=revision, token=token)
+    if found is None:
+        raise FileNotFoundError(f"the hub repository {repo!r} has no {name}")
+    return Path(found)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What a description says.
+
+    Raises:
+        ValueError: no description of a cache, truncated, altered, or of another version.
+    """
+    try:
+        signed = json.loads(path.read_text(encoding="utf-8"))
+        text, checksum = signed["content"], signed["checksum"]
+        altered = set(signed) != {"content", "checksum"} or _checksum(text) != checksum
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no saved cache, or was truncated or altered: {error!r}") from error
+    if altered:
+        raise ValueError(f"{path} was altered: its content is not what was saved")
+    description = json.loads(text)
+    if description.get("format") != _FORMAT or description.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has format {description.get('format')!r}, version {description.get('version')!r}; this release reads "
+            f"{_FORMAT!r}, version {VERSION}: make it again"
+        )
+    return description
+
+
+def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
+    """Raise `ValueError` where the cache was saved for another model; names what differs."""
+    if (reason := difference(description["fingerprint"], fingerprint_of(model))) is not None:
+        raise ValueError(f"{path} was saved for another model: {reason}")
+
+
+def check_expected(
+    description: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    preset: str | None,
+    calibration: Any,
+    model: Any,
+    cache: Any,
+    path: Path,
+) -> None:
+    """Raise `ValueError` where the cache has not the preset or the calibration that the caller expects."""
+    if preset not in (None, description["preset"]):
+        raise ValueError(f"{path} holds a cache of preset={description['preset']!r}, not of preset={preset!r}")
+    if calibration is None:
+        return
+    specs = {index: cache.layers[index].spec for index in cache.packed_sizes}
+    wanted = calibration_lookup.parameters_for(calibration, model, specs, cache.packed_sizes, preset)
+    for index in specs:
+        own = dict(wanted.for_layer(index) if hasattr(wanted, "for_layer") else (wanted or {}).get(index, {}))
+        saved = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"parameters.{index}.")}
+        for name in sorted({*own, *saved}):
+            if name not in own or name not in saved or digest(own[name].cpu()) != digest(saved[name].cpu()):
+                raise ValueError(f"{path} was saved with another calibration: {name} of layer {index} differs")
+
+
+def read(
+    path: Path, description: Mapping[str, Any], device: torch.device, revision: str | None, token: Any, source: str
+) -> dict[str, torch.Tensor]:
+    """The tensors that a description names, on `device`."""
+    file = path.parent / description["tensors"]
+    if not file.is_file() and not Path(source).exists():
+        file = _of_hub(source, description["tensors"], revision, token)
+    if not file.is_file():
+        raise ValueError(f"{path} names {description['tensors']}, which is not there")
+    return read_tensors(file, description["checksums"], device)
+
+
+def parameters_in(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """By layer, the calibration's tensors, as `LowBitCache` takes them."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for full, tensor in tensors.items():
+        if full.startswith("parameters."):
+            _, index, name = full.split(".", 2)
+            found.setdefault(int(index), {})[name] = tensor
+    return found
+
+
+def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
+    """The spec of each packed layer, in the default layout."""
+    try:
+        return {int(index): LayerSpec.parse(key) for index, key in description["specs"].items()}
+    except ValueError as error:
+        raise ValueError(
+            f"the saved cache has a format or a layout that this release does not know: {error}"
+        ) from error
+
+
+def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> CacheContents:
+    """What the cache held."""
+    layers = {
+        int(index): _layer_contents(said, f"layers.{index}", tensors) for index, said in description["layers"].items()
+    }
+    own = {
+        int(index): OwnContents.from_tensors(
+            said["seen"], {name: tensors[f"own.{index}.{name}"] for name in said["tensors"]}
+        )
+        for index, said in description["own"].items()
+    }
+    return CacheContents(layers, own, tensors.get("text"))
+
+
+def _layer_contents(said: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:
+    pairs = {}
+    for what in ("sink", "tail"):
+        parts = [tensors[f"{prefix}.{what}.{side}"].split(said[f"{what}s"], dim=1) for side in _SIDES]
+        pairs[what] = list(zip(*parts, strict=True))
+    tokens = StoredTokens(
+        [tensors[f"{prefix}.pages"]],
+        tensors[f"{prefix}.table"].cpu().long(),
+        said["paged"],
+        pairs["sink"],
+        pairs["tail"],
+    )
+    padding = [(start, tensors[name]) for start, name in said["padding"]]
+    sizes = said["heads"], tuple(said["widths"]), getattr(torch, said["dtype"])
+    return LayerContents(
+        LayerSpec.parse(said["spec"]), tokens, *sizes, said["seen"], said["in_tail"], said["mode"], padding
+    )
+
+
+def options_for(specs: Mapping[int, LayerSpec]) -> dict[str, Any]:
+    """Arguments of `LowBitCache` that give its layers these specs."""
+    first = next(iter(specs.values()))
+
+    def of(spec: LayerSpec) -> dict[str, Any]:
+        formats = {"key_format": spec.key_format, "value_format": spec.value_format}
+        window = {"sink": spec.sink, "residual": spec.residual}
+        return {**formats, **window, "transform": spec.key_transform, "value_transform": spec.value_transform}
+
+    others = {index: {**of(spec), "page_size": spec.page_size} for index, spec in specs.items() if spec != first}
+    return {**of(first), "page_size": first.page_size, "per_layer": others or None}

@@ -1,0 +1,153 @@
+"""What tells a model from every other one, in plain values that can be written to a file and compared.
+
+Numbers of every parameter and buffer go in, not those of the embedding alone: a fine-tune may leave that as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+
+#: numbers that are taken of each parameter, evenly spread
+SAMPLED = 256
+#: of a configuration, what decides nothing that a cache holds
+_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "use_cache",
+}
+_VOLATILE |= {"torch_dtype", "dtype", "output_attentions", "output_hidden_states", "return_dict", "architectures"}
+#: attributes of modules that hold adapters (PEFT)
+_ADAPTERS = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
+
+
+@torch.no_grad()
+def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Of a transformers model: its configuration, dtype, active adapters, and a digest of sampled numbers of each parameter and
+    persistent buffer. Waits for the device.
+
+    Raises:
+        ValueError: a parameter's numbers are not in memory (offloaded).
+    """
+    config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
+    return {
+        "transformers": transformers.__version__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config": _stripped(config),
+        "adapters": _adapters(model),
+        "parameters": _digests(dict(_named_tensors(model))),
+    }
+
+
+def digest_of(fingerprint: Mapping[str, Any]) -> str:
+    """32 hexadecimal digits that tell a fingerprint from others."""
+    return hashlib.blake2b(json.dumps(fingerprint, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def difference(saved: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """In what two fingerprints differ, in words, or `None`."""
+    if saved["dtype"] != model["dtype"]:
+        return f"dtype {saved['dtype']}, and the model has {model['dtype']}"
+    same_release = saved["transformers"] == model["transformers"]
+    if (reason := _config_difference(saved["config"], model["config"], "", same_release)) is not None:
+        return reason
+    for what in ("adapters", "parameters"):
+        if (name := _first_difference(saved[what], model[what])) is not None:
+            how = "is not there" if name not in saved[what] or name not in model[what] else "has other numbers"
+            if what == "adapters":
+                how = f"was {saved[what].get(name)}, and is {model[what].get(name)} in the model"
+            return f"{what}: {name} {how}" + (
+                f" {'in the model' if name in saved[what] else 'in the file'}" if how == "is not there" else ""
+            )
+    return None
+
+
+def _first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    return next((name for name in [*saved, *now] if saved.get(name) != now.get(name)), None)
+
+
+def _config_difference(saved: Any, now: Any, where: str, same_release: bool) -> str | None:
+    """Other releases of transformers write other defaults: keys that only one of the two has count within one release alone."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        names = [*saved, *(name for name in now if name not in saved)]
+        for name in names:
+            if not same_release and (name not in saved or name not in now):
+                continue
+            inner = f"{where}.{name}" if where else name
+            if (found := _config_difference(saved.get(name), now.get(name), inner, same_release)) is not None:
+                return found
+        return None
+    return None if saved == now else f"configuration: {where} was {saved!r}, and is {now!r} in the model"
+
+
+def _stripped(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {name: _stripped(value) for name, value in config.items() if name not in _VOLATILE}
+    return config
+
+
+def _adapters(model: torch.nn.Module) -> dict[str, str]:
+    """By module, which adapters are active, merged or switched off, and how they are scaled."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
+            held = {key: getattr(module, key, None) for key in _ADAPTERS}
+            found[name] = json.dumps(held, default=str, sort_keys=True)
+    return found
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor subclass consists of, or the tensor itself; of quantized ones also what hangs on them."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _plain(name, getattr(tensor, inner))
+        return
+    if tensor.device.type == "meta":
+        raise ValueError(f"the numbers of {name} are not in memory (offloaded): nothing tells which model this is")
+    yield tensor
+    state = getattr(tensor, "quant_state", None)  # bitsandbytes
+    yield from (x for x in vars(state).values() if isinstance(x, torch.Tensor)) if state is not None else ()
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name, shape, dtype and a digest of `SAMPLED` numbers. One copy from each device for each dtype."""
+    samples: dict[tuple, list[torch.Tensor]] = {}
+    places: dict[str, list[tuple[tuple, int, str]]] = {}
+    for name, tensor in tensors.items():
+        for part in _plain(name, tensor):
+            flat = part.detach().reshape(-1)
+            step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: no column of a matrix alone
+            sample = flat[::step][:SAMPLED]
+            kind = sample.dtype, sample.device
+            places.setdefault(name, []).append((kind, sample.numel(), f"{part.dtype}{tuple(part.shape)}"))
+            samples.setdefault(kind, []).append(sample)
+    content = {}
+    for kind, parts in samples.items():
+        joined = torch.cat(parts).cpu().contiguous()
+        content[kind] = memoryview(joined.view(torch.uint8).numpy().tobytes())
+    position = dict.fromkeys(content, 0)
+    found = {}
+    for name, parts_of in places.items():
+        hashed = hashlib.blake2b(digest_size=8)
+        for kind, count, described in parts_of:
+            size = count * kind[0].itemsize
+            hashed.update(described.encode())
+            hashed.update(content[kind][position[kind] : position[kind] + size])
+            position[kind] += size
+        found[name] = hashed.hexdigest()
+    return found

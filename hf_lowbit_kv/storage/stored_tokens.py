@@ -1,0 +1,148 @@
+"""The tokens of a layer outside of its store: taken out of one, in no more bytes than they take, and put into another.
+
+Files of caches and the prefix store hold them like this. A store that grows reads the blocks where they lie, a preallocated one
+gets copies in its own memory, whose addresses stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .layer_spec import LayerSpec
+from .paged_store import PagedStore, read_pages
+from .shared_pages import Holding
+
+#: pages whose codes are reordered at a time: each code takes some eight bytes meanwhile
+PAGES_AT_ONCE = 64
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class StoredTokens(NamedTuple):
+    """`B` rows of one layer."""
+
+    blocks: list[torch.Tensor]
+    """uint8 `[n, H, page_bytes]`, in the layout of the layer's spec"""
+    table: torch.Tensor
+    """int64 `[B, P]` on the CPU: which of the blocks' pages, counted through, a row consists of; 0 behind its end"""
+    paged: list[int]
+    """by row, tokens that stand in pages"""
+    sinks: list[Pair]
+    """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
+    tails: list[Pair]
+    """by row, those of the tokens behind its pages, in order"""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        parts = zip(self.sinks, self.paged, self.tails, strict=True)
+        return [sink[0].shape[1] + paged + tail[0].shape[1] for sink, paged, tail in parts]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that have memory on the device."""
+        return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page: int = 0) -> StoredTokens:
+    """Copies of what a store holds. Waits for the device.
+
+    Args:
+        rows: which; `None`: all.
+        first_page: pages in front of it are left out of `blocks`, and `table` begins with it.
+    """
+    state, spec = store.state, store.spec
+    rows = range(store.batch_size) if rows is None else rows
+    all_paged, lengths, table = state.paged[:, 0].tolist(), state.length[:, 0].tolist(), state.page_table.cpu().long()
+    paged = [all_paged[row] for row in rows]
+    counts = [max(-(-tokens // spec.page_size) - first_page, 0) for tokens in paged]
+    used = [table[row, first_page : first_page + count] for row, count in zip(rows, counts, strict=True)]
+    ids, places = torch.unique(torch.cat(used), return_inverse=True)
+    out = torch.zeros(len(paged), max(counts), dtype=torch.int64)
+    for row, part in enumerate(places.split(counts)):
+        out[row, : len(part)] = part
+    sinks, tails = [], []
+    for row, tokens in zip(rows, paged, strict=True):
+        slots = torch.arange(tokens, max(lengths[row] - spec.sink, tokens)) % max(spec.tail_size, 1)
+        slots = slots.to(store.device)
+        sink = slice(min(lengths[row], spec.sink))
+        sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
+        tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
+    return StoredTokens([read_pages(state.pool, ids.to(store.device))], out, paged, sinks, tails)
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def put_tokens(store: PagedStore, tokens: StoredTokens, shared: bool = False) -> None:
+    """Let an empty store hold these tokens, which fit into it.
+
+    Args:
+        shared: others hold the blocks too (`shared_pages`), so a growing store may not write there.
+    """
+    spec, device = store.spec, store.device
+    store.reserve(max(tokens.lengths))
+    lasting = torch.tensor(tokens.paged)[:, None] // spec.page_size > torch.arange(tokens.table.shape[1])
+    present = -(-torch.tensor(tokens.paged)[:, None] // spec.page_size) > torch.arange(tokens.table.shape[1])
+    if store.capacity is None and bool(lasting.any()):
+        _adopt(store, tokens, lasting, shared)
+        present &= ~lasting
+    if bool(present.any()):
+        ids = store.state.page_table[:, : present.shape[1]][present.to(device)]
+        store.write_pages(ids, read_pages(tokens.blocks, tokens.table[present].to(device)))
+    state = store.state
+    for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
+        count = tail[0].shape[1]
+        slots = torch.arange(tokens.paged[row], tokens.paged[row] + count, device=device) % max(spec.tail_size, 1)
+        for held, new in zip((state.sink_k, state.sink_v), sink, strict=True):
+            held[row, :, : new.shape[1]] = new
+        for held, new in zip((state.tail_k, state.tail_v), tail, strict=True):
+            held[row][:, slots] = new
+    state.length.copy_(torch.tensor(tokens.lengths, dtype=torch.int32)[:, None])
+    state.paged.copy_(torch.tensor(tokens.paged, dtype=torch.int32)[:, None])
+
+
+def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, shared: bool) -> None:
+    """Let the table's entries `lasting` (bool `[B, P]`) of a growing store name the pages of these blocks."""
+    table = store.state.page_table.cpu()
+    kept = int((~lasting).sum()) + len(table) * (table.shape[1] - lasting.shape[1])  # entries with a page of their own
+    own = [store._new_block(kept)] if kept else []
+    ids = torch.zeros_like(table)
+    adopted = torch.zeros_like(table, dtype=torch.bool)
+    adopted[:, : lasting.shape[1]] = lasting
+    ids[adopted] = (tokens.table[lasting] + kept).to(ids.dtype)
+    ids[~adopted] = torch.arange(kept, dtype=ids.dtype)
+    if shared:
+        store.holding = Holding()
+        used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
+        used[tokens.table[lasting]] = True
+        for block, held in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
+            store.holding.use(block, held)
+    store.take_pool([*own, *tokens.blocks], ids)
+
+
+def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
+    """Tokens of a store with one spec for a store with another one, which differs in the order of bytes inside pages alone."""
+    if old == new:
+        return tokens
+    formats = list(zip(old.formats, new.formats, widths, strict=True))
+    blocks = []
+    for block in tokens.blocks:
+        slabs = []
+        for slab in block.split(PAGES_AT_ONCE):
+            parts = slab.split(old.part_bytes(*widths, dtype), dim=-1)
+            slabs.append(
+                torch.cat(
+                    [
+                        before.in_layout_of(after, part, width, old.page_size, dtype) if before != after else part
+                        for part, (before, after, width) in zip(parts, formats, strict=True)
+                    ],
+                    dim=-1,
+                )
+            )
+        blocks.append(
+            torch.cat(slabs) if slabs else block.new_zeros(0, block.shape[1], sum(new.part_bytes(*widths, dtype)))
+        )
+    return tokens._replace(blocks=blocks)

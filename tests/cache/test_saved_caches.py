@@ -1,0 +1,347 @@
+"""Caches in files: what comes back is what was saved, for the model that saved it and for no other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, tiny_models
+from mla_cases import tiny_models as mla_models
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.cache import saved_cache
+from hf_lowbit_kv.formats import bricks, fragment
+from hf_lowbit_kv.machine.cache_argument import as_argument
+
+LENGTHS = [(None, None), (None, 500), (400, None), (400, 500)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+def _read(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **as_argument(cache)).logits[:, -1]
+
+
+def _reopened(folder, model, cache, **options):
+    cache.save_pretrained(folder)
+    return lb.LowBitCache.from_pretrained(folder, model, **options)
+
+
+def _tensor_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_a_restored_cache_gives_the_logits_of_the_saved_one(model, formats, residual, tmp_path):
+    """Rows of different lengths, growing and preallocated, either way."""
+    ids, mask = left_padded(2, 100)
+    text = torch.randint(3, 160, (2, 70))
+    for saved_as, opened_as in LENGTHS:
+        cache = cache_of(model, formats, sink=4, page_size=32, residual=residual, max_cache_len=saved_as)
+        _read(model, cache, ids, mask)
+        new = _reopened(tmp_path, model, cache, max_cache_len=opened_as)
+        assert torch.equal(_read(model, new, text), _read(model, cache, text))
+        for each in (new, cache):
+            each.crop(-75)
+        assert torch.equal(_read(model, new, text), _read(model, cache, text))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "jamba", "lfm2"])
+def test_layers_of_transformers_come_back(family, lengths, tmp_path):
+    ours, theirs = tiny_models(family)
+    for count in (10, 60):
+        ids, _ = left_padded(1, count)
+        cache = lb.LowBitCache(ours, "dense", "dense", **SMALL_PAGES, max_cache_len=lengths[0])
+        stock = DynamicCache(config=theirs.config)
+        _read(ours, cache, ids)
+        _read(theirs, stock, ids)
+        new = _reopened(tmp_path, ours, cache, max_cache_len=lengths[1])
+        for more in (5, 1, 40, 1):
+            text = torch.randint(3, 160, (1, more))
+            torch.testing.assert_close(_read(ours, new, text), _read(theirs, stock, text), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("preset", ["mla", "snapmla"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_latents(preset, lengths, tmp_path):
+    ours, _ = mla_models("deepseek_v2")
+    cache = lb.from_preset(preset, ours, page_size=32, max_cache_len=lengths[0])
+    _read(ours, cache, left_padded(1, 100)[0])
+    new = _reopened(tmp_path, ours, cache, max_cache_len=lengths[1])
+    text = torch.randint(3, 160, (1, 50))
+    assert torch.equal(_read(ours, new, text), _read(ours, cache, text))
+
+
+@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def test_pages_in_the_order_of_another_backend(model, formats, residual, tmp_path, monkeypatch):
+    """What a GPU saves opens on a CPU, and the other way round. The reference reads pages in every order."""
+    ids = left_padded(1, 150)[0]
+    head_dim = model.config.head_dim
+
+    def of_a_gpu(spec, backend):
+        changed = spec.with_layouts(*fragment.LAYOUTS)
+        try:
+            changed.validate(head_dim, head_dim)
+        except ValueError:  # a GPU's kernels do not serve it either
+            return spec
+        return changed
+
+    caches = {}
+    for name, storage in (("cpu", ops.storage_spec), ("gpu", of_a_gpu)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "storage_spec", storage)
+            cache = cache_of(model, formats, page_size=32, residual=residual, backend="torch")
+            _read(model, cache, ids)
+            cache.save_pretrained(tmp_path / name)
+            caches[name] = cache, storage
+    text = torch.randint(3, 160, (1, 50))
+    for saved, opened in (("cpu", "gpu"), ("gpu", "cpu")):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "storage_spec", caches[opened][1])
+            new = lb.LowBitCache.from_pretrained(tmp_path / saved, model, backend="torch")
+        assert new.packed_layers[0].spec == caches[opened][0].packed_layers[0].spec
+        assert torch.equal(_read(model, new, text), _read(model, copy.deepcopy(caches[opened][0]), text))
+
+
+def test_latents_in_the_order_of_another_backend(tmp_path, monkeypatch):
+    ours, _ = mla_models("deepseek_v2")
+    cache = lb.from_preset("snapmla", ours, page_size=32, backend="torch")
+    _read(ours, cache, left_padded(1, 100)[0])
+    cache.save_pretrained(tmp_path)
+    monkeypatch.setattr(ops, "storage_spec", lambda spec, backend: spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT))
+    new = lb.LowBitCache.from_pretrained(tmp_path, ours, backend="torch")
+    assert new.packed_layers[0].spec.key_format.layout == bricks.LAYOUT
+    text = torch.randint(3, 160, (1, 50))
+    assert torch.equal(_read(ours, new, text), _read(ours, cache, text))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 4000])
+def test_the_file_is_what_the_tokens_take(model, max_cache_len, tmp_path):
+    cache = lb.from_preset("kivi-4-sink", model, max_cache_len=max_cache_len)
+    _read(model, cache, torch.randint(3, 160, (1, 1000)))
+    cache.save_pretrained(tmp_path)
+    nbytes = cache.nbytes
+    in_use = nbytes.codes + nbytes.metadata + nbytes.window
+    assert in_use <= _tensor_file(tmp_path).stat().st_size <= 1.02 * in_use + 2000  # the header
+
+
+def test_a_restored_prompt_is_not_read_again(model, tmp_path):
+    counted = []
+    ids = left_padded(1, 90)[0]
+    first = lb.generate(model, ids, "kivi-4", 10, max_cache_len=400, return_dict_in_generate=True, do_sample=False)
+    first.past_key_values.save_pretrained(tmp_path)
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1]))
+    text = torch.cat([first.sequences, torch.randint(3, 160, (1, 5))], dim=1)
+    turns = []
+    try:
+        for cache in (first.past_key_values, lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)):
+            counted.clear()
+            turns.append(lb.generate(model, text, max_new_tokens=20, past_key_values=cache, do_sample=False))
+            assert sum(counted) == 6 + 19  # what the cache did not hold, and the answer but for its last token
+        cache = lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)
+        with pytest.raises(ValueError, match="do not begin with the text"):  # ids come back too
+            lb.generate(model, text.flip(1), max_new_tokens=20, past_key_values=cache)
+    finally:
+        hook.remove()
+    assert torch.equal(*turns)
+
+
+def test_calibrated_tensors_and_single_layers_come_back(model, tmp_path):
+    spec = lb.LayerSpec(lb.parse_format("vq-d4b6"), lb.parse_format("vq-d8b5"))
+    from cases import random_parameters
+
+    parameters = random_parameters(model, spec)
+    del parameters[1]
+    options = {**SMALL_PAGES, "per_layer": {1: {"key_format": "int8-token", "value_format": "dense", "sink": 8}}}
+    cache = lb.LowBitCache(model, "vq-d4b6", "vq-d8b5", parameters=parameters, **options)
+    _read(model, cache, left_padded(1, 90)[0])
+    new = _reopened(tmp_path, model, cache)
+    assert [layer.spec for layer in new.packed_layers] == [layer.spec for layer in cache.packed_layers]
+    text = torch.randint(3, 160, (1, 50))
+    assert torch.equal(_read(model, new, text), _read(model, cache, text))
+    assert new.nbytes.parameters == cache.nbytes.parameters > 0
+
+
+def test_an_empty_cache_and_its_class(model, tmp_path):
+    new = _reopened(tmp_path, model, lb.KittyCache(model, **SMALL_PAGES))
+    assert type(new) is lb.KittyCache
+    assert torch.equal(_read(model, new, torch.tensor([[5]])), _read(model, lb.KittyCache(model), torch.tensor([[5]])))
+    with pytest.raises(ValueError, match="holds a KittyCache, not a KIVICache"):
+        lb.KIVICache.from_pretrained(tmp_path, model)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    filled(model, "kivi-4").save_pretrained(folder)
+    return folder
+
+
+def test_a_fine_tune_with_frozen_embeddings(model, saved):
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.add_(1e-6)
+    with pytest.raises(
+        ValueError, match=r"another model: parameters: model\.layers\.1\.mlp\.up_proj\.weight has other"
+    ):
+        lb.LowBitCache.from_pretrained(saved, tuned)
+    lb.LowBitCache.from_pretrained(saved, copy.deepcopy(model))
+
+
+def test_another_dtype_or_configuration(model, saved):
+    with pytest.raises(ValueError, match="dtype float32, and the model has bfloat16"):
+        lb.LowBitCache.from_pretrained(saved, copy.deepcopy(model).bfloat16())
+    other = copy.deepcopy(model)
+    other.config.rms_norm_eps = 0.5
+    with pytest.raises(ValueError, match=r"configuration: rms_norm_eps was 1e-06, and is 0.5 in the model"):
+        lb.LowBitCache.from_pretrained(saved, other)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters(model, saved, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(model), lora)
+    with pytest.raises(ValueError, match="another model"):
+        lb.LowBitCache.from_pretrained(saved, adapted)
+    filled(adapted.get_base_model(), "kivi-4").save_pretrained(tmp_path)
+    lb.LowBitCache.from_pretrained(tmp_path, adapted)
+    with pytest.raises(ValueError, match="another model"):
+        lb.LowBitCache.from_pretrained(tmp_path, model)
+    with adapted.disable_adapter(), pytest.raises(ValueError, match=r"adapters: .* was .* and is .* in the model"):
+        lb.LowBitCache.from_pretrained(tmp_path, adapted)
+    adapted.merge_adapter()
+    with pytest.raises(ValueError, match=r"adapters: .*q_proj was"):
+        lb.LowBitCache.from_pretrained(tmp_path, adapted)
+    merged = adapted.merge_and_unload()
+    with pytest.raises(ValueError, match="another model"):
+        lb.LowBitCache.from_pretrained(saved, merged)
+
+
+def test_another_preset_calibration_or_version(model, saved, tmp_path):
+    with pytest.raises(ValueError, match="holds a cache of preset='kivi-4', not of preset='kivi-2'"):
+        lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
+    with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
+        lb.LowBitCache.from_pretrained(saved, model, max_cache_len=10)
+    for change, message in (
+        ({"version": 99}, "version 99; this release reads"),
+        (
+            {"specs": {"0": "int4-channel@planar-7|int4-token|0|32|32"}},
+            "format or a layout that this release does not know",
+        ),
+    ):
+        description = saved_cache.read_description(saved / saved_cache.FILE_NAME) | change
+        (tmp_path / saved_cache.FILE_NAME).write_text(saved_cache._signed(description))
+        with pytest.raises(ValueError, match=message):
+            lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+def _copied(saved, folder):
+    for path in saved.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_files_truncated_or_altered_anywhere(model, saved, suffix, tmp_path):
+    _copied(saved, tmp_path)
+    (path,) = tmp_path.glob(f"*{suffix}")
+    whole = path.read_bytes()
+    lb.LowBitCache.from_pretrained(tmp_path, model)
+    for _ in range(25):
+        at = random.randrange(len(whole))
+        path.write_bytes(whole[:at])
+        with pytest.raises(ValueError, match=r"truncated|altered"):
+            lb.LowBitCache.from_pretrained(tmp_path, model)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << random.randrange(8)]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"truncated|altered"):
+            lb.LowBitCache.from_pretrained(tmp_path, model)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ValueError, match=r"altered|grown"):
+        lb.LowBitCache.from_pretrained(tmp_path, model)
+    path.unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match=r"is not there|no cache was saved"):
+        lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_process_killed_while_it_saves_leaves_the_old_files(model, saved, tmp_path, moment):
+    """Killed before or after the tensors, or the description, are on disk."""
+    _copied(saved, tmp_path)
+    before = {path.name: xxhash.xxh3_64_digest(path.read_bytes()) for path in tmp_path.iterdir()}
+    cache = filled(model, "kivi-4")
+    _read(model, cache, torch.randint(3, 160, (1, 60)))
+    if (child := os.fork()) == 0:
+        calls = 0
+
+        def at(real):
+            def wrapped(*args, **kwargs):
+                nonlocal calls
+                if calls == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                calls += 1
+                return real(*args, **kwargs)
+
+            return wrapped
+
+        saved_cache._sync = at(saved_cache._sync)
+        Path.replace = at(Path.replace)
+        cache.save_pretrained(tmp_path)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    after = {path.name: xxhash.xxh3_64_digest(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert before.items() <= after.items()
+    assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) == 80
+    for left in tmp_path.glob(".*.tmp"):
+        os.utime(left, (0, 0))  # long ago
+    cache.save_pretrained(tmp_path)
+    assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) == 140
+    assert {path.name for path in tmp_path.iterdir()} == {saved_cache.FILE_NAME, _tensor_file(tmp_path).name}
+
+
+def test_what_cannot_be_saved(model, tmp_path):
+    cache = lb.from_preset("kivi-4", model.config, **SMALL_PAGES)
+    with pytest.raises(ValueError, match="this cache cannot be saved: it was made from a configuration"):
+        cache.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub repository"):
+        lb.LowBitCache.from_pretrained(tmp_path / "nothing", model)
+    with pytest.raises(FileNotFoundError, match="no cache was saved there"):
+        lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+def test_hub(model, tmp_path, monkeypatch):
+    """transformers' mixin uploads what `save_pretrained` wrote."""
+    sent = []
+    created = type("Repo", (), {"repo_id": "someone/prompts"})
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo, **options: created)
+    monkeypatch.setattr(
+        lb.LowBitCache, "_upload_modified_files", lambda self, folder, repo, *_, **__: sent.append((folder, repo))
+    )
+    filled(model).save_pretrained(tmp_path / "prompts", push_to_hub=True, token="t")
+    assert sent == [(tmp_path / "prompts", "someone/prompts")]
+    files = {"someone/prompts": tmp_path / "prompts"}
+    monkeypatch.setattr("transformers.utils.cached_file", lambda repo, name, **_: files[repo] / name)
+    new = lb.LowBitCache.from_pretrained("someone/prompts", model, revision="main")
+    assert int(new.get_seq_length()) == 80
+    assert json.loads((tmp_path / "prompts" / saved_cache.FILE_NAME).read_text())["content"]
