@@ -234,6 +234,7 @@ def test_adapters(model, saved, tmp_path):
     adapted.merge_adapter()
     with pytest.raises(ValueError, match=r"adapters: .*q_proj was"):
         lb.LowBitCache.from_pretrained(tmp_path, adapted)
+    adapted.unmerge_adapter()
     merged = adapted.merge_and_unload()
     with pytest.raises(ValueError, match="another model"):
         lb.LowBitCache.from_pretrained(saved, merged)
