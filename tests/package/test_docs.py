@@ -46,7 +46,7 @@ def is_preset(word: str) -> bool:
 SHORT_ANSWER = {
     wanted: (preset, float(stored), same)
     for wanted, preset, stored, same in re.findall(
-        r"^\| ([^|`]+) \| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) of 100", page("docs/presets.md"), re.MULTILINE
+        r"^\| ([^|`]+) \| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) of 100", page("docs/choose.md"), re.MULTILINE
     )
 }
 

@@ -46,7 +46,7 @@ def test_the_code_runs(monkeypatch, capsys, tokenizer):
     assert "lowbit_kv (reads packed pages)" in out
 
 
-@pytest.mark.parametrize("name", ["dev/recording.md", "per-layer.md", "presets.md"])
+@pytest.mark.parametrize("name", ["dev/recording.md", "per-layer.md", "choose.md"])
 def test_the_code_of_a_page_runs(name, tokenizer):
     """All of a page's blocks in their order, with what its text says is there; on the CPU, with fewer tokens."""
     model, _ = tiny_models("llama")
