@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,15 @@ _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 #: options that each call looks at anew
 _LIVE = ("calibration", "parameters")
+
+
+#: what else an enabled model gets in place of methods of its own; modules that this one cannot import add to it
+_ADDED: list[Callable] = []
+
+
+def also_override(*functions: Callable) -> None:
+    """Let every model that is enabled from here on have these functions as methods, under their names (see `put_on`)."""
+    _ADDED.extend(functions)
 
 
 class _Call(NamedTuple):
@@ -127,9 +136,15 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cac
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
     if not stack:
-        put_on(inner, generate, _prepare_cache_for_generation)
+        put_on(inner, generate, _prepare_cache_for_generation, *_ADDED)
     stack.append(enabled)
     return enabled
+
+
+def enabled_for(model: Any) -> Enabled | None:
+    """What is in force for a model, if anything is."""
+    stack = vars(model).get(_ENABLED)
+    return stack[-1] if stack else None
 
 
 def disable(model: Any) -> None:
@@ -150,7 +165,7 @@ def disable(model: Any) -> None:
 
 def _take_off(model: Any) -> None:
     vars(model).pop(_ENABLED, None)
-    take_off(model, generate, _prepare_cache_for_generation)
+    take_off(model, generate, _prepare_cache_for_generation, *_ADDED)
 
 
 def _copied(option: Any) -> Any:
@@ -167,6 +182,10 @@ def _copied(option: Any) -> Any:
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate`. What the cache of this call needs lasts as long as the call."""
+    if kwargs.get("cache_implementation") == "paged" and kwargs.get("logits_processor"):
+        raise ValueError(
+            "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
+        )
     with contextlib.ExitStack() as stack:
         token = _call.set(_Call(self, stack))
         try:

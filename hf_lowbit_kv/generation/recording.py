@@ -42,6 +42,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, t
 #: attributes of a model that do not decide what its forward pass does
 _IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
 _IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
+_IGNORED |= {"generate_batch", "init_continuous_batching", "_cached_continuous_batching_manager"}
 #: how deep objects that are neither modules nor tensors are looked into (quantization states, hooks)
 _DEPTH = 2
 

@@ -1,0 +1,316 @@
+"""transformers' continuous batching on packed pages: its scheduler and sampling, our rows and steps.
+
+transformers keeps requests, decides which of them are in the next batch, and draws tokens. This file gives it three classes.
+`PackedCache` answers whether a request fits, and finds shared prefixes. `PackedRunner` runs a batch on a pool of rows.
+`PackedManager` puts them together. Nothing global is replaced.
+
+A request gets a row only where its prompt and all tokens that it may write fit, so no request is ever put out again.
+
+Written for the versions in `paged_calls.SUPPORTED`, whose sources were read: `import` this file on no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+
+from ..cache.implementation import selected
+from ..cache.low_bit_cache import LowBitCache
+from ..generation.enable import Enabled
+from ..generation.kept_caches import kept_caches
+from .memory_budget import activation_bytes, free_memory, pool_size
+from .pool_steps import PoolSteps, read_once, stored_layers
+from .row_pool import Row, RowPool
+from .shared_prefixes import SharedPrefixes
+
+#: tokens of a batch, where the caller does not say: prompts are read in pieces of at most this
+BATCH_TOKENS = 2048
+#: share of the free memory for the pool, where the caller does not say
+MEMORY_SHARE = 0.9
+
+
+class _NoSectors:
+    """Stands where transformers keeps memory in sectors."""
+
+    def try_to_free_sectors(self) -> None:
+        """Pages of the pool are free as soon as nobody holds them."""
+
+
+class PackedCache(PagedAttentionCache):
+    """What transformers' scheduler asks for room, on a pool of rows.
+
+    Args:
+        steps: of the model and its pool. batch_tokens: of a batch, at most. prefixes: where full pages are shared, or `None`.
+    """
+
+    def __init__(self, steps: PoolSteps, batch_tokens: int, prefixes: SharedPrefixes | None):
+        self.steps, self.prefixes = steps, prefixes
+        self.rows: dict[str, Row] = {}
+        self._limits: dict[str, int] = {}
+        # what the other classes of transformers read
+        self.config, self.device, self.dtype = steps.model.config, steps.device, steps.model.dtype
+        self.max_batch_tokens, self.num_blocks = batch_tokens, next(iter(steps.pool.ledgers.values())).count
+        self.max_blocks_per_request = self.max_decode_fast_path_length = 0
+        self.cache_allocators, self.layer_to_allocator = {}, {}
+        self.pool: Any = _NoSectors()
+        self.use_prefix_sharing = self.allow_block_sharing = prefixes is not None
+        # nothing is read through an index, so no index has to be large
+        self.read_cache_limit, self.max_tokens_read, self.bytes_per_sector, self.num_sectors = 0, 1, 1, self.num_blocks
+
+    # ---- room -----------------------------------------------------------------------------------------------------
+
+    def check(self, state: Any) -> None:
+        """Raise `ValueError` where a request can never be served; called before it waits for a row."""
+        if not state.initial_tokens:
+            raise ValueError("the prompt is empty: give it at least one token")
+        if state.max_new_tokens is None:
+            raise ValueError("max_new_tokens=None is not allowed: a row is kept free for all tokens that it may write")
+        limit = len(state.initial_tokens) + state.max_new_tokens
+        if not self.steps.pool.could_ever_fit(limit):
+            raise ValueError(
+                f"the prompt has {len(state.initial_tokens)} tokens and {state.max_new_tokens} may be written: that does not "
+                f"fit, a row may hold {self.steps.pool.longest} tokens"
+            )
+        self._limits[state.request_id] = limit
+
+    def _enter(self, request_id: str, ids: Sequence[int]) -> Row | None:
+        """A row for a request that begins with what is known of its prompt, or `None` where there is no room now."""
+        pool, limit = self.steps.pool, self._limits[request_id]
+        if not pool.free_slots:
+            return None
+        prefix = None if self.prefixes is None else self.prefixes.find(ids)
+        missing = pool.missing(limit, 0 if prefix is None else prefix.length)
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.make_room(missing)
+            prefix = self.prefixes.find(ids)  # some of its pages may be gone
+            missing = pool.missing(limit, 0 if prefix is None else prefix.length)
+        if missing > 0:
+            return None
+        self.rows[request_id] = row = pool.enter(limit, prefix)
+        return row
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        row = self.rows.get(request_id) or self._enter(request_id, prompt_ids)
+        return 0 if row is None else row.length
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        if state.request_id in self.rows:
+            return True
+        if dry_run:
+            return self.steps.pool.free_slots > 0
+        # without a prefix: transformers has looked for one before, and reads the whole prompt now
+        return self._enter(state.request_id, ()) is not None
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        self._limits.pop(request_id, None)
+        if (row := self.rows.pop(request_id, None)) is not None:
+            self.steps.leave(row)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        for request_id in list(self.rows):
+            self.free_blocks(request_id)
+        if clear_ledgers:
+            self.evict_cached_blocks()
+
+    def reset(self) -> None:
+        self.free_all_requests(clear_ledgers=True)
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """Never low: requests that are let in have all the room that they will need."""
+        return 1.0
+
+    # ---- forks and shared prefixes --------------------------------------------------------------------------------
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        pool, source = self.steps.pool, self.rows[src_state.request_id]
+        forked: list[str] = []
+        for request_id in dst_req_ids:
+            self._limits[request_id] = source.limit
+            if not pool.free_slots or pool.missing_for_fork(source, source.limit) > 0:
+                break
+            self.rows[request_id] = pool.fork(source, source.limit)
+            forked.append(request_id)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
+        """The pool has copied what a fork does not share."""
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        if self.prefixes is None:
+            return {}
+        before, length = state.current_len(), state.current_len() + request_len
+        pool = self.steps.pool
+        new = len(pool.full_lengths(length)) - len(pool.full_lengths(before))
+        return {"packed": new} if new else {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        row = self.rows.get(state.request_id)
+        if self.prefixes is not None and complete_blocks and row is not None:
+            self.prefixes.keep(row, state.initial_tokens + state.generated_tokens)
+
+    def evict_cached_blocks(self) -> bool:
+        if self.prefixes is None or not len(self.prefixes):
+            return False
+        self.prefixes.clear()
+        return True
+
+    # ---- what transformers' own attention would need --------------------------------------------------------------
+
+    def extend_read_and_write_indices(self, request_id, past_length, query_length, read_index, write_index) -> None:
+        """No index is made: a row's tables say where its pages are."""
+
+    def fill_block_table(self, request_id, past_length, query_length, block_table) -> None:
+        """As `extend_read_and_write_indices`."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("packed pages are read by attn_implementation='lowbit_kv' alone; nothing was stored")
+
+
+class PackedRunner(ModelRunner):
+    """Runs a batch of transformers' on the pool: each chunk of a prompt by itself, and all rows that decode in one step."""
+
+    cache: PackedCache
+    inputs_and_outputs: Any
+
+    def compute_batch(self, model: Any, batch_data: dict) -> None:
+        """Logits of the batch, and from them new tokens, as transformers draws them."""
+        # `_forward_process_and_sample` reads this: the logits are those of the new tokens alone
+        batch_data["logits_to_keep"] = batch_data["logits_indices"]
+        with kept_caches(model).lock, selected(model), torch.inference_mode(False):
+            self.cache.steps.begin()
+            forward: Any = self._forward  # in the place of the model
+            self._forward_process_and_sample(forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs())
+
+    def _forward(self, input_ids: torch.Tensor, **inputs: Any) -> SimpleNamespace:
+        """`logits` `[1, requests with a new token, vocabulary]`."""
+        steps, rows = self.cache.steps, self.cache.rows
+        ids, first = input_ids[0].long(), 0
+        logits: list[Any] = []
+        decoding: list[tuple[int, Row, int]] = []  # place among the logits, row, place of its token
+        for each in self.inputs_and_outputs.requests_in_batch:
+            row, count = rows[each.state.request_id], each.query_length
+            if count == 1 and row.length:
+                decoding.append((len(logits), row, first))
+                logits.append(None)
+            else:
+                logits.append(steps.read(row, ids[first : first + count]))
+            first += count
+        if decoding:
+            slots = torch.tensor([row.slot for _, row, _ in decoding], device=ids.device)
+            steps.newest[slots] = ids[torch.tensor([place for _, _, place in decoding], device=ids.device)]
+            found = steps.decode([row for _, row, _ in decoding])[slots]
+            for (place, _, _), of_row in zip(decoding, found, strict=True):
+                logits[place] = of_row
+        batch = self.inputs_and_outputs.requests_in_batch
+        wanted = [x for x, each in zip(logits, batch, strict=True) if each.has_new_token]
+        if not wanted:  # chunks of prompts alone: no token is drawn
+            return SimpleNamespace(logits=logits[0].new_empty(1, 0, len(logits[0])))
+        return SimpleNamespace(logits=torch.stack(wanted)[None])
+
+
+class _Checking:
+    """Put before one of transformers' schedulers: requests that can never be served get an error of their own."""
+
+    cache: PackedCache
+
+    def add_waiting_request(self, state: Any) -> None:
+        self.cache.check(state)
+        super().add_waiting_request(state)  # type: ignore[misc]
+
+
+class PackedManager(ContinuousBatchingManager):
+    """transformers' manager with packed pages.
+
+    Args:
+        model: unwrapped. enabled: what is in force for it. make_cache: makes an empty cache for so many tokens. The others:
+            transformers' own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        enabled: Enabled,
+        make_cache: Callable[[int], LowBitCache],
+        config: ContinuousBatchingConfig,
+        **others: Any,
+    ):
+        self.made_for, self._make_template = enabled, make_cache
+        self._asked, self._hints = config, others.get("workload_hints")
+        super().__init__(model=model, continuous_batching_config=config, **others)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Nothing is switched: the model attends with `lowbit_kv`, or the first batch raises."""
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if self.batch_processor is not None:
+            self.batch_processor.reset()
+            return self.batch_processor
+        cache = self._make_cache()
+        config = self.continuous_batching_config
+        config.num_blocks, config.max_batch_tokens = cache.num_blocks, cache.max_batch_tokens
+        config.max_blocks_per_request, config.max_requests_per_batch = 0, cache.steps.pool.slots
+        config.use_cuda_graph, config.use_async_batching = (False, False), False  # steps are recorded by `PoolSteps`
+        config.varlen_compile_config = config.decode_compile_config = None
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        base: Any = SCHEDULER_MAPPING[config.scheduler_type]
+        scheduler = type(f"Packed{base.__name__}", (_Checking, base), {})(
+            cache=cache, safety_margin=0.0, max_requests_per_batch=config.max_requests_per_batch
+        )
+        processor = ContinuousBatchProcessor(
+            cache=cache,
+            config=self.model.config.get_text_config(),
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        # rows are moved and pages given between batches: all of it in the order of one stream
+        processor.inputs_and_outputs.compute_stream = None
+        processor.model_runner = PackedRunner(
+            logit_processor=self.logit_processor,
+            cb_config=config,
+            inputs_and_outputs=processor.inputs_and_outputs,
+            cache=cache,
+            do_sample=processor.do_sample,
+            return_logprobs=processor.return_logprobs,
+        )
+        return processor
+
+    def _make_cache(self) -> PackedCache:
+        """Find out how much memory there is, and allocate the pool."""
+        model, asked, hints = self.model, self._asked, self._hints
+        with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
+            batch_tokens = asked.max_batch_tokens or BATCH_TOKENS
+            tokens = max(batch_tokens, 2) if model.device.type == "cuda" else 2
+            template = self._make_template(tokens)
+            needed = activation_bytes(model.device, lambda: read_once(model, template, tokens))
+            layers = stored_layers(template)
+            for layer in template.packed_layers:
+                layer.store = None  # the rows of the pool take its place
+            share = MEMORY_SHARE if asked.max_memory_percent is None else asked.max_memory_percent
+            memory = int(share * max(free_memory(model.device) - needed, 0))
+            longest = getattr(model.config, "max_position_embeddings", None)
+            limits = None
+            if hints is not None and hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
+                limits = [hints.max_prompt_length + hints.max_generated_length] * hints.num_requests
+            size = pool_size(layers, memory, limits, longest, asked.max_requests_per_batch, asked.allow_block_sharing)
+            room = size.tokens if asked.num_blocks is None else asked.num_blocks * layers[0].spec.page_size
+            pool = RowPool(layers, size.slots, room, size.max_length)
+            steps = PoolSteps(model, template, pool, record=asked.use_cuda_graph is not False)
+            prefixes = SharedPrefixes(pool, size.slots) if asked.allow_block_sharing else None
+        return PackedCache(steps, max(batch_tokens, size.slots), prefixes)

@@ -1,0 +1,142 @@
+"""`generate_batch` and `init_continuous_batching` of a model that `lb.enable` is in force for: on packed pages, or refused.
+
+transformers drops some options of these calls without an error. Here they raise, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from ..generation.enable import also_override, enabled_for
+from ..generation.overriding import original
+from ..presets import get_preset
+from .pool_models import empty_caches
+
+#: releases of transformers whose continuous batching `continuous_batching.py` was written for
+SUPPORTED = ("5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
+#: options of `generate` that continuous batching does not have, and the values at which they do nothing
+_WITHOUT = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+}
+#: settings of transformers' own memory and graphs, and the values that packed pages have
+_NOT_SET = {
+    "use_async_batching": (None, False),
+    "varlen_compile_config": (None,),
+    "decode_compile_config": (None,),
+    "default_compile_level": (0,),
+    "cpu_offload_space": (0, 0.0),
+}
+
+
+def check_version() -> None:
+    """Raise `RuntimeError` on a release of transformers whose continuous batching cannot have packed pages."""
+    release = ".".join(transformers.__version__.split(".")[:2])
+    if release not in SUPPORTED:
+        raise RuntimeError(
+            f"transformers {transformers.__version__}: continuous batching on packed pages works with the releases "
+            f"{', '.join(SUPPORTED)}. It does not run in 16 bits while lb.enable is in force: use lb.generate_many, one of "
+            "these releases, or lb.disable(model)"
+        )
+
+
+def init_continuous_batching(
+    self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+) -> Any:
+    """transformers' `init_continuous_batching`, on packed pages."""
+    check_version()
+    from transformers import ContinuousBatchingConfig
+
+    from .continuous_batching import PackedManager
+
+    enabled = enabled_for(self)
+    if enabled is None:  # a copy of an enabled model
+        return original(self, "init_continuous_batching")(generation_config, continuous_batching_config, workload_hints)
+    kept = getattr(self, "_cached_continuous_batching_manager", None)
+    if isinstance(kept, PackedManager) and kept.made_for is enabled:
+        return kept
+    if kept is not None:
+        raise RuntimeError(
+            "the model keeps a manager of continuous batching that was made for other pages (persistent_manager=True): call "
+            "model.destroy_cached_continuous_batching_manager() first"
+        )
+    config = continuous_batching_config or ContinuousBatchingConfig()
+    generation = generation_config if generation_config is not None else self.generation_config
+    if generation.eos_token_id is None:
+        generation = GenerationConfig.from_dict(generation.to_dict() | {"eos_token_id": -1})
+    _check_config(config, enabled.preset)
+    _check_generation(self, generation)
+    make = empty_caches(self, enabled.preset, enabled.options)
+    return PackedManager(self, enabled, make, config, generation_config=generation, workload_hints=workload_hints)
+
+
+def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate_batch`, on packed pages. Options that it would ignore raise `TypeError`."""
+    check_version()
+    own = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager", "warmup")
+    wanted = self.generation_config if generation_config is None else generation_config
+    if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
+        raise ValueError(
+            "attention_mask has padding, which continuous batching would read as text: give prompts of their own lengths, "
+            "model.generate_batch([[1, 2, 3], [4, 5]])"
+        )
+    kwargs.pop("cache_implementation", None)  # 'paged': `generate` was called
+    for name in [name for name in kwargs if name not in (*own, "max_new_tokens")]:
+        if not hasattr(wanted, name) or getattr(wanted, name) != kwargs[name]:
+            raise TypeError(f"generate_batch takes no {name}: put it into generation_config, if it belongs there")
+        del kwargs[name]  # `generate` has put it into the configuration
+    limit = kwargs.get("max_new_tokens")
+    if limit is None and wanted.max_new_tokens is None:
+        raise ValueError("max_new_tokens is not given: a row is kept free for all tokens that it may write")
+    return original(self, "generate_batch")(inputs, generation_config, *args, **kwargs)
+
+
+def _check_config(config: Any, preset: str) -> None:
+    for name, allowed in _NOT_SET.items():
+        if getattr(config, name, allowed[0]) not in allowed:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not possible on packed pages; leave it out. Steps are recorded in CUDA "
+                "graphs where there is a GPU"
+            )
+    page_size = get_preset(preset).spec().page_size
+    if config.page_size not in (256, page_size):  # 256 is transformers' default
+        raise ValueError(f"page_size={config.page_size} is not that of preset {preset!r}, {page_size}; leave it out")
+
+
+def _check_generation(model: Any, config: Any) -> None:
+    for name, allowed in _WITHOUT.items():
+        if getattr(config, name, None) not in allowed:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not possible with continuous batching, which would ignore it; use "
+                "lb.generate_many or lb.generate"
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what is warned of here is refused
+        processors = model._get_logits_processor(config)
+    for processor in processors:
+        if getattr(processor, "supports_continuous_batching", None) is not True:
+            raise ValueError(
+                f"{type(processor).__name__} is not possible with continuous batching, which would leave it out or show it one "
+                "token; use lb.generate_many or lb.generate"
+            )
+
+
+also_override(init_continuous_batching, generate_batch)

@@ -1,0 +1,287 @@
+"""transformers' continuous batching while `lb.enable` is in force: `generate`'s own tokens on packed pages, or an error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from cases import tiny_models
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests import paged_calls
+from hf_lowbit_kv.storage import reference
+
+NEW = 20
+SERVED = ".".join(transformers.__version__.split(".")[:2]) in paged_calls.SUPPORTED
+needs_release = pytest.mark.skipif(not SERVED, reason="not a release of transformers that is served")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:You are currently using:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_models("llama")
+
+
+@pytest.fixture
+def ours(models):
+    """The model with lossless pages in force."""
+    with lb.enable(models[0], "dense"):
+        yield models[0]
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return torch.randint(5, 150, (tokens,), generator=torch.Generator().manual_seed(1000 * seed + tokens)).tolist()
+
+
+def config(**options) -> GenerationConfig:
+    return GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | options
+    )
+
+
+def written(model, prompts, generation=None, **batching):
+    batching = ContinuousBatchingConfig(return_logprobs=True, **batching)
+    found = model.generate_batch(prompts, generation_config=generation or config(), continuous_batching_config=batching)
+    return list(found.values())
+
+
+def with_logprobs(out, length: int) -> tuple[list[int], torch.Tensor]:
+    """New tokens of a `generate` call of one row, and the logarithm of the probability of each."""
+    tokens = out.sequences[0, length:]
+    logits = torch.stack(out.logits, 1)[0].float()
+    return tokens.tolist(), logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+OPTIONS = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+
+
+def expected(theirs, ids: list[int], tokens: int = NEW) -> tuple[list[int], torch.Tensor]:
+    """Token by token, without packed pages, without any batch."""
+    out = theirs.generate(torch.tensor([ids]), max_new_tokens=tokens, eos_token_id=None, **OPTIONS)
+    return with_logprobs(out, len(ids))
+
+
+def check(theirs, outputs) -> None:
+    """Tokens, and how likely each was: a text of a small model may repeat itself, and probabilities do not."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    for output in outputs:
+        tokens, logprobs = expected(theirs, output.prompt_ids)
+        assert output.generated_tokens == tokens
+        if output.logprobs:
+            torch.testing.assert_close(torch.tensor(output.logprobs), logprobs, rtol=1e-4, atol=1e-4)
+
+
+@needs_release
+@pytest.mark.parametrize(
+    "batching",
+    [
+        {"max_batch_tokens": 100},  # prompts in pieces, mixed with decode steps
+        {"max_batch_tokens": 256, "num_blocks": 5},  # rows wait for pages
+        {"max_requests_per_batch": 2},  # rows wait for slots
+        {"allow_block_sharing": False, "scheduler_type": "prefill_first"},
+    ],
+)
+def test_ragged_prompts(models, ours, batching):
+    check(models[1], written(ours, [prompt(n) for n in (7, 33, 130, 400, 1, 129)], **batching))
+
+
+@needs_release
+def test_shared_prefixes(models, ours, monkeypatch):
+    """One request at a time, so that the pages of the first are there for the others."""
+    from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
+
+    shared = []
+    find = SharedPrefixes.find
+    monkeypatch.setattr(SharedPrefixes, "find", lambda self, ids: shared.append(find(self, ids)) or shared[-1])
+    common = prompt(400)
+    outputs = written(ours, [common + prompt(n, 1) for n in (40, 20, 160)], max_requests_per_batch=1)
+    check(models[1], outputs)
+    assert max(prefix.length for prefix in shared if prefix is not None) >= 256
+
+
+@needs_release
+@pytest.mark.parametrize("batching", [{}, {"max_requests_per_batch": 2}, {"allow_block_sharing": False}])
+def test_forks(models, ours, batching):
+    generation = config()
+    generation.num_return_sequences = 3  # of a greedy search: all three are equal to `generate`'s one
+    outputs = written(ours, [prompt(200), prompt(330)], generation, **batching)
+    assert len(outputs) == 6
+    check(models[1], outputs)
+
+
+@needs_release
+def test_packed_pages_are_those_of_a_row_alone(models):
+    """A prompt that is cut into the same chunks leaves the same bytes, so it goes on with the same tokens."""
+    ids = prompt(500)
+    common = {"max_new_tokens": NEW, "prefill_chunk_size": 128, "progress": False, **OPTIONS}
+    tokens, logprobs = with_logprobs(lb.generate(models[0], torch.tensor([ids]), preset="kivi-2", **common), 500)
+    with lb.enable(models[0], "kivi-2"):
+        (output,) = written(models[0], [ids], max_batch_tokens=128)
+    assert output.generated_tokens == tokens
+    torch.testing.assert_close(torch.tensor(output.logprobs), logprobs, rtol=1e-4, atol=1e-4)
+    exact = expected(models[1], ids)[1]
+    assert (exact - logprobs).abs().max() > 0.01, "two bits should show; this test compares nothing"
+
+
+@needs_release
+def test_the_history_is_never_unpacked_to_16_bits(models, ours, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the history was read dense")
+
+    monkeypatch.setattr(reference, "read", refuse)
+    from hf_lowbit_kv.requests.continuous_batching import PackedCache
+
+    for name in ("extend_read_and_write_indices", "fill_block_table"):
+        monkeypatch.setattr(PackedCache, name, lambda self, *args: None)
+    monkeypatch.setattr(PackedCache, "update", refuse)
+    check(models[1], written(ours, [prompt(300), prompt(20)]))
+
+
+@needs_release
+def test_a_request_that_never_fits_gets_its_own_error(models, ours):
+    small, large, other = written(ours, [prompt(40), prompt(900), prompt(50)], num_blocks=4)
+    check(models[1], [small, other])
+    assert "the prompt has 900 tokens and 20 may be written" in large.error
+    assert large.generated_tokens == []
+
+
+@needs_release
+def test_streaming_and_cancelling(models, ours):
+    manager = ours.init_continuous_batching(config(), ContinuousBatchingConfig())
+    manager.start()
+    try:
+        long = manager.add_request(prompt(60), max_new_tokens=600, streaming=True)
+        first = manager.get_result(timeout=30)
+        assert (first.request_id, len(first.generated_tokens)) == (long, 1)
+        manager.cancel_request(long)
+        short = manager.add_request(prompt(80), max_new_tokens=NEW)
+        while (found := manager.get_result(timeout=30)).request_id != short:
+            pass
+        check(models[1], [found])
+        pool = manager.batch_processor.cache.steps.pool
+        assert pool.rows == []
+    finally:
+        manager.stop(block=True)
+    assert models[0].config._attn_implementation == "lowbit_kv"
+
+
+@needs_release
+def test_memory_is_given_back(models, ours, monkeypatch):
+    from hf_lowbit_kv.requests import continuous_batching
+
+    made = []
+    pool = continuous_batching.RowPool
+    monkeypatch.setattr(
+        continuous_batching, "RowPool", lambda *args: made.append(weakref.ref(new := pool(*args))) or new
+    )
+    written(ours, [prompt(30)])
+    gc.collect()
+    assert [each() for each in made] == [None]
+
+
+# ---- what transformers would drop --------------------------------------------------------------------------------------
+
+
+@needs_release
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"stop_strings": ["a"]}, "stop_strings="),
+        ({"max_time": 1.0}, "max_time="),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
+    ],
+)
+def test_options_that_would_be_ignored(ours, options, message):
+    with pytest.raises(ValueError, match=message):
+        written(ours, [prompt(10)], config(**options))
+
+
+@needs_release
+@pytest.mark.parametrize(
+    ("batching", "message"),
+    [
+        ({"use_async_batching": True}, "use_async_batching=True"),
+        ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0"),
+        ({"default_compile_level": 1}, "default_compile_level=1"),
+        ({"page_size": 64}, "page_size=64 is not that of preset 'dense', 128"),
+    ],
+)
+def test_settings_that_packed_pages_do_not_have(ours, batching, message):
+    with pytest.raises(ValueError, match=message):
+        written(ours, [prompt(10)], **batching)
+
+
+@needs_release
+def test_arguments_that_would_be_ignored(ours):
+    with pytest.raises(TypeError, match="generate_batch takes no temperature"):
+        ours.generate_batch([prompt(10)], max_new_tokens=2, temperature=0.5)
+    with pytest.raises(ValueError, match="max_new_tokens is not given"):
+        ours.generate_batch([prompt(10)], generation_config=GenerationConfig(eos_token_id=-1))
+
+
+@needs_release
+def test_the_paged_cache_implementation(models, ours):
+    ids = torch.tensor([prompt(30), prompt(30, 1)])
+    mask = torch.ones_like(ids)
+    common = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "cache_implementation": "paged"}
+    out = ours.generate(ids, attention_mask=mask, **common)
+    assert [row[30:] for row in out[0].tolist()] == [expected(models[1], row)[0] for row in ids.tolist()]
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="attention_mask has padding"):
+        ours.generate(ids, attention_mask=mask, **common)
+    with pytest.raises(ValueError, match="logits_processor= is not possible"):
+        ours.generate(ids, logits_processor=[lambda ids, scores: scores], **common)
+    with pytest.raises(ValueError, match="num_beams=2"):
+        ours.generate(ids, num_beams=2, **common)
+
+
+@needs_release
+def test_layers_that_are_not_packed():
+    model, _ = tiny_models("gemma2")
+    with lb.enable(model, "dense"), pytest.raises(ValueError, match=r"layer \d of Gemma2ForCausalLM is not packed"):
+        written(model, [prompt(10)])
+
+
+# ---- in force, and not ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("release", ["5.17.0", "5.99.1", "6.0.0"])
+def test_other_releases_are_refused(ours, release, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", release)
+    for call in (ours.init_continuous_batching, lambda: ours.generate_batch([[5, 6]], max_new_tokens=2)):
+        with pytest.raises(RuntimeError, match=f"transformers {release}.*5.24"):
+            call()
+
+
+@pytest.mark.host
+def test_only_while_it_is_in_force(models):
+    model = models[0]
+    with lb.enable(model, "dense"):
+        assert {"generate_batch", "init_continuous_batching"} <= vars(model).keys()
+        twin = copy.deepcopy(model)
+        assert twin.generate_batch.__self__ is twin
+    assert not {"generate_batch", "init_continuous_batching"} & vars(model).keys()
+
+
+@needs_release
+def test_a_kept_manager_is_that_of_its_pages(models):
+    model = models[0]
+    with lb.enable(model, "dense"):
+        run = {"generation_config": config(), "persistent_manager": True}
+        first = list(model.generate_batch([prompt(20)], **run).values())
+        again = list(model.generate_batch([prompt(20)], **run).values())
+        check(models[1], first + again)
+        with lb.enable(model, "kivi-2"), pytest.raises(RuntimeError, match="made for other pages"):
+            model.generate_batch([prompt(20)], **run)
+        model.destroy_cached_continuous_batching_manager()
