@@ -147,13 +147,19 @@ def find_pieces(model: Any) -> Iterator[Piece | Plain]:
             if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
                 above = kept[name] = "compiled"
             elif type(module).__name__ == "ModulesToSaveWrapper":
-                above = kept[name] = "modules_to_save"
+                above = kept[name] = _SAVED
+        if above == _SAVED and ".modules_to_save." in name:  # PEFT's copy of the module that it stands beside
+            continue
+        name = name.replace("._orig_mod", "").replace(".original_module", "")
         for look in (_norm, _rotary, _gate, _products):
             found = look(name, module, behaviour)
             if isinstance(found, Piece) and (reason := above or why_not_replaced(module)) is not None:
                 yield from (Plain(kind, where, reason) for kind, where, _ in found.counted(None, reason))
             elif found is not None:
                 yield found
+
+
+_SAVED = "modules_to_save"
 
 
 def _above(name: str) -> Iterator[str]:

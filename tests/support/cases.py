@@ -86,7 +86,7 @@ _NOT_SCALED = ("norm", "A_log", "dt_bias")
 
 
 def tiny_config(family: str, **changes):
-    return AutoConfig.for_model(family, **{**_SMALL, **FAMILIES[family], **changes})
+    return AutoConfig.for_model(family, **{**_SMALL, **FAMILIES.get(family, {}), **changes})
 
 
 def tiny_models(family: str, **changes):
