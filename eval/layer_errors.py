@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from hf_lowbit_kv.cache.attention_function import lowbit_attention, register
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.storage.step import Chunk
 
 from .perplexity import check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text
@@ -97,9 +98,9 @@ def _through(layer: LowBitLayer, query, key, value, bounds: Sequence[int], scali
     """Outputs `[1, n, Hq, D]` of a layer that is fed chunk by chunk; it is empty again afterwards."""
     parts = []
     for low, high in itertools.pairwise(bounds):
-        chunk = query[:, :, low:high], key[:, :, low:high], value[:, :, low:high]
-        layer.update(*chunk[1:])
-        parts.append(layer.step(*chunk, None, scaling, softcap, sinks))
+        q, k, v = query[:, :, low:high], key[:, :, low:high], value[:, :, low:high]
+        layer.update(k, v)
+        parts.append(layer.step(Chunk(q, k, v, None, scaling, softcap, sinks)))
     layer.reset()
     return torch.cat(parts, dim=1)
 

@@ -31,6 +31,7 @@ from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.storage.paged_store import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
+from hf_lowbit_kv.storage.step import Chunk
 
 from .data_parallel import ALONE, Processes
 from .texts import Text, read_text
@@ -369,20 +370,18 @@ def _stored_bits_per_value(cache: Any, tokens: int) -> float:
     return 8 * stored / values if values else 0.0
 
 
-def _step_of_text(
-    layer: Any, bounds: Sequence[int], query, key, value, mask, scaling: float, softcap, sinks
-) -> torch.Tensor:
+def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tensor:
     """`LowBitLayer.step` for a whole text: `[B, S, Hq, D]`."""
-    if mask is not None:
+    if chunk.mask is not None:
         raise ValueError("padding is not offered in one pass; use parallel=False")
-    state, spec = layer.store.state, layer.spec
-    q, k, v = transformed(query, key, value, state, spec)
-    q, k, v = q.float(), k.float(), v.float()
-    tensors = spec.tensors(state)
+    spec, dtype, scaling, softcap, sinks = layer.spec, chunk.k.dtype, *chunk[4:7]
+    mapped = transformed(chunk, layer.store)
+    q, k, v = mapped.queries.float(), mapped.k.float(), mapped.v.float()
+    tensors = layer.store.tensors()
     packed = [spec.paged_after(max(start - spec.sink, 0)) for start in bounds[:-1]]
     whole = slice(spec.sink, spec.sink + packed[-1])
-    decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, key.dtype, tensors["key_format"])
-    decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, key.dtype, tensors["value_format"])
+    decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, dtype, tensors["key_format"])
+    decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, dtype, tensors["value_format"])
     position = torch.arange(k.shape[2], device=k.device)
     blocks = []
     for (low, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
@@ -397,7 +396,7 @@ def _step_of_text(
         else:
             out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks)
         blocks.append(out)
-    return restored(torch.cat(blocks, 1).to(query.dtype), state, spec)
+    return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
 
 
 def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end: int) -> torch.Tensor:

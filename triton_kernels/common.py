@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import LayerState
+from ..storage.paged_store import StoredLayer
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -32,14 +31,15 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
         kernel[grid](*args, **(OPTIONS | constants))
 
 
-def format_records(state: LayerState, spec: LayerSpec) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+def format_records(layer: StoredLayer) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
     """Of the key format and of the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from one KV
     head's to the next's. Any uint8 tensor where a format has none."""
+    state = layer.state
     nothing = state.pool[0], 0
     if not state.parameters:
         return nothing, nothing
-    found = spec.by_role(state)
-    keys, values = (found.get(role) for role in ("key_format", "value_format"))
+    records = layer.spec.by_role(state)
+    keys, values = (records.get(role) for role in ("key_format", "value_format"))
     return _with_stride(keys, nothing), _with_stride(values, nothing)
 
 

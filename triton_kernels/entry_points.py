@@ -1,4 +1,4 @@
-"""Entry points: `attend`, `step`, `append` and `read`, with the signatures and meaning of `hf_lowbit_kv.storage.reference`.
+"""`Operations` by Triton's kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
 Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 """
@@ -13,8 +13,9 @@ import torch
 import triton
 
 from ..formats.base import FIELD_ALIGNMENT
-from ..storage.paged_store import LayerSpec, LayerState
+from ..storage.paged_store import LayerSpec, StoredLayer
 from ..storage.reference import restored, transformed_by
+from ..storage.step import Chunk, Operations
 from ..storage.transforms import Transform, base_order, hadamard
 from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
@@ -102,17 +103,17 @@ def _signs(base: int, device: torch.device) -> torch.Tensor:
 
 
 def transform(
-    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Sequence[torch.Tensor]
+    q: torch.Tensor | None, x: torch.Tensor, transform: Transform, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`how`, as far as kernels apply it (`Transform.fused`), in one launch: queries `[B, Hq, S, D]` (or `None`) with its
-    counterpart, and keys or values `x` `[B, H, S, D]`. tensors: those it holds."""
+    """`reference.transform`, of what kernels apply (`Transform.fused`), in one launch: queries `[B, Hq, S, D]` (or `None`)
+    with its counterpart, and keys or values `x` `[B, H, S, D]`. tensors: those it holds."""
     (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
     out = x.new_empty(x.shape)
     queries = None if q is None else q.new_empty(q.shape)
     rows = batch * (q_heads + heads) * tokens
     if rows == 0:
         return queries, out
-    fused = how.fused
+    fused = transform.fused
     assert fused is not None
     base = base_order(head_dim) if fused.rotated else 1
     scales = (tensors[1], tensors[0]) if fused.scaled else (x, x)
@@ -138,65 +139,43 @@ def transform(
     return queries, out
 
 
-def transformed(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """`reference.transformed`: one launch for queries and keys, one for values; PyTorch applies what kernels do not."""
-    return transformed_by(transform, q, k, v, state, spec)
+class TritonOperations(Operations):
+    """By Triton's kernels: one launch transforms queries and keys, and one values. PyTorch applies what kernels do not."""
+
+    launches = launches
+
+    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        return restored(_attend(transformed_by(transform, chunk, layer), layer), layer)
+
+    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+        _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
+
+    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        """Tokens are transformed once. The attend kernel is not launched ahead of the end of the transform's (`_chained`): that
+        slowed it (docs/dev/log/kernels.md)."""
+        chunk = transformed_by(transform, chunk, layer)
+        out = _attend(chunk, layer)
+        _append(chunk, layer)
+        return restored(out, layer)
+
+    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(layer, max_length)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """`reference.attend`: q `[B, Hq, S, D]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, Dv]`."""
-    q, k, v = transformed(q, k, v, state, spec)
-    return restored(_attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen), state, spec)
+OPERATIONS = TritonOperations()
 
 
-def step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """`reference.step`: `attend`, then `append`, of tokens transformed once. The attend kernel is not launched ahead of the end
-    of the transform's (`_chained`): that slowed it (docs/dev/log/kernels.md)."""
-    q, k, v = transformed(q, k, v, state, spec)
-    out = _attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
-    _append(k, v, mask, state, spec)
-    return restored(out, state, spec)
-
-
-def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """`reference.append`: store k and v `[B, H, S, D]`; mask bool `[B, S]`, False for padding."""
-    _, k, v = transformed(None, k, v, state, spec)
-    _append(k, v, mask, state, spec)
-
-
-def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen) -> torch.Tensor:
-    """`attend` of queries, keys and values as they meet what is stored."""
+def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    """`attend` of a chunk as it meets what is stored."""
+    q, k, v, mask, scaling, softcap, sinks = chunk.queries, *chunk[1:7]
+    state, spec = layer.state, layer.spec
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
     if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
-        return prompt.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+        return prompt.attend(chunk, layer)
     sides = _prepare(k, v, spec)
-    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
+    (record_k, stride_k), (record_v, stride_v) = format_records(layer)
     widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
     config = attend_config(rows, *widths, q.dtype == torch.float32, sides.gathers)
     blocks = triton.cdiv(rows, config.block_m)
@@ -271,8 +250,9 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap,
     return out
 
 
-def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
+def _append(chunk: Chunk, layer: StoredLayer) -> None:
     """`append` of keys and values as they are stored."""
+    (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     batch, heads, tokens, _ = k.shape
     if tokens == 0:
         return
@@ -298,7 +278,7 @@ def _append(k, v, mask, state: LayerState, spec: LayerSpec) -> None:
         "ROWS_V": 1 if spec.direct and tokens == 1 else sides.encode_rows[1],
     }
     window = (state.sink_k, state.sink_v, state.tail_k, state.tail_v)
-    (record_k, stride_k), (record_v, stride_v) = format_records(state, spec)
+    (record_k, stride_k), (record_v, stride_v) = format_records(layer)
     record_strides = stride_k, stride_v
     if tokens == 1:
         _launch(

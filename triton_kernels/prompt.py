@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import LayerSpec, LayerState
+from ..storage.paged_store import StoredLayer
+from ..storage.step import Chunk
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, dot_type, padded_width
 from .common import launch as _launch
@@ -29,7 +30,7 @@ from .config import (
     prompt_config,
     split_count,
 )
-from .read import Chunk, unpack
+from .read import NewTokens, unpack
 
 
 @triton.jit
@@ -168,22 +169,9 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """`reference.attend`, for chunks of many tokens. Does not wait for the device.
-
-    seen: no row holds more tokens than this, as far as the host knows.
-    """
+def attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    """`Operations.attend`, for chunks of many tokens that are already transformed. Does not wait for the device."""
+    (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), layer.state, layer.spec
     batch, q_heads, tokens, _ = q.shape
     heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if scaling <= 0:  # the kernel takes the maximum before it scales
@@ -194,7 +182,7 @@ def attend(
         position = mask.cumsum(1, dtype=torch.int32) - 1
         real = position[:, -1] + 1
     capacity = spec.room(state.page_address.shape[1])
-    history = capacity if seen is None else min(capacity, seen)
+    history = capacity if chunk.seen is None else min(capacity, chunk.seen)
     width = spec.reading.widths(head_dim_k, head_dim_v)[1]
     out = q.new_empty(batch, tokens, q_heads, width)
     total = history + tokens
@@ -209,21 +197,20 @@ def attend(
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
-        group = state.rows(rows)
-        chunk = Chunk(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
+        group = layer.rows(rows)
+        new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)
-            walk = _Walk(
-                q[rows, :, start:stop], None if position is None else position[rows, start:stop], start,
-                group, spec, chunk, scaling, softcap, sinks, out[rows, start:stop],
-            )  # fmt: skip
+            part = chunk._replace(q=q[rows, :, start:stop], scaling=scaling)
+            places = None if position is None else position[rows, start:stop]
+            walk = _Walk(part, places, start, group, out[rows, start:stop])
             for first in range(0, history + stop, size):
                 length = min(size, history + stop - first)
                 split_at = count * heads * length * head_dim_k
                 end = split_at + count * heads * length * head_dim_v
                 keys = buffer[:split_at].view(count, heads, length, head_dim_k)
                 values = buffer[split_at:end].view(count, heads, length, head_dim_v)
-                unpack(group, spec, (keys, values), first, chunk)
+                unpack(group, (keys, values), first, new)
                 walk.stretch(keys, values, first, first + length == history + stop)
     return out
 
@@ -231,12 +218,15 @@ def attend(
 class _Walk:
     """Some query tokens on their way through the stretches of their rows.
 
-    q: `[B, Hq, S, D]`; position: `[B, S]`; before: tokens of the chunk before them; out: `[B, S, Hq, Dv]`.
+    chunk: its q `[B, Hq, S, D]` are their queries; position: `[B, S]`; before: tokens of the chunk before them; out:
+    `[B, S, Hq, Dv]`.
     """
 
-    def __init__(self, q, position, before, state, spec, chunk, scaling, softcap, sinks, out):
-        self.q, self.position, self.before, self.state, self.sinks, self.out = q, position, before, state, sinks, out
-        self.scaling, self.softcap, self.shared = scaling, softcap, spec.reading.shares_values
+    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, layer: StoredLayer, out: torch.Tensor):
+        q, state = chunk.queries, layer.state
+        self.q, self.sinks, self.scaling, self.softcap = q, chunk.sinks, chunk.scaling, chunk.softcap
+        self.position, self.before, self.state, self.out = position, before, state, out
+        self.shared = layer.spec.reading.shares_values
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]

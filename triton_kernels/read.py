@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import LayerSpec, LayerState
+from ..storage.paged_store import LayerSpec, StoredLayer
 from .common import constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader
@@ -133,9 +133,9 @@ def _sides(spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx:
     return tuple(sides), sum(parts)
 
 
-class Chunk(NamedTuple):
-    """Tokens that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others `[B, S]` and how
-    many there are `[B]`, int32."""
+class NewTokens(NamedTuple):
+    """Tokens of a chunk that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others `[B, S]`
+    and how many there are `[B]`, int32."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -144,18 +144,19 @@ class Chunk(NamedTuple):
 
 
 def unpack(
-    state: LayerState, spec: LayerSpec, outs: tuple[torch.Tensor, torch.Tensor], first: int, chunk: Chunk | None = None
+    layer: StoredLayer, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
-    Those of `chunk` follow those stored. What lies behind a row's end is left as it is.
+    Those of `new` follow those stored. What lies behind a row's end is left as it is.
     """
+    state, spec = layer.state, layer.spec
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
     head_dims, count = (outs[0].shape[-1], outs[1].shape[-1]), outs[0].shape[2]
     dtype = state.sink_k.dtype
     sides, page_bytes = _sides(spec, head_dims, dtype, takes_ptx(device))
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
-    records = format_records(state, spec)
+    records = format_records(layer)
     for side, head_dim, out, (record, stride) in zip(sides, head_dims, outs, records, strict=True):
         block = min(PAGE_BLOCK, side.max_block, spec.page_size)
         if packed > 0:
@@ -174,8 +175,8 @@ def unpack(
                 BLOCK_N=block,
                 enable_fp_fusion=False,  # products are rounded as the reference rounds them
             )
-    tokens = 0 if chunk is None else chunk.k.shape[2]
-    k, v, order, real = (state.sink_k, state.sink_v, None, None) if chunk is None else chunk
+    tokens = 0 if new is None else new.k.shape[2]
+    k, v, order, real = (state.sink_k, state.sink_v, None, None) if new is None else new
     if slots := spec.sink + spec.tail_size + tokens:
         _launch(
             read_window_kernel,
@@ -190,19 +191,20 @@ def unpack(
             DV_PADDED=padded_width(head_dims[1]),
             SINK=spec.sink,
             TAIL=spec.tail_size,
-            HAS_CHUNK=chunk is not None,
+            HAS_CHUNK=new is not None,
             HAS_ORDER=order is not None,
             BLOCK=WINDOW_BLOCK,
         )
 
 
-def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
+def read(layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
+    state = layer.state
     batch, heads = state.length.shape
-    outs = tuple(
+    keys, values = (
         torch.zeros(batch, heads, max_length, head_dim, dtype=state.sink_k.dtype, device=state.length.device)
         for head_dim in state.head_dims
     )
     if max_length:
-        unpack(state, spec, (outs[0], outs[1]), 0)
-    return outs[0], outs[1]
+        unpack(layer, (keys, values), 0)
+    return keys, values

@@ -40,7 +40,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from hf_lowbit_kv.backends.operations import choose_backend, storage_spec
+from hf_lowbit_kv.backends.operations import Served, choose_backend, storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError, build_sets, measure
 from hf_lowbit_kv.eval.benchmarks.decode_shapes import USUAL, Shape, matrix
 from hf_lowbit_kv.eval.benchmarks.kernels_ahead import Compilers, tiny
@@ -166,7 +166,7 @@ def runs(
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
     resolved = [
-        cell._replace(backend=choose_backend(cell.backend, device, dtype, get_preset(cell.preset).spec()))
+        cell._replace(backend=choose_backend(cell.backend, Served(device, dtype, get_preset(cell.preset).spec())))
         for cell in cells
     ]
     begun: dict[Cell, list] = {}
@@ -239,7 +239,7 @@ def main(
     if cells and (shape or backend):
         raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
     for kind in backend or ():
-        choose_backend(kind, where)  # raises for what does not exist
+        choose_backend(kind, Served(where))  # raises for what does not exist
     for name in preset or ():
         get_preset(name)
     if cells:

@@ -36,7 +36,8 @@ from hf_lowbit_kv.eval.provenance import (
 )
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 
 RANK, ROPE = 512, 64
 #: rows x tokens of each
@@ -62,11 +63,14 @@ class Case(NamedTuple):
     v: torch.Tensor
 
     def attend(self, kernels) -> torch.Tensor:
-        return kernels.attend(self.q, self.k, self.v, None, self.store.state, self.store.spec, SCALING)
+        return kernels.attend(self.chunk, self.store)
 
     def step(self, kernels) -> torch.Tensor:
-        given = self.q, self.k, self.v, None, self.store.state, self.store.spec, SCALING
-        return kernels.step(*given)
+        return kernels.step(self.chunk, self.store)
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.q, self.k, self.v, scaling=SCALING)
 
 
 def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int) -> Case:
@@ -77,7 +81,7 @@ def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device:
 
     kv = random(batch, length, RANK + ROPE)
     store = PagedStore(spec, batch, 1, RANK, ROPE, torch.bfloat16, device, length + 2 * spec.page_size)
-    kernels.append(kv[:, None, :, :RANK], kv[:, None, :, RANK:], None, store.state, spec)
+    kernels.append(Chunk(None, kv[:, None, :, :RANK], kv[:, None, :, RANK:]), store)
     q = random(batch, heads, 1, RANK + ROPE)
     return Case(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
 
@@ -89,18 +93,20 @@ def check(kernels, case: Case) -> float:
         **{name: getattr(state, name)[:1] for name in ("page_table", "page_address", "length", "paged")}
     )
     first = first._replace(**{name: getattr(state, name)[:1] for name in ("sink_k", "sink_v", "tail_k", "tail_v")})
-    expected = reference.attend(case.q[:1].float(), case.k[:1], case.v[:1], None, first, spec, SCALING)
+    row = StoredLayer(first, spec)
+    chunk = case.chunk.rows(slice(1))
+    expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
     found = case.attend(kernels)[:1].float()
     error, bound = float((found - expected).norm() / expected.norm()), BOUND
     if kernel_of(kernels, case) == "latent_wide_attend":
-        pipeline = snapmla_pipeline.attend(case.q[:1], case.k[:1], case.v[:1], None, first, spec, SCALING)
+        pipeline = snapmla_pipeline.attend(chunk, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
     if not error <= bound:  # NaN is not
         raise WrongResultError(f"relative error {error:.2g} is above its bound {bound:.2g}")
-    c, r = reference.read(first, spec, 256)
+    c, r = reference.OPERATIONS.read(row, 256)
     twin = PagedStore(spec, 1, 1, RANK, ROPE, torch.bfloat16, c.device, 256)
-    reference.append(case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:], None, twin.state, spec)
-    if not all(torch.equal(x, y) for x, y in zip((c, r), reference.read(twin.state, spec, 256))):
+    reference.OPERATIONS.append(Chunk(None, case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:]), twin)
+    if not all(torch.equal(x, y) for x, y in zip((c, r), reference.OPERATIONS.read(twin, 256))):
         raise WrongResultError("stored bytes are not the reference's")
     return error
 

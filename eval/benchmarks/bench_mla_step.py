@@ -29,6 +29,7 @@ from hf_lowbit_kv.eval.provenance import (
     wide_console,
 )
 from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.storage.step import Chunk
 
 #: DeepSeek-V2-Lite (its published configuration)
 V2_LITE = {
@@ -146,7 +147,7 @@ def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> No
     for layer in cache.packed_layers:
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)
-        ops.append(c, r, None, layer.store.state, layer.spec, layer.backend)
+        ops.append(Chunk(None, c, r), layer.store, layer.backend)
         layer.restore(layer.snapshot()._replace(seen=tokens, mode="packed"))
 
 

@@ -39,6 +39,7 @@ from hf_lowbit_kv.eval.provenance import (
 )
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.storage.step import Chunk
 
 HEADS, KV_HEADS = 32, 8
 console = wide_console()
@@ -124,9 +125,9 @@ def measure_prompt(
             q, k, v = (each[:, :, start : start + queries] for each in (x.q, x.k, x.v))
             if start == 0:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-                ops.append(k, v, None, state, spec, backend)
+                ops.append(Chunk(None, k, v), store, backend)
             else:
-                out = ops.step(q, k, v, None, state, spec, head_dim**-0.5, None, None, backend, start)
+                out = ops.step(Chunk(q, k, v, scaling=head_dim**-0.5, seen=start), store, backend)
             outs.append(out)
         return torch.cat(outs, dim=1)
 
@@ -167,7 +168,7 @@ def main(
     backends: list[str | None] = [*backend] if backend else [None]
     for name in preset or ["kivi-4"]:
         for asked in backends:
-            chosen = ops.choose_backend(asked, where, number, get_preset(name).spec())
+            chosen = ops.choose_backend(asked, ops.Served(where, number, get_preset(name).spec()))
             for measure, tokens, queries in work:
                 record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
                 record |= {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries}

@@ -24,6 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.storage.paged_store import StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 
 OURS = "hf_lowbit_kv"
 #: the folders of a tree that kernels need
@@ -55,6 +57,12 @@ class OtherTree:
         """The module that is `hf_lowbit_kv.<name>` there."""
         return importlib.import_module(f"{self._package}.{name}")
 
+    def operations(self) -> Any:
+        """What is `hf_lowbit_kv.backends.operations` there; it takes a `Chunk` and a `StoredLayer` of this tree."""
+        operations = self.module("backends.operations")
+        takes_chunks = (self.folder / OURS / "storage" / "step.py").is_file()
+        return operations if takes_chunks else _OneByOne(operations)
+
     def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
         """The other tree's `LayerSpec` of the same text. widths: channels of keys and of values.
 
@@ -73,6 +81,27 @@ class OtherTree:
         if lacking := [name for name in kind._fields if name not in state._fields]:
             raise ValueError(f"{self.name} wants {lacking[0]!r} of a layer's state, which this tree does not have")
         return kind(*(getattr(state, name) for name in kind._fields))
+
+
+class _OneByOne:
+    """Operations of a tree from before `Chunk`, which take each tensor and option by itself."""
+
+    def __init__(self, operations: ModuleType):
+        self._operations = operations
+
+    def attend(self, chunk: Chunk, layer: StoredLayer, backend: str) -> Any:
+        return self._operations.attend(*self._arguments(chunk, layer, backend))
+
+    def step(self, chunk: Chunk, layer: StoredLayer, backend: str) -> Any:
+        return self._operations.step(*self._arguments(chunk, layer, backend))
+
+    def append(self, chunk: Chunk, layer: StoredLayer, backend: str) -> None:
+        self._operations.append(chunk.k, chunk.v, chunk.mask, layer.state, layer.spec, backend)
+
+    @staticmethod
+    def _arguments(chunk: Chunk, layer: StoredLayer, backend: str) -> tuple:
+        q, k, v, mask, scaling, softcap, sinks, seen = chunk
+        return q, k, v, mask, layer.state, layer.spec, scaling, softcap, sinks, backend, seen
 
 
 def _archive(commit: str) -> bytes:

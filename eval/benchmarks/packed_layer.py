@@ -20,7 +20,8 @@ from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import NONE
 
 #: numbers encoded at a time when pages are filled
@@ -54,6 +55,14 @@ class Case:
         return self.q.shape[-1] ** -0.5
 
     @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.q, self.k, self.v, scaling=self.scaling)
+
+    def _token(self, token: int) -> Chunk:
+        """The chunk of `step`."""
+        return Chunk(self.q[:, :, :1], self.new_k[token], self.new_v[token], scaling=self.scaling)
+
+    @property
     def nbytes(self) -> int:
         """Bytes a step must read: pages and window in use."""
         parts = self.store.nbytes()
@@ -61,12 +70,12 @@ class Case:
 
     def attend(self, backend: str) -> torch.Tensor:
         """A step's attention, the transform of its queries and keys included; what is stored counts as transformed."""
-        options = self.scaling, None, None, backend
-        return self.ops.attend(self.q, self.k, self.v, None, self.state, self.spec, *options)
+        return self.ops.attend(self.chunk, self.store, backend)
 
     def without_transform(self) -> Case:
         """The same step with queries and keys as they are attended to."""
-        q, k, v = reference.transformed(self.q, self.k, self.v, self.state, self.spec)
+        q, k, v = reference.transformed(self.chunk, self.store)[:3]
+        assert q is not None
         store = copy.copy(self.store)
         store.spec = dataclasses.replace(self.spec, key_transform=NONE, value_transform=NONE)
         own = [record for role, record in self.spec.by_role(self.state).items() if role.endswith("_format")]
@@ -78,10 +87,10 @@ class Case:
         store, state = copy.copy(self.store), tree.state(self.state)
         widths = self.store.head_dim_k, self.store.head_dim_v
         store.spec, store.state = tree.spec(self.spec, widths, self.q.dtype), state
-        return dataclasses.replace(self, store=store, ops=tree.module("backends.operations"))
+        return dataclasses.replace(self, store=store, ops=tree.operations())
 
     def append(self, token: int, backend: str) -> None:
-        self.ops.append(self.new_k[token], self.new_v[token], None, self.state, self.spec, backend)
+        self.ops.append(Chunk(None, self.new_k[token], self.new_v[token]), self.store, backend)
 
     def append_page(self, backend: str) -> None:
         """As many tokens as a page has, one by one."""
@@ -90,14 +99,12 @@ class Case:
 
     def step(self, token: int, backend: str) -> torch.Tensor:
         """A decode step of one query token: attention, and the token is stored."""
-        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, self.state, self.spec
-        return self.ops.step(*inputs, self.scaling, None, None, backend)
+        return self.ops.step(self._token(token), self.store, backend)
 
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
         """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
         state = self.state._replace(length=counters[0], paged=counters[1])
-        inputs = self.q[:, :, :1], self.new_k[token], self.new_v[token], None, state, self.spec
-        return self.ops.attend(*inputs, self.scaling, None, None, backend)
+        return self.ops.attend(self._token(token), StoredLayer(state, self.spec), backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
@@ -215,8 +222,8 @@ def attend_error(case: Case, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
     """
-    q, k, v = (x.float() for x in (case.q, case.k, case.v))
-    expected = reference.attend(q, k, v, None, case.state, case.spec, case.scaling)
+    chunk = Chunk(case.q.float(), case.k.float(), case.v.float(), scaling=case.scaling)
+    expected = reference.OPERATIONS.attend(chunk, case.store)
     errors = []
     for order in ("0", "1"):  # as pages get done, and fixed: the poison alone would ask for the second
         with patch.dict(os.environ, {determinism.VARIABLE: order}):
@@ -246,17 +253,18 @@ def _poisoned(work):
 def _plain_attention(case: Case, row: int) -> torch.Tensor:
     """`[1, S, Hq, D]` in the model's dtype: one row, unpacked, through PyTorch's attention."""
     rows = slice(row, row + 1)
-    state = case.state.rows(rows)
-    length = int(state.length[0, 0])
-    stored = reference.read(state, case.spec, length)
-    q, *chunk = reference.transformed(case.q, case.k, case.v, case.state, case.spec)
-    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, chunk, strict=True))
+    layer = case.store.rows(rows)
+    length = int(layer.state.length[0, 0])
+    stored = reference.OPERATIONS.read(layer, length)
+    chunk = reference.transformed(case.chunk, case.store)
+    q = chunk.queries
+    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, chunk[1:3], strict=True))
     queries = case.q.shape[2]
     causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)
     out = F.scaled_dot_product_attention(
         q[rows], k, v, attn_mask=None if queries == 1 else causal, enable_gqa=case.q.shape[1] != k.shape[1]
     )
-    return reference.restored(out.transpose(1, 2), state, case.spec)
+    return reference.restored(out.transpose(1, 2), layer)
 
 
 def step_fault(case: Case, backend: str) -> str | None:

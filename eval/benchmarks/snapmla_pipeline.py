@@ -1,7 +1,7 @@
 """SnapMLA's FP8 decoding pipeline in plain PyTorch: queries and weights quantized too (paper, section 3.2 and algorithm 1).
 
 The kernel that multiplies FP8 with FP8 (`latent_wide.cu`) is compared with this. The narrow one of backend `cuda` multiplies in
-fp16, which quantizes neither queries nor weights; `reference.attend` defines its results.
+fp16, which quantizes neither queries nor weights; `storage/reference.py` defines its results.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, StoredLayer, read_pages
+from hf_lowbit_kv.storage.step import Chunk
 
 #: tokens whose weights share a scale
 BLOCK = 64
@@ -60,35 +61,29 @@ def attention(
     return out / total[:, None], top + torch.log(p_scale * total)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-) -> torch.Tensor:
-    """`reference.attend` by this pipeline, float32: everything stored is attended to quantized, the chunk exactly.
+def attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    """`Operations.attend` by this pipeline, float32: everything stored is attended to quantized, the chunk exactly.
 
     Args:
-        q: absorbed queries `[B, Hq, S, rank + rope]`. k, v: the chunk's content and RoPE part `[B, 1, S, width]`. mask: bool
-            `[B, S]` or `None`. The layer has no window, and its content is in `fp8`.
+        chunk: q absorbed queries `[B, Hq, S, rank + rope]`; k, v the chunk's content and RoPE part `[B, 1, S, width]`.
+        layer: has no window, and its content is in `fp8`.
 
     Returns:
         `[B, S, Hq, rank]`.
     """
-    codes, scale, rope = stored(state, spec)
+    q, k, v, mask, scaling = chunk.queries, *chunk[1:5]
+    state = layer.state
+    codes, scale, rope = stored(state, layer.spec)
     outs = []
     for row in range(len(q)):
         n, parts = int(state.length[row, 0]), []
-        chunk = torch.cat([k[row, 0], v[row, 0]], -1).float()
+        new = torch.cat([k[row, 0], v[row, 0]], -1).float()
         for token in range(q.shape[2]):
             query = q[row, :, token].float()
-            real = torch.arange(len(chunk), device=q.device) <= token
+            real = torch.arange(len(new), device=q.device) <= token
             if mask is not None:
                 real &= mask[row]
-            scores = (query @ chunk[real].T) * scaling
+            scores = (query @ new[real].T) * scaling
             found = [(torch.softmax(scores, -1) @ k[row, 0][real].float(), scores.logsumexp(-1))] if real.any() else []
             if n:
                 found.append(attention(query, codes[row, :n], scale[row, :n], rope[row, :n], scaling))

@@ -11,12 +11,10 @@ A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 import warnings
 from abc import ABC, abstractmethod
-from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -30,7 +28,10 @@ from ..machine.toolchain import (
     why_no_launcher,
     why_not_launched,
 )
-from ..storage.paged_store import LayerSpec
+from ..storage import reference
+from ..storage.layer_spec import LayerSpec
+from ..storage.step import Operations
+from . import cpu
 
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
@@ -52,14 +53,11 @@ class Served(NamedTuple):
 
 
 class Backend(ABC):
-    """Code that runs the operations of layers. Instances are immutable."""
+    """Code that runs the operations of layers: what it serves, and which operations it has. Instances are immutable."""
 
     name: ClassVar[str]
     #: by reading, orders of bytes inside pages of the two streams that its kernels read
     layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
-    #: by reading, the module with `attend`, `append` and `read` as in `reference`; perhaps `step`, which does the first two,
-    #: and `expect_steps`, which hears of a prompt that steps may follow
-    modules: ClassVar[dict[str, str]]
     #: what an error advises
     advice: ClassVar[str] = ""
 
@@ -71,9 +69,9 @@ class Backend(ABC):
         """What is not installed, or `None`."""
         return None
 
-    def operations(self, reading: str = "separate") -> ModuleType:
-        """The module of that reading."""
-        return importlib.import_module(self.modules[reading])
+    @abstractmethod
+    def operations(self, reading: str = "separate") -> Operations:
+        """Those for layers of that reading. Imports kernels, which a backend that is only asked what it serves does not."""
 
     def check(self, served: Served, source: str) -> None:
         """Raise `ValueError` where it cannot serve; source: the argument that asked for it."""
@@ -85,7 +83,9 @@ class Torch(Backend):
     """The reference: any device, everything."""
 
     name = "torch"
-    modules: ClassVar[dict[str, str]] = dict.fromkeys(("separate", "latent"), "hf_lowbit_kv.storage.reference")
+
+    def operations(self, reading: str = "separate") -> Operations:
+        return reference.OPERATIONS
 
     def why_not(self, served: Served) -> str | None:
         return None
@@ -95,20 +95,24 @@ class Cpu(Backend):
     """CPUs, with PyTorch's own attention."""
 
     name = "cpu"
-    modules: ClassVar[dict[str, str]] = dict.fromkeys(("separate", "latent"), "hf_lowbit_kv.backends.cpu")
+
+    def operations(self, reading: str = "separate") -> Operations:
+        return cpu.OPERATIONS
 
     def why_not(self, served: Served) -> str | None:
-        found = served.device.type
-        return None if found == "cpu" else f"needs the model on the CPU, and it is on {found!r}"
+        device = served.device.type
+        return None if device == "cpu" else f"needs the model on the CPU, and it is on {device!r}"
 
 
 class Triton(Backend):
     """GPUs that Triton supports."""
 
     name = "triton"
-    modules: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("separate", "latent"), "hf_lowbit_kv.triton_kernels.entry_points"
-    )
+
+    def operations(self, reading: str = "separate") -> Operations:
+        from hf_lowbit_kv.triton_kernels.entry_points import OPERATIONS
+
+        return OPERATIONS
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -152,16 +156,20 @@ class Cuda(Backend):
         "separate": fragment.LAYOUTS,
         "latent": (bricks.LAYOUT, bricks.LAYOUT),
     }
-    #: each also has `why_not(spec, widths, dtype, device)`: what keeps its kernels from serving a layer, or `None`
-    modules: ClassVar[dict[str, str]] = {
-        "separate": "hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points",
-        "latent": "hf_lowbit_kv.triton_kernels.cuda.latent",
-    }
     advice = "; use backend='triton'"
     #: lowest compute capability that the kernels are written for
     capability: ClassVar[tuple[int, int]] = (8, 0)
     #: dtypes of models
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+
+    def operations(self, reading: str = "separate") -> Operations:
+        if reading == "latent":
+            from hf_lowbit_kv.triton_kernels.cuda.latent import OPERATIONS as LATENTS
+
+            return LATENTS
+        from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import OPERATIONS
+
+        return OPERATIONS
 
     def missing(self) -> str | None:
         if torch.version.hip is None and not has_cuda_bindings():  # on ROCm nothing that can be installed helps
@@ -174,17 +182,21 @@ class Cuda(Backend):
             return f"needs an NVIDIA GPU, and the model is on {device.type!r}"
         if is_rocm(device):
             return f"needs an NVIDIA GPU, and this is a ROCm build of torch ({torch.cuda.get_device_name(device)})"
-        if (found := torch.cuda.get_device_capability(device)) < self.capability:
-            return f"needs compute capability {self.capability}, and {torch.cuda.get_device_name(device)} has {found}"
+        if (capability := torch.cuda.get_device_capability(device)) < self.capability:
+            name = torch.cuda.get_device_name(device)
+            return f"needs compute capability {self.capability}, and {name} has {capability}"
         if served.dtype not in (None, *self.dtypes):
             return f"computes in {self.dtypes}, not in {served.dtype}"
         if importlib.util.find_spec("triton") is None:
             return f"needs Triton for long prompts: {INSTALL_TRITON}"
         if served.spec is not None:
-            module = self.operations(served.reading)
-            if (reason := module.why_not(served.spec, served.widths, served.dtype, device)) is not None:
+            if served.reading == "latent":
+                from hf_lowbit_kv.triton_kernels.cuda.latent import why_not
+            else:
+                from hf_lowbit_kv.triton_kernels.cuda.geometry import why_not
+            if (reason := why_not(served.spec, served.widths, served.dtype, device)) is not None:
                 return reason
-        return why_no_compiler(found)
+        return why_no_compiler(capability)
 
 
 #: every backend, by name
@@ -239,16 +251,10 @@ def check_backend(backend: str | None) -> None:
         raise ImportError(f"{source}={asked!r} was asked for and {missing}")
 
 
-def choose_backend(
-    backend: str | None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    spec: LayerSpec | None = None,
-    widths: tuple[int, int] | None = None,
-) -> str:
-    """The name of the backend for a layer, see `Served`. Raises where it cannot serve the layer."""
+def choose_backend(backend: str | None, served: Served) -> str:
+    """The name of the backend for a layer. Raises where it cannot serve the layer."""
     check_backend(backend)
-    served, asked = Served(device, dtype, spec, widths), backend or of_environment()
+    asked = backend or of_environment()
     source = VARIABLE if backend is None and asked else "backend"
     chosen = asked or _default_backend(served)
     BACKENDS[chosen].check(served, source)
@@ -267,17 +273,10 @@ def _default_backend(served: Served) -> str:
     return last
 
 
-def reason_for(
-    backend: str | None,
-    chosen: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    spec: LayerSpec | None,
-    widths: tuple[int, int] | None = None,
-) -> str | None:
+def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
     """Why the default on this device is not a faster backend; `None` where there is none, or where `backend` or the environment
     chose."""
-    served = Served(device, dtype, spec, widths)
+    device = served.device
     if backend or of_environment() or device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -289,16 +288,9 @@ def reason_for(
     return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
 
 
-def why_reference(
-    backend: str | None,
-    chosen: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    spec: LayerSpec | None,
-    widths: tuple[int, int] | None = None,
-) -> str | None:
+def why_reference(backend: str | None, chosen: str, served: Served) -> str | None:
     """Why the default is the slow reference; `None` where it is not."""
-    return reason_for(backend, chosen, device, dtype, spec, widths) if chosen == "torch" else None
+    return reason_for(backend, chosen, served) if chosen == "torch" else None
 
 
 _WARNED: set[str] = set()
@@ -316,22 +308,15 @@ def warn_of_reference(reason: str | None) -> None:
     )
 
 
-def describe(
-    backend: str | None,
-    chosen: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    spec: LayerSpec | None,
-    widths: tuple[int, int] | None = None,
-) -> str:
+def describe(backend: str | None, chosen: str, served: Served) -> str:
     """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest, and whether anybody has
     tested it on such a device."""
-    notes = []
+    device, notes = served.device, []
     if chosen == "triton" and is_rocm(device):
         notes.append("not tested on AMD GPUs")
     elif chosen == "triton" and device.type not in ("cpu", "cuda"):
         notes.append(f"not tested on {device.type!r}")
-    if (reason := reason_for(backend, chosen, device, dtype, spec, widths)) is not None:
+    if (reason := reason_for(backend, chosen, served)) is not None:
         notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
     elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
         notes.append(f"slower with long chunks: {reason}")
@@ -341,3 +326,9 @@ def describe(
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
     """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
     return spec.with_layouts(*BACKENDS[backend].layouts[spec.reading.name])
+
+
+@functools.cache
+def operations_of(backend: str, reading: str) -> Operations:
+    """The operations of a backend, by its name, for layers of that reading."""
+    return BACKENDS[backend].operations(reading)

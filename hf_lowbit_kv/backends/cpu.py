@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..storage.paged_store import LayerSpec, LayerState
-from ..storage.reference import QUERY_BLOCK, append, history, plain_attention, read, transformed, with_transforms
-
-__all__ = ["append", "attend", "read"]
+from ..storage.paged_store import StoredLayer
+from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
+from ..storage.step import Chunk
 
 #: numbers of unpacked history held at a time (float32), unless a single row has more
 BUFFER_NUMBERS = 2**26
@@ -21,38 +20,30 @@ BUFFER_NUMBERS = 2**26
 SCORES = 2**24
 
 
-@with_transforms(transformed)
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """`reference.attend`: q `[B, Hq, S, head_dim]`, k and v `[B, H, S, D]`, mask bool `[B, S]` -> `[B, S, Hq, head_dim_v]`."""
-    batch, heads, tokens, _ = k.shape
-    stored = int(state.length.max()) + tokens
-    rows = max(BUFFER_NUMBERS // (stored * heads * (k.shape[-1] + v.shape[-1])), 1)
-    if rows >= batch:
-        return _attend(q, k, v, mask, state, spec, scaling, softcap, sinks)
-    parts = []
-    for first in range(0, batch, rows):
-        part = slice(first, first + rows)
-        some = state.rows(part)
-        padding = None if mask is None else mask[part]
-        parts.append(_attend(q[part], k[part], v[part], padding, some, spec, scaling, softcap, sinks))
-    return torch.cat(parts)
+class Cpu(Reference):
+    """On CPUs."""
+
+    def _attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        batch, heads, tokens, _ = chunk.k.shape
+        stored = int(layer.state.length.max()) + tokens
+        rows = max(BUFFER_NUMBERS // (stored * heads * (chunk.k.shape[-1] + chunk.v.shape[-1])), 1)
+        if rows >= batch:
+            return _attend(chunk, layer)
+        parts = []
+        for first in range(0, batch, rows):
+            part = slice(first, first + rows)
+            parts.append(_attend(chunk.rows(part), layer.rows(part)))
+        return torch.cat(parts)
 
 
-def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling: float, softcap, sinks) -> torch.Tensor:
-    """As `attend`, for rows whose unpacked history fits into memory together."""
-    tokens, q = q.shape[2], q.float()
-    keys, values, valid = _gathered(k, v, mask, state, spec)
+OPERATIONS = Cpu()
+
+
+def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    """Attention of rows whose unpacked history fits into memory together."""
+    q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
+    tokens = q.shape[2]
+    keys, values, valid = _gathered(chunk, layer)
     before = keys.shape[2] - tokens
     block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
@@ -61,16 +52,17 @@ def _attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling: float, s
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
         allowed = _allowed(start, stop, before, mask, valid)
-        chunk = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
-        blocks.append(_attention(*chunk, allowed, scaling, softcap, sinks).to(k.dtype))
+        inputs = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
+        blocks.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks).to(chunk.k.dtype))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
-def _gathered(k, v, mask, state: LayerState, spec: LayerSpec):
+def _gathered(chunk: Chunk, layer: StoredLayer):
     """What is stored, in any order, and behind it the chunk: keys and values float32 `[B, H, n, D]`, and which of the stored
     tokens belong to each row, bool `[B, n - S]`; `None`: all do."""
+    k, v, mask = chunk[1:4]
     keys, values, valid = [], [], []
-    for some_keys, some_values, some_valid in history(state, spec):
+    for some_keys, some_values, some_valid in history(layer):
         used = some_valid.any(0)
         if not used.all():
             some_keys, some_values, some_valid = some_keys[:, :, used], some_values[:, :, used], some_valid[:, used]
@@ -78,10 +70,10 @@ def _gathered(k, v, mask, state: LayerState, spec: LayerSpec):
         values.append(_zero_where(~some_valid, some_values.float()))
         valid.append(some_valid)
     padding = None if mask is None else ~mask
-    for parts, chunk in ((keys, k), (values, v)):
-        parts.append(chunk.float() if padding is None else _zero_where(padding, chunk.float()))
+    for parts, new in ((keys, k), (values, v)):
+        parts.append(new.float() if padding is None else _zero_where(padding, new.float()))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
-    streams = spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    streams = layer.spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
     return *streams, None if belonging.all() else belonging
 
 

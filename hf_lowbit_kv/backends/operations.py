@@ -1,44 +1,45 @@
-"""The operations that a step consists of, as `torch.library` knows them; `backends` has what runs them.
+"""A layer's operations on the backend that was chosen for it. `choice` chooses.
 
-They take the state tensor by tensor: inductor updates a mutated tensor in place, but clones a mutated list. Preallocated
-caches have one block of pages; only growing ones, which are not compiled, have `more` of them. Lists that are only read cost
-nothing. Signatures follow `LayerState`: a new field needs no change here.
+In eager and recorded steps the backend gets the objects. While a model is compiled or traced, the same call becomes one
+`torch.library` operation that takes the spec as text and the state tensor by tensor: inductor updates a mutated tensor in
+place, but clones a mutated list. Preallocated caches have one block of pages; only growing ones, which are not compiled, have
+`more` of them. Lists that are only read cost nothing. Signatures follow `LayerState`: a new field needs no change here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import ModuleType
-from typing import get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import torch
 
-from ..storage.paged_store import READ_ONLY, LayerSpec, LayerState
-from .choice import BACKENDS
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import READ_ONLY, LayerState, StoredLayer
+from ..storage.step import Chunk, Operations
+from .choice import Served as Served
 from .choice import check_backend as check_backend
 from .choice import choose_backend as choose_backend
 from .choice import describe as describe
+from .choice import operations_of as operations_of
 from .choice import storage_spec as storage_spec
 from .choice import warn_of_reference as warn_of_reference
 from .choice import why_reference as why_reference
 
-
-@functools.cache
-def _module(backend: str, reading: str = "separate") -> ModuleType:
-    return BACKENDS[backend].operations(reading)
+#: a `Chunk`, as schemas of operations spell it
+_CHUNK = "Tensor? q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen"
+_CHUNK_SIZE = len(Chunk._fields)
 
 
 def _state_schema(mutated: bool) -> str:
     """The part of a signature that `_flat` fills."""
-    found = []
+    arguments = []
     for name, kind in get_type_hints(LayerState).items():
         tensor = f"Tensor(a_{name}!)" if mutated and name not in READ_ONLY else "Tensor"
         if name == "pool":
-            found += [f"{tensor} pool", "Tensor[] more"]
+            arguments += [f"{tensor} pool", "Tensor[] more"]
         else:
-            found.append(f"Tensor[] {name}" if get_origin(kind) is list else f"{tensor} {name}")
-    return ", ".join(found)
+            arguments.append(f"Tensor[] {name}" if get_origin(kind) is list else f"{tensor} {name}")
+    return ", ".join(arguments)
 
 
 def _flat(state: LayerState) -> list:
@@ -51,82 +52,95 @@ def _state(tensors) -> LayerState:
     return LayerState([block, *more], *rest)
 
 
-def _operation(name: str, inputs: str, result: str, mutates: bool, work: Callable, fake: Callable) -> Callable:
-    """A `torch.library` operation `(inputs, spec, backend, state) -> result`.
+def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Callable) -> Callable:
+    """A `torch.library` operation `(chunk, spec, backend, state) -> result`.
 
     Args:
-        work: called with the backend's module, the inputs, the state and the `LayerSpec`.
-        fake: called with the `LayerSpec` and the inputs.
+        work: called with the backend's operations, the chunk and the layer.
+        fake: called with the chunk and the `LayerSpec`.
+
+    Returns:
+        A function of the chunk, the layer and the backend's name.
     """
-    count = inputs.count(",") + 1
-    schema = f"({inputs}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
+    schema = f"({_CHUNK}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
     written = [field for field in LayerState._fields if field not in READ_ONLY] if mutates else []
 
     def run(*args):
-        spec, backend = LayerSpec.parse(args[count]), args[count + 1]
-        return work(_module(backend, spec.reading.name), args[:count], _state(args[count + 2 :]), spec)
+        spec, backend = LayerSpec.parse(args[_CHUNK_SIZE]), args[_CHUNK_SIZE + 1]
+        layer = StoredLayer(_state(args[_CHUNK_SIZE + 2 :]), spec)
+        return work(operations_of(backend, spec.reading.name), Chunk(*args[:_CHUNK_SIZE]), layer)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
-    operation.register_fake(lambda *args: fake(LayerSpec.parse(args[count]), *args[:count]))
+    operation.register_fake(lambda *args: fake(Chunk(*args[:_CHUNK_SIZE]), LayerSpec.parse(args[_CHUNK_SIZE])))
 
-    def call(*args, state: LayerState, spec: LayerSpec, backend: str):
-        return operation(*args, spec.key, backend, *_flat(state))
+    def call(chunk: Chunk, layer: StoredLayer, backend: str):
+        return operation(*chunk, layer.key, backend, *_flat(layer.state))
 
     return call
 
 
-_CHUNK = "Tensor q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen"
-
-
-def _attend_work(module, inputs, state: LayerState, spec: LayerSpec) -> torch.Tensor:
-    return module.attend(*inputs[:4], state, spec, *inputs[4:]).contiguous()
-
-
-def _step_work(module, inputs, state: LayerState, spec: LayerSpec) -> torch.Tensor:
-    if (at_once := getattr(module, "step", None)) is not None:
-        return at_once(*inputs[:4], state, spec, *inputs[4:]).contiguous()
-    out = _attend_work(module, inputs, state, spec)
-    module.append(*inputs[1:4], state, spec)
-    return out
-
-
-def _append_work(module, inputs, state: LayerState, spec: LayerSpec) -> None:
-    module.append(*inputs, state, spec)
-
-
-def _output(spec: LayerSpec, q, k, v, *args) -> torch.Tensor:
+def _output(chunk: Chunk, spec: LayerSpec) -> torch.Tensor:
+    q, k, v = chunk.queries, chunk.k, chunk.v
     batch, heads, tokens, _ = q.shape
     return q.new_empty(batch, tokens, heads, spec.reading.widths(k.shape[-1], v.shape[-1])[1])
 
 
-_attend = _operation("attend", _CHUNK, "Tensor", False, _attend_work, _output)
-_step = _operation("step", _CHUNK, "Tensor", True, _step_work, _output)
-_append = _operation("append", "Tensor k, Tensor v, Tensor? mask", "()", True, _append_work, lambda *args: None)
+def _attend_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    return operations.attend(chunk, layer).contiguous()
 
 
-def attend(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen=None):
-    """`reference.attend` on the chosen backend, as one operation that compilation can take up."""
-    return _attend(q, k, v, mask, scaling, softcap, sinks, seen, state=state, spec=spec, backend=backend)
+def _step_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    return operations.step(chunk, layer).contiguous()
 
 
-def step(q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, backend: str, seen=None):
-    """`attend`, then `append` of the chunk, as one operation: compilation can neither move nor separate the two, and a backend
-    may do both at once. The output."""
-    return _step(q, k, v, mask, scaling, softcap, sinks, seen, state=state, spec=spec, backend=backend)
+def _append_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> None:
+    operations.append(chunk, layer)
 
 
-def append(k, v, mask, state: LayerState, spec: LayerSpec, backend: str) -> None:
-    """`reference.append` on the chosen backend, as one operation that compilation can take up. Behind an `attend` of the same
-    state, use `step`: inductor moves a lone append before the attend, where it must copy the whole pool."""
-    _append(k, v, mask, state=state, spec=spec, backend=backend)
+_attend = _operation("attend", "Tensor", False, _attend_whole, _output)
+_step = _operation("step", "Tensor", True, _step_whole, _output)
+_append = _operation("append", "()", True, _append_whole, lambda chunk, spec: None)
 
 
-def expect_steps(q, k, v, state: LayerState, spec: LayerSpec, softcap, sinks, backend: str) -> None:
+def _watched(x: Any) -> bool:
+    """Whether somebody is to see operations as wholes: a compiler, a dispatch mode (tracing, fake tensors, a recording of
+    operations), a transform of functions, or a tensor of another class than torch's own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(x) is not torch.Tensor
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+    )
+
+
+def attend(chunk: Chunk, layer: StoredLayer, backend: str) -> torch.Tensor:
+    """`Operations.attend` on the backend of that name."""
+    if _watched(chunk.k):
+        return _attend(chunk, layer, backend)
+    return operations_of(backend, layer.spec.reading.name).attend(chunk, layer).contiguous()
+
+
+def step(chunk: Chunk, layer: StoredLayer, backend: str) -> torch.Tensor:
+    """`Operations.step` on the backend of that name. Compilation can neither move nor separate attending and storing."""
+    if _watched(chunk.k):
+        return _step(chunk, layer, backend)
+    return operations_of(backend, layer.spec.reading.name).step(chunk, layer).contiguous()
+
+
+def append(chunk: Chunk, layer: StoredLayer, backend: str) -> None:
+    """`Operations.append` on the backend of that name. Behind an `attend` of the same layer, use `step`: inductor moves a lone
+    append before the attend, where it must copy the whole pool."""
+    if _watched(chunk.k):
+        return _append(chunk, layer, backend)
+    return operations_of(backend, layer.spec.reading.name).append(chunk, layer)
+
+
+def expect_steps(chunk: Chunk, layer: StoredLayer, backend: str) -> None:
     """Tell the backend that steps of one token may follow this prompt, so that it can compile their kernel meanwhile."""
-    if (expect := getattr(_module(backend, spec.reading.name), "expect_steps", None)) is not None:
-        expect(q, k, v, state, spec, softcap, sinks)
+    operations_of(backend, layer.spec.reading.name).expect_steps(chunk, layer)
 
 
-def read(state: LayerState, spec: LayerSpec, max_length: int, backend: str):
-    """`reference.read` on the chosen backend."""
-    return _module(backend, spec.reading.name).read(state, spec, max_length)
+def read(layer: StoredLayer, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Operations.read` on the backend of that name."""
+    return operations_of(backend, layer.spec.reading.name).read(layer, max_length)

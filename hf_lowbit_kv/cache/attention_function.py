@@ -8,6 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from ..storage.reference import plain_attention
+from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .low_bit_layer import LayerView
 
@@ -42,8 +43,10 @@ def lowbit_attention(
     layer = key.layer
     if (reason := _why_not(module, key, attention_mask)) is not None:
         raise ValueError(reason)
-    out = layer.step(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, s_aux)
-    return refuse_backward(out, query), None
+    sinks = None if s_aux is None else s_aux.detach()
+    chunk = Chunk(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, sinks)
+    learns = s_aux if s_aux is not None and s_aux.requires_grad else query
+    return refuse_backward(layer.step(chunk), learns), None
 
 
 def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:

@@ -16,6 +16,7 @@ from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import PagedStore
 from ..storage.readings import DIRECT, Side
 from ..storage.reference import as_made, unpack_into_tail
+from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .token_counts import FixedLength, Length, Padding
 
@@ -129,10 +130,10 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        asked, served = self.requested_backend, (key_states.device, key_states.dtype, self.spec, head_dims)
-        self.backend = ops.choose_backend(asked, *served)
-        self.backend_shown = ops.describe(asked, self.backend, *served)
-        self.why_reference = ops.why_reference(asked, self.backend, *served)
+        served = ops.Served(key_states.device, key_states.dtype, self.spec, head_dims)
+        self.backend = ops.choose_backend(self.requested_backend, served)
+        self.backend_shown = ops.describe(self.requested_backend, self.backend, served)
+        self.why_reference = ops.why_reference(self.requested_backend, self.backend, served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(
@@ -243,16 +244,17 @@ class LowBitLayer(CacheLayerMixin):
         count = self.check_crop(tokens_to_remove)
         if count == 0 or not self.is_initialized:
             return
-        state, spec = self.store.state, self.spec
-        end = self.length.ask()
+        store, spec = self.store, self.spec
+        assert store is not None
+        state, end = store.state, self.length.ask()
         state.length.sub_(self._padding.real_among_last(count, end)).clamp_(min=0)
         self._padding.cut(end - count)
         if spec.direct:
             state.paged.copy_((state.length - spec.sink).clamp(min=0))
             self.store.own_pages()
         elif count > self._in_tail:
-            unpack_into_tail(state, spec)
-            self.store.own_pages()
+            unpack_into_tail(store)
+            store.own_pages()
         self._in_tail = max(self._in_tail - count, 0)
         self.length.set(end - count)
         self.taken -= count
@@ -303,40 +305,30 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
-        """Attend, then store (called by the attention function).
+    def step(self, chunk: Chunk) -> torch.Tensor:
+        """Attend, then store (called by the attention function). Output `[B, S, Hq, D]`."""
+        return self._step(chunk) if self.length.fixed else self._step_growing(chunk)
 
-        Args:
-            query: `[B, Hq, S, D]`. key, value: the chunk `[B, H, S, D]`.
-            mask: bool `[B, S]`, False for padding, or `None`.
-            sinks: `[Hq]` or `None`.
-
-        Returns:
-            `[B, S, Hq, D]`.
-        """
-        step = self._step if self.length.fixed else self._step_growing
-        return step(query, key, value, mask, scaling, softcap, sinks)
-
-    def _step(self, query, key, value, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None):
-        tokens = key.shape[2]
-        first = not torch.compiler.is_compiling() and self.length.at_least == 0
+    def _step(self, chunk: Chunk) -> torch.Tensor:
+        tokens, compiling = chunk.tokens, torch.compiler.is_compiling()
+        first = not compiling and self.length.at_least == 0
         self._make_room(tokens, "packed")
-        state = self.store.state
+        store = self.store
+        assert store is not None
         if first and tokens > 1:
-            ops.expect_steps(query, key, value, state, self.spec, softcap, sinks, self.backend)
-        if first and tokens > 1 and mask is None and softcap is None and sinks is None:
-            # nothing stored yet: the host's own kernels attend exactly, and need neither mask nor transform
-            out = self.side.prompt(query, key, value, scaling)
-            ops.append(key, value, mask, state, self.spec, self.backend)
+            ops.expect_steps(chunk, store, self.backend)
+        if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
+            # nothing stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
+            out = self.side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
+            ops.append(chunk._replace(q=None), store, self.backend)
         else:
-            # of a chunk the host knows how many tokens came before it; of a decode step it may not (`_check_capacity`)
-            seen = None if tokens == 1 or torch.compiler.is_compiling() else self.length.at_least - tokens
-            options = scaling, softcap, sinks, self.backend, seen
-            query = self.side.queries(query)
-            out = ops.step(query, key, value, mask, state, self.spec, *options)
-            out = self.side.outputs(out)
-        if not torch.compiler.is_compiling():
-            self._note_tail(tokens, mask)
+            if tokens > 1 and not compiling:  # of a decode step Python may not know it (`_check_capacity`)
+                chunk = chunk._replace(seen=self.length.at_least - tokens)
+            if (queries := self.side.queries(chunk.queries)) is not chunk.q:
+                chunk = chunk._replace(q=queries)
+            out = self.side.outputs(ops.step(chunk, store, self.backend))
+        if not compiling:
+            self._note_tail(tokens, chunk.mask)
             self.storing = False
         return out
 
@@ -346,15 +338,15 @@ class LowBitLayer(CacheLayerMixin):
         past = self.length.ask()
         self._make_room(key_states.shape[2], "dense")
         store = self.store
+        assert store is not None
         out = (key_states, value_states)
         if past:
-            keys, values = ops.read(store.state, self.spec, past, self.backend)
-            keys, values = as_made(keys, values, store.state, self.spec)
+            keys, values = as_made(*ops.read(store, past, self.backend), store)
             out = (
                 refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
                 refuse_backward(torch.cat([values, value_states], dim=2), value_states),
             )
-        ops.append(key_states.detach(), value_states.detach(), None, store.state, self.spec, self.backend)
+        ops.append(Chunk(None, key_states.detach(), value_states.detach()), store, self.backend)
         self._note_tail(key_states.shape[2], None)
         self.storing = False
         return out

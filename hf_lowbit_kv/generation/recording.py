@@ -33,6 +33,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
+from ..storage.paged_store import StoredLayer
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
 from .fusing import Fusion, Substitute, why_nothing_fused
 from .overriding import STATE
@@ -115,6 +116,8 @@ def memory(cache: Any) -> tuple:
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, StoredLayer):
+        yield from value.state.tensors()
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item, depth)

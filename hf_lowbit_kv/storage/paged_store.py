@@ -12,7 +12,7 @@ pages depend on its tokens alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,7 +74,63 @@ class LayerState(NamedTuple):
         return self._replace(**chosen)
 
 
-class PagedStore:
+class StoredLayer:
+    """What a layer stores: its tensors, and the spec that says what they mean. Backends get this.
+
+    Attributes:
+        key: the spec's text form.
+        kernels: what a backend has chosen and prepared for these very tensors, by whatever decides that choice. Setting `state`
+            or `spec` empties it: what was prepared refers to addresses.
+    """
+
+    kernels: dict[Any, Any]
+
+    def __init__(self, state: LayerState, spec: LayerSpec):
+        self.spec, self.state = spec, state
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: LayerSpec) -> None:
+        self._spec = spec
+        self.key = spec.key  # worked out here: a compiled step only reads it
+        self._forget()
+
+    @property
+    def state(self) -> LayerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: LayerState) -> None:
+        self._state = state
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is prepared for these tensors yet."""
+        self.kernels = {}
+        self._tensors: dict[str, tuple[torch.Tensor, ...]] | None = None
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("kernels", "_tensors")}
+
+    def __setstate__(self, attributes):
+        self.__dict__.update(attributes)
+        self._forget()
+
+    def rows(self, rows: slice) -> StoredLayer:
+        """Some of the rows."""
+        return StoredLayer(self.state.rows(rows), self.spec)
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
+        if self._tensors is None:
+            self._tensors = self.spec.tensors(self.state)
+        return self._tensors
+
+
+class PagedStore(StoredLayer):
     """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
 
     Args:
@@ -204,11 +260,11 @@ class PagedStore:
             torch._dynamo.mark_static_address(tensor)
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "holding"}
+        return {name: value for name, value in super().__getstate__().items() if name != "holding"}
 
     def __setstate__(self, attributes):
         # a copy lies at other addresses: both copy.deepcopy and pickle come by here
-        self.__dict__.update(attributes)
+        super().__setstate__(attributes)
         self.holding = Holding()  # it has all blocks to itself
         self._refresh_addresses()
         if self.capacity is not None:

@@ -8,15 +8,14 @@ history unpacked. It may read lengths back from the device, which kernels must n
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from ..formats import Format
 from ..formats.base import Tensors
-from .paged_store import LayerSpec, LayerState, read_pages
+from .paged_store import LayerState, StoredLayer, read_pages
+from .step import Chunk, Operations
 from .transforms import Transform
 
 #: tokens of history unpacked at a time
@@ -70,114 +69,124 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def transformed(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: LayerState, spec: LayerSpec
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A chunk's queries `[B, Hq, S, D]` (or `None`), keys and values `[B, H, S, D]` as they meet what is stored."""
-    return transformed_by(transform, q, k, v, state, spec)
+def transformed(chunk: Chunk, layer: StoredLayer) -> Chunk:
+    """A chunk as it meets what is stored."""
+    return transformed_by(transform, chunk, layer)
 
 
 def transform(
-    q: torch.Tensor | None, x: torch.Tensor, how: Transform, tensors: Tensors
+    q: torch.Tensor | None, x: torch.Tensor, transform: Transform, tensors: Tensors
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Keys or values `x` `[B, H, S, D]`, transformed, and queries `[B, Hq, S, D]` (or `None`) with the counterpart."""
-    return None if q is None else how.counterpart(q, tensors, x.shape[1]), how.forward(x, tensors)
+    return None if q is None else transform.counterpart(q, tensors, x.shape[1]), transform.forward(x, tensors)
 
 
-def transformed_by(
-    launched: Callable, q, k, v, state: LayerState, spec: LayerSpec, keys: bool = True
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def transformed_by(launched: Callable, chunk: Chunk, layer: StoredLayer, keys: bool = True) -> Chunk:
     """`transformed`, where `launched` (as `transform`) applies what kernels can (`Transform.fused`). keys: whether to transform
     queries and keys, too."""
+    spec = layer.spec
     if spec.untransformed:
-        return q, k, v
-    tensors = spec.tensors(state)
+        return chunk
+    (q, k, v), tensors = chunk[:3], layer.tensors()
     if keys and not spec.key_transform.identity:
         by = transform if spec.key_transform.fused is None else launched
         q, k = by(q, k, spec.key_transform, tensors["key_transform"])
     if not spec.value_transform.identity:
         by = transform if spec.value_transform.fused is None else launched
         _, v = by(None, v, spec.value_transform, tensors["value_transform"])
-    return q, k, v
+    return Chunk(q, k, v, *chunk[3:])
 
 
-def restored(out: torch.Tensor, state: LayerState, spec: LayerSpec) -> torch.Tensor:
+def restored(out: torch.Tensor, layer: StoredLayer) -> torch.Tensor:
     """An output `[B, S, Hq, D]` over values as they are stored, as the model wants it."""
-    if spec.value_transform.identity:
+    transform = layer.spec.value_transform
+    if transform.identity:
         return out
-    tensors, heads = spec.tensors(state)["value_transform"], state.length.shape[1]
-    return spec.value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
+    tensors, heads = layer.tensors()["value_transform"], layer.state.length.shape[1]
+    return transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
-def as_made(
-    keys: torch.Tensor, values: torch.Tensor, state: LayerState, spec: LayerSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def as_made(keys: torch.Tensor, values: torch.Tensor, layer: StoredLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """What `read` gave, `[B, H, n, D]`, as the model made it."""
-    tensors, heads = spec.tensors(state), keys.shape[1]
+    spec, tensors, heads = layer.spec, layer.tensors(), keys.shape[1]
     return (
         spec.key_transform.inverse(keys, tensors["key_transform"], heads),
         spec.value_transform.inverse(values, tensors["value_transform"], heads),
     )
 
 
-def with_transforms(transformed: Callable) -> Callable[[Callable], Callable]:
-    """Makes `attend` of a function that takes queries, keys and values as they meet what is stored. transformed: a function
-    such as the one of that name here."""
+class Reference(Operations):
+    """In plain PyTorch and float32."""
 
-    def decorate(attend: Callable) -> Callable:
-        @functools.wraps(attend)
-        def raw(q, k, v, mask, state: LayerState, spec: LayerSpec, *options, **named) -> torch.Tensor:
-            q, k, v = transformed(q, k, v, state, spec)
-            return restored(attend(q, k, v, mask, state, spec, *options, **named), state, spec)
+    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        return restored(self._attend(transformed(chunk, layer), layer), layer)
 
-        return raw
+    def _attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        """`attend` of a chunk as it meets what is stored."""
+        (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), layer.spec.reading, []
+        for start in range(0, q.shape[2], QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, q.shape[2])
+            softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap)
+            for first, second, valid in history(layer):
+                softmax.add(*reading.join(first, second), valid)
+            position = torch.arange(stop, device=q.device)
+            valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
+            if mask is not None:
+                valid = valid & mask[:, None, :stop]
+            softmax.add(*reading.join(k[:, :, :stop], v[:, :, :stop]), valid)
+            blocks.append(softmax.result(chunk.sinks).to(q.dtype))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
-    return decorate
+    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+        _, k, v, mask, *_ = transformed(chunk._replace(q=None), layer)
+        state, spec = layer.state, layer.spec
+        room = spec.room(state.page_table.shape[1])
+        for row in range(k.shape[0]):
+            keys, values = k[row], v[row]
+            if mask is not None:
+                keys, values = keys[:, mask[row]], values[:, mask[row]]
+            length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
+            count = keys.shape[1]
+            fits = max(min(count, room - length), 0)
+            keys, values = keys[:, :fits], values[:, :fits]
+            to_sink = min(max(spec.sink - length, 0), fits)
+            state.sink_k[row, :, length : length + to_sink] = keys[:, :to_sink]
+            state.sink_v[row, :, length : length + to_sink] = values[:, :to_sink]
+            state.length[row] = length + fits
+            state.lost[row] += count - fits
+            tokens = max(length + fits - spec.sink, 0)
+            state.paged[row] = max(paged, spec.paged_after(tokens))
+            if fits > to_sink:
+                _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, layer)
+
+    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        state, spec = layer.state, layer.spec
+        length, dtype = state.length[:, :1], state.sink_k.dtype
+        batch, heads = state.length.shape
+        position = torch.arange(max_length, device=length.device)
+        pages = -(-int(state.paged.max()) // spec.page_size)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), layer)
+        dense = []
+        for paged, sink, tail in ((k, state.sink_k, state.tail_k), (v, state.sink_v, state.tail_v)):
+            stored = torch.cat([sink, paged.to(dtype), tail], dim=2)
+            index = position - spec.sink
+            in_tail = spec.sink + paged.shape[2] + index % max(spec.tail_size, 1)
+            source = torch.where(index < state.paged[:, :1], position, in_tail)
+            source = torch.where(index < 0, position, source)
+            source = torch.where(position < length, source, 0)
+            if stored.shape[2] == 0:
+                stored = stored.new_zeros(batch, heads, 1, stored.shape[-1])
+            rows = stored.gather(2, source[:, None, :, None].expand(batch, heads, max_length, stored.shape[-1]))
+            dense.append(rows.masked_fill((position >= length)[:, None, :, None], 0))
+        return dense[0], dense[1]
 
 
-@with_transforms(transformed)
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
-
-    Args:
-        q: `[B, Hq, S, head_dim]`. k, v: the chunk's own keys and values, `[B, H, S, head_dim]`; under another reading than
-            `separate` the two streams, and q is as wide as the reading says.
-        mask: bool `[B, S]`, False for padding in the chunk; `None`: there is none.
-        scaling: factor on q.k. softcap: `softcap * tanh(score / softcap)`, or `None`.
-        sinks: `[Hq]`, one logit per query head that takes weight and gives no value (gpt-oss), or `None`.
-        seen: no row holds more tokens than this, where the host knows; changes no result.
-
-    Returns:
-        `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.
-    """
-    blocks = []
-    for start in range(0, q.shape[2], QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, q.shape[2])
-        softmax = _Softmax(q[:, :, start:stop], k.shape[1], scaling, softcap)
-        for first, second, valid in history(state, spec):
-            softmax.add(*spec.reading.join(first, second), valid)
-        position = torch.arange(stop, device=q.device)
-        valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
-        if mask is not None:
-            valid = valid & mask[:, None, :stop]
-        softmax.add(*spec.reading.join(k[:, :, :stop], v[:, :, :stop]), valid)
-        blocks.append(softmax.result(sinks).to(q.dtype))
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+OPERATIONS = Reference()
 
 
-def history(state: LayerState, spec: LayerSpec) -> Iterator[tuple]:
+def history(layer: StoredLayer) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
+    state, spec = layer.state, layer.spec
     length, paged = state.length[:, :1], state.paged[:, :1]
     device = length.device
     if spec.sink:
@@ -186,75 +195,53 @@ def history(state: LayerState, spec: LayerSpec) -> Iterator[tuple]:
     slab = max(SLAB_TOKENS // spec.page_size, 1)
     for first in range(0, pages, slab):
         last = min(first + slab, pages)
-        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), state, spec)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), layer)
         position = torch.arange(first * spec.page_size, last * spec.page_size, device=device)
         yield k, v, position < paged
     if spec.tail_size:
-        yield state.tail_k, state.tail_v, tail_index(state, spec) >= paged
+        yield state.tail_k, state.tail_v, tail_index(layer) >= paged
 
 
-def _unpack(pages: torch.Tensor, state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(pages: torch.Tensor, layer: StoredLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
+    state, spec = layer.state, layer.spec
     (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
     keys, values = pages.split(spec.part_bytes(dim_k, dim_v, dtype), dim=-1)
-    tensors = spec.tensors(state)
+    tensors = layer.tensors()
     keys = spec.key_format.decode(keys, dim_k, size, dtype, tensors["key_format"])
     values = spec.value_format.decode(values, dim_v, size, dtype, tensors["value_format"])
     return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
 
-def tail_index(state: LayerState, spec: LayerSpec) -> torch.Tensor:
+def tail_index(layer: StoredLayer) -> torch.Tensor:
     """int `[B, tail_size]`: index of the newest token that stands, or stood, in each slot of the ring; below a row's
     `paged` where that token is not in the tail (any more)."""
-    newest = state.length[:, :1] - spec.sink - 1
+    spec = layer.spec
+    newest = layer.state.length[:, :1] - spec.sink - 1
     slot = torch.arange(spec.tail_size, device=newest.device)
     return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """Store a chunk `[B, H, S, D]` (rows of `mask` False are padding and dropped), packing each page that is due.
-
-    Tokens for which a row has no room left are dropped, and counted in `lost`.
-    """
-    _, k, v = transformed(None, k, v, state, spec)
-    room = spec.room(state.page_table.shape[1])
-    for row in range(k.shape[0]):
-        keys, values = k[row], v[row]
-        if mask is not None:
-            keys, values = keys[:, mask[row]], values[:, mask[row]]
-        length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
-        count = keys.shape[1]
-        fits = max(min(count, room - length), 0)
-        keys, values = keys[:, :fits], values[:, :fits]
-        to_sink = min(max(spec.sink - length, 0), fits)
-        state.sink_k[row, :, length : length + to_sink] = keys[:, :to_sink]
-        state.sink_v[row, :, length : length + to_sink] = values[:, :to_sink]
-        state.length[row] = length + fits
-        state.lost[row] += count - fits
-        tokens = max(length + fits - spec.sink, 0)
-        state.paged[row] = max(paged, spec.paged_after(tokens))
-        if fits > to_sink:
-            _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, state, spec)
-
-
-def _store_row(keys, values, row: int, tokens: int, paged: int, state: LayerState, spec: LayerSpec) -> None:
+def _store_row(keys, values, row: int, tokens: int, paged: int, layer: StoredLayer) -> None:
     """Put one row's new tokens `[H, n, D]`, the last of `tokens`, into its pages and tail."""
+    state, spec = layer.state, layer.spec
     first = tokens - keys.shape[1]  # index of the first new token
     slots = torch.arange(paged, first, device=keys.device) % max(spec.tail_size, 1)
     keys = torch.cat([state.tail_k[row][:, slots], keys], dim=1)  # all that is not in pages yet
     values = torch.cat([state.tail_v[row][:, slots], values], dim=1)
     if (paged_now := int(state.paged[row, 0])) > paged:
-        _pack_row(keys, values, row, paged, paged_now, state, spec)
+        _pack_row(keys, values, row, paged, paged_now, layer)
     if spec.tail_size:
         kept = torch.arange(paged_now, tokens, device=keys.device)
         state.tail_k[row][:, kept % spec.tail_size] = keys[:, kept - paged]
         state.tail_v[row][:, kept % spec.tail_size] = values[:, kept - paged]
 
 
-def _pack_row(keys, values, row: int, start: int, stop: int, state: LayerState, spec: LayerSpec) -> None:
+def _pack_row(keys, values, row: int, start: int, stop: int, layer: StoredLayer) -> None:
     """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
+    state, spec = layer.state, layer.spec
     size, dtype = spec.page_size, state.sink_k.dtype
-    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), spec.tensors(state)
+    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), layer.tensors()
     parameters = tensors["key_format"], tensors["value_format"]
     for page in range(start // size, -(-stop // size)):
         low, high = max(page * size, start), min((page + 1) * size, stop)
@@ -289,29 +276,6 @@ def _page(state: LayerState, page_id: int) -> torch.Tensor:
     raise IndexError(f"page_id={page_id} is beyond the pool")
 
 
-def read(state: LayerState, spec: LayerSpec, max_length: int):
-    """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in the
-    model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
-    length, dtype = state.length[:, :1], state.sink_k.dtype
-    batch, heads = state.length.shape
-    position = torch.arange(max_length, device=length.device)
-    pages = -(-int(state.paged.max()) // spec.page_size)
-    k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), state, spec)
-    out = []
-    for paged, sink, tail in ((k, state.sink_k, state.tail_k), (v, state.sink_v, state.tail_v)):
-        dense = torch.cat([sink, paged.to(dtype), tail], dim=2)
-        index = position - spec.sink
-        in_tail = spec.sink + paged.shape[2] + index % max(spec.tail_size, 1)
-        source = torch.where(index < state.paged[:, :1], position, in_tail)
-        source = torch.where(index < 0, position, source)
-        source = torch.where(position < length, source, 0)
-        if dense.shape[2] == 0:
-            dense = dense.new_zeros(batch, heads, 1, dense.shape[-1])
-        rows = dense.gather(2, source[:, None, :, None].expand(batch, heads, max_length, dense.shape[-1]))
-        out.append(rows.masked_fill((position >= length)[:, None, :, None], 0))
-    return tuple(out)
-
-
 def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which the host's SDPA does not offer.
 
@@ -331,9 +295,10 @@ def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks:
     return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
 
 
-def unpack_into_tail(state: LayerState, spec: LayerSpec) -> None:
+def unpack_into_tail(layer: StoredLayer) -> None:
     """After `length` was lowered: where a row's end lies inside packed pages, drop the pages behind it and read the
     tokens of its last, now partial page back into the tail."""
+    state, spec = layer.state, layer.spec
     size = spec.page_size
     tokens = (state.length - spec.sink).clamp(min=0)
     cut = tokens[:, 0] < state.paged[:, 0]
@@ -344,7 +309,7 @@ def unpack_into_tail(state: LayerState, spec: LayerSpec) -> None:
             state.paged[row] = start
             continue
         pages = read_pages(state.pool, state.page_table[row : row + 1, start // size : start // size + 1])
-        k, v = _unpack(pages, state, spec)
+        k, v = _unpack(pages, layer)
         slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
         state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
         state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)

@@ -59,18 +59,21 @@ def _triton_runs_on(monkeypatch, kind: str | None) -> None:
 
 def test_rocm_gets_triton_and_says_why(rocm):
     pytest.importorskip("triton")
-    assert ops.choose_backend(None, rocm, torch.float16, SPEC) == "triton"
-    assert ops.describe(None, "triton", rocm, torch.float16, SPEC) == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
-    assert ops.describe("triton", "triton", rocm, torch.float16, SPEC) == "triton (not tested on AMD GPUs)"
+    assert ops.choose_backend(None, ops.Served(rocm, torch.float16, SPEC)) == "triton"
+    assert (
+        ops.describe(None, "triton", ops.Served(rocm, torch.float16, SPEC))
+        == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
+    )
+    assert ops.describe("triton", "triton", ops.Served(rocm, torch.float16, SPEC)) == "triton (not tested on AMD GPUs)"
 
 
 def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
     """Not for missing bindings, which nobody needs there."""
     ops.check_backend("cuda")
     with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
-        ops.choose_backend("cuda", rocm, torch.float16, SPEC)
+        ops.choose_backend("cuda", ops.Served(rocm, torch.float16, SPEC))
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        ops.choose_backend("cuda", torch.device("cpu"), torch.float16, SPEC)
+        ops.choose_backend("cuda", ops.Served(torch.device("cpu"), torch.float16, SPEC))
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
@@ -78,27 +81,27 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
-    assert ops.choose_backend(None, device, torch.float16, SPEC) == "torch"
-    shown = ops.describe(None, "torch", device, torch.float16, SPEC)
+    assert ops.choose_backend(None, ops.Served(device, torch.float16, SPEC)) == "torch"
+    shown = ops.describe(None, "torch", ops.Served(device, torch.float16, SPEC))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
-    assert ops.describe("torch", "torch", device, torch.float16, SPEC) == "torch"
+    assert ops.describe("torch", "torch", ops.Served(device, torch.float16, SPEC)) == "torch"
     for asked in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
-            ops.choose_backend(asked, device, torch.float16, SPEC)
+            ops.choose_backend(asked, ops.Served(device, torch.float16, SPEC))
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
-    assert ops.choose_backend(None, xpu, torch.float16, SPEC) == "torch"
-    shown = ops.describe(None, "torch", xpu, torch.float16, SPEC)
+    assert ops.choose_backend(None, ops.Served(xpu, torch.float16, SPEC)) == "torch"
+    shown = ops.describe(None, "torch", ops.Served(xpu, torch.float16, SPEC))
     assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
-    assert ops.choose_backend("triton", xpu, torch.float16, SPEC) == "triton"
-    assert ops.describe("triton", "triton", xpu, torch.float16, SPEC) == "triton (not tested on 'xpu')"
+    assert ops.choose_backend("triton", ops.Served(xpu, torch.float16, SPEC)) == "triton"
+    assert ops.describe("triton", "triton", ops.Served(xpu, torch.float16, SPEC)) == "triton (not tested on 'xpu')"
     with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
-        ops.choose_backend("triton", mps, torch.float16, SPEC)
+        ops.choose_backend("triton", ops.Served(mps, torch.float16, SPEC))
 
 
 # ---- a cache says it ------------------------------------------------------------------------------------------------
@@ -109,10 +112,10 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
     device = torch.device(kind)
     for name in ("choose_backend", "describe", "why_reference"):
         original = getattr(choice, name)
-        position = 1 if name == "choose_backend" else 2
 
-        def asked(*args, original=original, position=position):
-            return original(*args[:position], device, *args[position + 1 :])
+        def asked(*args, original=original):
+            *names, served = args
+            return original(*names, served._replace(device=device))
 
         monkeypatch.setattr(ops, name, asked)
 

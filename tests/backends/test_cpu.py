@@ -47,9 +47,8 @@ CASES = [
 ]
 
 
-def attention(case: Case, step, state, module):
-    inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    return module.attend(*inputs, *options)
+def attention(case: Case, step, store, module):
+    return module.OPERATIONS.attend(step.chunk(case), store)
 
 
 def check(case: Case) -> None:
@@ -58,8 +57,8 @@ def check(case: Case) -> None:
     step = random_step(case, gen)
     wide = step.float()
     before = [x.clone() for x in other.state.tensors()]
-    exact = attention(case, wide, store.state, reference)
-    out = attention(case, step, other.state, cpu)
+    exact = attention(case, wide, store, reference)
+    out = attention(case, step, other, cpu)
     assert (out.dtype, out.shape) == (case.dtype, exact.shape)
     assert out.isfinite().all()
     for old, new in zip(before, other.state.tensors(), strict=True):
@@ -71,7 +70,7 @@ def check(case: Case) -> None:
         error = relative_error(near, real_queries(exact, step))
         assert relative_error(real_queries(out, step), real_queries(exact, step)) <= 2 * error + 1e-6
     else:
-        assert relative_error(out, attention(case, step, store.state, reference)) < 0.01
+        assert relative_error(out, attention(case, step, store, reference)) < 0.01
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -93,7 +92,7 @@ def test_outliers():
     gen = generator(case, SEED)
     store, _ = filled(case, gen, "cpu")
     step = random_step(case, gen)
-    off = (attention(case, step, store.state, cpu) - attention(case, step, store.state, reference)).abs()
+    off = (attention(case, step, store, cpu) - attention(case, step, store, reference)).abs()
     assert (off <= rounding_bound(step, store.state, case)).all()
 
 
@@ -105,16 +104,16 @@ def test_steps_store_the_same_bytes(case):
         store.reserve(200)
     for _ in range(40):
         step = random_step(case, gen)
-        separate_step(reference, case, step, one.state)
-        separate_step(cpu, case, step, other.state)
+        separate_step(reference, case, step, one)
+        separate_step(cpu, case, step, other)
         assert_same_state(one.state, other.state)
 
 
 def test_default_on_a_cpu(monkeypatch):
     model, _ = tiny_models("llama")
     calls = []
-    original = cpu.attend
-    monkeypatch.setattr(cpu, "attend", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    original = cpu.OPERATIONS.step
+    monkeypatch.setattr(cpu.OPERATIONS, "step", lambda *args: calls.append(1) or original(*args))
     cache = lb.from_preset("kivi-2", model)
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
@@ -127,4 +126,4 @@ def test_elsewhere_it_is_refused():
     from hf_lowbit_kv.backends import operations
 
     with pytest.raises(ValueError, match=r"backend='cpu' needs the model on the CPU, and it is on 'meta'"):
-        operations.choose_backend("cpu", torch.device("meta"))
+        operations.choose_backend("cpu", operations.Served(torch.device("meta")))

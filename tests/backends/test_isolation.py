@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import cuda_emulator
 import kernel_checks as kernels
 import pytest
@@ -93,7 +95,9 @@ LATENT_SPECS = [LayerSpec.parse(f"{c}|{r}|0|0|64|none|none|latent") for c, r in 
 @pytest.mark.parametrize("spec", LATENT_SPECS, ids=lambda spec: spec.key)
 def test_latents_on_a_cpu(spec, backend):
     for value in POISONS:
-        check_latents(BACKENDS[backend].operations("latent"), spec, "cpu", kernels.SEED, value)
+        check_latents(
+            SimpleNamespace(OPERATIONS=BACKENDS[backend].operations("latent")), spec, "cpu", kernels.SEED, value
+        )
 
 
 @pytest.mark.gpu
@@ -105,4 +109,6 @@ def test_latents_on_a_gpu(content, backend, monkeypatch):
     spec = storage_spec(LayerSpec.parse(f"{content}|dense|0|0|64|none|none|latent"), backend)
     if BACKENDS[backend].why_not(Served(torch.device("cuda"), torch.bfloat16, spec, (128, 32))) is None:
         for value in POISONS:
-            check_latents(BACKENDS[backend].operations("latent"), spec, "cuda", kernels.SEED, value)
+            check_latents(
+                SimpleNamespace(OPERATIONS=BACKENDS[backend].operations("latent")), spec, "cuda", kernels.SEED, value
+            )

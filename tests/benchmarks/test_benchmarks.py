@@ -135,7 +135,9 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
     append = packed_layer.ops.append
     with monkeypatch.context() as patch:  # a step is lost
         patch.setattr(
-            packed_layer.ops, "append", lambda k, *args: None if (k == case.new_k[5]).all() else append(k, *args)
+            packed_layer.ops,
+            "append",
+            lambda chunk, *args: None if (chunk.k == case.new_k[5]).all() else append(chunk, *args),
         )
         assert "advanced the counters" in append_fault(case, "torch")
     step = packed_layer.ops.step
@@ -146,7 +148,7 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
         patch.setattr(packed_layer.ops, "step", lambda *args: packed_layer.ops.attend(*args))
         assert "advanced the counters by [0]" in step_fault(case, "torch")
     with monkeypatch.context() as patch:  # output that was never written
-        empty = lambda q, *args: torch.empty_like(q).transpose(1, 2).contiguous()  # noqa: E731
+        empty = lambda chunk, *args: torch.empty_like(chunk.q).transpose(1, 2).contiguous()  # noqa: E731
         patch.setattr(packed_layer.ops, "attend", empty)
         relerr, bound = attend_error(case, "torch")
         assert not relerr <= bound

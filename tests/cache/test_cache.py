@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import LayerView
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.readings import DIRECT
 
 pytestmark = pytest.mark.host
@@ -32,11 +33,9 @@ def _prefill(model, cache, ids, mask=None):
 
 def _history(cache, layer=0):
     """Dense keys of a layer, row by row without padding."""
-    from hf_lowbit_kv.storage.reference import read
-
     store = cache.packed_layers[layer].store
     lengths = store.state.length[:, 0].tolist()
-    keys, _ = read(store.state, store.spec, max(lengths))
+    keys, _ = reference.OPERATIONS.read(store, max(lengths))
     return [keys[row, :, :length] for row, length in enumerate(lengths)]
 
 

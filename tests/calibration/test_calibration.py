@@ -120,7 +120,7 @@ def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
         model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
     assert cache.nbytes.parameters == 2 * (2 * (16 * 4 + 8 * 8) * 2 + 2 * 2 * 64 * 4)
     for index, layer in enumerate(cache.layers):
-        read = reference.read(layer.store.state, layer.spec, 200)
+        read = reference.OPERATIONS.read(layer.store, 200)
         for x, side, fmt in zip(read, ("keys", "values"), ("vq-d4b4", "vq-d8b3"), strict=True):
             transform = "smooth+hadamard" if side == "keys" else "none"
             books = calibration.get(index, side, (transform, fmt, "codebook")).float()

@@ -32,6 +32,7 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_r
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -96,7 +97,7 @@ def test_store(case, chunks, launch):
 @needs_gpu
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case, launch):
-    check_special_rows(launch.append, fragment(case), "cuda", generator(case, kernels.SEED))
+    check_special_rows(launch.OPERATIONS.append, fragment(case), "cuda", generator(case, kernels.SEED))
 
 
 #: beyond the common matrix: one block of query rows and several, rows split among many blocks of threads, many rows
@@ -169,7 +170,7 @@ def test_repeated_launches_agree(launch):
     gen = generator(case, kernels.SEED)
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
-    outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(50)]
+    outs = [launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(50)]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=2e-3, atol=2e-3)
 
@@ -185,7 +186,7 @@ def test_fixed_order(asked, launch, monkeypatch):
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
     with determinism.deterministic() if asked == "torch" else contextlib.nullcontext():
-        outs = [launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling) for _ in range(20)]
+        outs = [launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(20)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 

@@ -20,7 +20,8 @@ from kernel_cases import records_for
 from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
 from hf_lowbit_kv.presets import PRESETS
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, nvrtc
+from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry, nvrtc
 
 #: of the assembler's report: a kernel's name; a function's name, and bytes of its local memory
 ENTRY = r"Compiling entry function '(\w+)'"
@@ -49,8 +50,8 @@ def kinds() -> dict[tuple, str]:
     for name, preset in PRESETS.items():
         spec = preset.spec()
         if (
-            BACKENDS["cuda"].operations(spec.reading.name) is cuda_entry_points
-            and cuda_entry_points.why_not(spec, None, None, None) is None
+            BACKENDS["cuda"].operations(spec.reading.name) is cuda_entry_points.OPERATIONS
+            and geometry.why_not(spec, None, None, None) is None
         ):
             found.setdefault((*spec.formats, spec.key_transform, spec.value_transform, spec.direct), name)
     return found
@@ -83,8 +84,8 @@ def wanted_by(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch) ->
     store = PagedStore(spec, 1, heads, head_dim, head_dim, dtype, "cpu", 512, parameters=records)
     q, k = (torch.zeros(1, count, tokens, head_dim, dtype=dtype) for count in (4 * heads, heads))
     with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Recorded, wanted)) as cuda:
-        cuda.step(q, k, k, None, store.state, spec, 1.0)
-        cuda.append(k, k, None, store.state, spec)
+        cuda.OPERATIONS.step(Chunk(q, k, k, scaling=1.0), store)
+        cuda.OPERATIONS.append(Chunk(None, k, k), store)
     return list(wanted)
 
 

@@ -21,7 +21,8 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.triton_kernels.cuda import modules
+from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
 pytestmark = [
     pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
@@ -131,10 +132,10 @@ def test_fixed_order(variable, mode, fixed, launch, monkeypatch):
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
     with determinism.deterministic() if mode else contextlib.nullcontext():
-        out = launch.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling)
+        out = launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev)
     assert [int(defines["ORDERED"]) for defines in loaded if "ORDERED" in defines] == [fixed]
     wide = step.float()
-    exact = reference.attend(wide.q, wide.k, wide.v, None, ref.state, case.spec, step.scaling)
+    exact = reference.OPERATIONS.attend(Chunk(wide.q, wide.k, wide.v, scaling=step.scaling), ref)
     assert relative_error(out, exact) <= 2 * relative_error(plain(step, ref.state, case), exact) + 1e-6
 
 
@@ -174,8 +175,9 @@ def test_generate_without_triton(preset, launch, monkeypatch):
 
 
 def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
-    monkeypatch.setattr(launch, "why_no_launcher", lambda: "Triton needs a C compiler")
-    monkeypatch.setattr(launch, "MAX_ROW_BLOCKS", 20)
+    for module in (launch, decode_kernel):
+        monkeypatch.setattr(module, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(decode_kernel, "MAX_ROW_BLOCKS", 20)
     kernels.check_attend(fragment(Case(tokens=160, lengths=(40,), heads=1, groups=2)))
     with pytest.raises(ValueError, match=r"a chunk of 161 tokens.*allowed here: 160.*prefill_chunk_size.*C compiler"):
         kernels.check_attend(fragment(Case(tokens=161, lengths=(40,), heads=1, groups=2)))
@@ -184,7 +186,7 @@ def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
     """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
     properties = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=100 * 1024)
-    for module in (launch, modules):
+    for module in (decode_kernel, modules):
         monkeypatch.setattr(module, "properties", lambda device: properties)
     case = fragment(Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128))
     for units in (40, 46):
@@ -198,9 +200,10 @@ def test_counters_stay_where_they_are(launch):
     _, store = kernels.filled(case, gen, "cpu")
     for tokens in (4, 1, 100):
         step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
-        launch.attend(step.q, step.k, step.v, None, store.state, case.spec, step.scaling)
+        launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), store)
         row_blocks = -(-case.groups * tokens // 8)
-        assert launch._counters_for(store.state, row_blocks * case.heads * len(case.lengths) + 1) is store.state.scratch
+        count = row_blocks * case.heads * len(case.lengths) + 1
+        assert decode_kernel.counters_for(store.state, count) is store.state.scratch
         assert not store.state.scratch.any()
 
 

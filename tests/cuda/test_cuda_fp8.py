@@ -148,7 +148,7 @@ def test_nan_and_inf_stay_in_their_row_and_head(residual, launch):
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case, monkeypatch):
     with emulated(monkeypatch) as cuda:
-        check_special_rows(cuda.append, fragment(case), "cpu", generator(case, kernels.SEED))
+        check_special_rows(cuda.OPERATIONS.append, fragment(case), "cpu", generator(case, kernels.SEED))
 
 
 def test_which_are_served():

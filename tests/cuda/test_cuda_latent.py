@@ -10,6 +10,7 @@ import torch
 from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, compare, exact
 
 from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
 GPU = torch.cuda.is_available()
@@ -74,7 +75,7 @@ def test_attend_at_deepseek_sizes(heads, tokens, kernels):
 def test_latents_of_zeros_are_exact(kernels):
     case = Case(lengths=(150,), zeros=True)
     filled = Filled(case, DEVICE, SEED)
-    found = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     assert torch.equal(found, torch.zeros_like(found))
 
 
@@ -83,8 +84,8 @@ def test_one_long_row_beside_zeros(kernels):
     case = Case(lengths=(64,), heads=8)
     filled = Filled(case, DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
-    reference.append(zeros, filled.random(1, 1, 64, case.rope), None, filled.store.state, case.spec)
-    found = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    reference.OPERATIONS.append(Chunk(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
+    found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     torch.testing.assert_close(found.float(), exact(filled), rtol=0.01, atol=0.01)
 
 
@@ -120,8 +121,8 @@ def test_tokens_of_nan_and_inf(kernels):
     for each in (filled, twin):
         for token, bad in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
             each.k[:, :, token, 7 * token] = bad
-    kernels.append(filled.k, filled.v, None, filled.store.state, case.spec)
-    reference.append(twin.k, twin.v, None, twin.store.state, case.spec)
+    kernels.OPERATIONS.append(Chunk(None, filled.k, filled.v), filled.store)
+    reference.OPERATIONS.append(Chunk(None, twin.k, twin.v), twin.store)
     compare(filled.store, twin.store)
 
 
@@ -130,8 +131,7 @@ def test_no_room_left(kernels):
     filled = Filled(case, DEVICE, SEED, room=0)
     room = filled.store.state.page_address.shape[1] * case.page_size
     for _ in range(2):
-        given = filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling
-        kernels.step(*given)
+        kernels.OPERATIONS.step(filled.step, filled.store)
     assert int(filled.store.state.length[0, 0]) == room
     assert int(filled.store.state.lost[0, 0]) == 60 + 8 - room
 

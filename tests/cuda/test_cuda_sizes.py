@@ -101,9 +101,9 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
     for shared, chosen in ((64, "triton"), (228, "cuda")):
         properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        served = None, device, torch.float16, spec, (256, 256)
-        assert backends.choose_backend(*served) == chosen
-        said = backends.reason_for(None, chosen, *served[1:])
+        served = backends.Served(device, torch.float16, spec, (256, 256))
+        assert backends.choose_backend(None, served) == chosen
+        said = backends.reason_for(None, chosen, served)
         assert (chosen == "cuda") == (said is None)
         assert said is None or "KiB of shared memory for keys 'vq-d4b8" in said
 

@@ -65,21 +65,21 @@ class Replayed:
     def __init__(self):
         self.graph = self.here = self.out = None
 
-    def __call__(self, launch, case, step, state):
+    def __call__(self, launch, case, step, store):
         if self.graph is None:
-            self._capture(launch, case, step, state)
+            self._capture(launch, case, step, store)
         for name in ("q", "k", "v"):
             getattr(self.here, name).copy_(getattr(step, name))
         self.graph.replay()
         return self.out.clone()
 
-    def _capture(self, launch, case, step, state):
+    def _capture(self, launch, case, step, store):
         self.here = here = step.to("cpu").to("cuda")
 
         def run():
-            return launch.step(here.q, here.k, here.v, None, state, case.spec, here.scaling)
+            return launch.OPERATIONS.step(here.chunk(case), store)
 
-        tensors = state.tensors()
+        tensors = store.state.tensors()
         before = [x.clone() for x in tensors]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -35,7 +35,7 @@ def test_missing_bindings(monkeypatch):
 def test_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        ops.choose_backend("cuda", torch.device("cpu"))
+        ops.choose_backend("cuda", ops.Served(torch.device("cpu")))
 
 
 def test_old_gpu(monkeypatch):
@@ -44,7 +44,7 @@ def test_old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
-        ops.choose_backend("cuda", torch.device("cuda"))
+        ops.choose_backend("cuda", ops.Served(torch.device("cuda")))
 
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
@@ -54,13 +54,13 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
-        ops.choose_backend("cuda", device, torch.float32)
+        ops.choose_backend("cuda", ops.Served(device, torch.float32))
     boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
     with pytest.raises(
         ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
     ):
-        ops.choose_backend("cuda", device, torch.float16, LayerSpec(plain, boosted))
-    assert ops.choose_backend("cuda", device, torch.float16, LayerSpec(boosted, plain)) == "cuda"
+        ops.choose_backend("cuda", ops.Served(device, torch.float16, LayerSpec(plain, boosted)))
+    assert ops.choose_backend("cuda", ops.Served(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_default_on_a_gpu(monkeypatch):
     device, spec = torch.device("cuda"), Case().spec
 
     def check(dtype, chosen, reason, spec=spec):
-        assert ops.choose_backend(None, device, dtype, spec) == chosen
-        said = backends.reason_for(None, chosen, device, dtype, spec)
+        assert ops.choose_backend(None, ops.Served(device, dtype, spec)) == chosen
+        said = backends.reason_for(None, chosen, backends.Served(device, dtype, spec))
         assert said is None if reason is None else reason in said
 
     check(torch.bfloat16, "cuda", None)
@@ -114,10 +114,10 @@ def test_default_on_a_gpu(monkeypatch):
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
     check(torch.float16, "triton", "Tesla T4")
-    assert backends.reason_for("triton", "triton", device, torch.float16, spec) is None
+    assert backends.reason_for("triton", "triton", backends.Served(device, torch.float16, spec)) is None
     found.update(capability=(9, 0))
     monkeypatch.setenv(backends.VARIABLE, "triton")
-    assert backends.reason_for(None, "triton", device, torch.float32, spec) is None
+    assert backends.reason_for(None, "triton", backends.Served(device, torch.float32, spec)) is None
     monkeypatch.delenv(backends.VARIABLE)
     monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
     check(torch.float16, "triton", None)

@@ -16,6 +16,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv import formats
 from hf_lowbit_kv.backends import operations as backend
 from hf_lowbit_kv.storage.paged_store import LayerSpec, read_pages
+from hf_lowbit_kv.storage.step import Chunk
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,8 +76,9 @@ def test_a_new_format_generates(registered, options):
 
 def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
     pytest.importorskip("triton")
+    served = backend.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
     with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
-        backend.choose_backend("triton", torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
+        backend.choose_backend("triton", served)
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------------
@@ -223,8 +225,8 @@ def _layer(name: str, tp_size: int, heads: slice):
     q, k, v = (torch.randn(1, n, 120, 64, generator=gen) for n in (4, 2, 2))
     q, k, v = q.unflatten(1, (2, 2))[:, heads].flatten(1, 2), k[:, heads], v[:, heads]
     layer.update(k[:, :, :119], v[:, :, :119])
-    layer.step(q[:, :, :119], k[:, :, :119], v[:, :, :119], None, 0.125, None, None)
-    out = layer.step(q[:, :, 119:], k[:, :, 119:], v[:, :, 119:], None, 0.125, None, None)
+    layer.step(Chunk(*(x[:, :, :119] for x in (q, k, v)), scaling=0.125))
+    out = layer.step(Chunk(*(x[:, :, 119:] for x in (q, k, v)), scaling=0.125))
     state = layer.store.state
     return {"out": out, "pool": state.pool[0], "parameters": list(state.parameters)}
 

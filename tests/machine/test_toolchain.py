@@ -104,11 +104,13 @@ def on_a_gpu(monkeypatch):
     properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(ops, "choose_backend", lambda asked, device, *rest: real["choose_backend"](asked, gpu, *rest))
     monkeypatch.setattr(
-        ops, "describe", lambda asked, chosen, device, *rest: real["describe"](asked, chosen, gpu, *rest)
+        ops, "choose_backend", lambda asked, served: real["choose_backend"](asked, served._replace(device=gpu))
     )
-    monkeypatch.setattr(ops, "_module", lambda *chosen: reference)
+    monkeypatch.setattr(
+        ops, "describe", lambda asked, chosen, served: real["describe"](asked, chosen, served._replace(device=gpu))
+    )
+    monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
     monkeypatch.setattr(choice, "why_no_compiler", lambda capability: None)
     monkeypatch.setattr(choice, "why_no_launcher", lambda: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import inspect
 import os
 import re
 import subprocess
@@ -14,9 +13,6 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-
-from hf_lowbit_kv.backends.choice import BACKENDS
-from hf_lowbit_kv.storage import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -198,17 +194,3 @@ def test_machine_paths_are_recognized(folder):
     path = f"/{folder}/someone/file.txt"
     assert all(MACHINE_PATH.search(line) for line in (path, f"write to {path}", f'open("{path}")', f"--out={path}"))
     assert not MACHINE_PATH.search(f"tests{path} and $HOME{path}")  # inside the checkout, and below a variable
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_operations_of_a_backend_take_what_the_references_take(name):
-    if name in ("triton", "cuda"):
-        pytest.importorskip("triton")
-    for reading in BACKENDS[name].modules:
-        module = BACKENDS[name].operations(reading)
-        for operation in ("attend", "append", "read", "step"):
-            if operation == "step" and not hasattr(module, "step"):
-                continue
-            taken = inspect.signature(getattr(module, operation)).parameters.values()
-            expected = inspect.signature(getattr(reference, operation, reference.attend)).parameters.values()
-            assert [(x.name, x.default) for x in taken] == [(x.name, x.default) for x in expected]

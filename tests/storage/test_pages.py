@@ -12,8 +12,10 @@ from kernel_cases import records_for
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
-from hf_lowbit_kv.storage.reference import read, read_pages
+from hf_lowbit_kv.storage.reference import read_pages
+from hf_lowbit_kv.storage.step import Chunk
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
 #: the same formats in the order in which tensor cores take them
@@ -45,7 +47,7 @@ def _tokens(batch, count, seed=0):
 
 def _append(store, k, v, mask=None):
     store.reserve(int(store.state.length.max()) + k.shape[2])
-    ops.append(k, v, mask, store.state, store.spec, "torch")
+    ops.append(Chunk(None, k, v, mask), store, "torch")
 
 
 def test_reset_clears_what_an_aborted_launch_left():
@@ -63,7 +65,7 @@ def _row(store, row=0):
     length, paged = int(state.length[row, 0]), int(state.paged[row, 0])
     full = paged // spec.page_size
     pages = read_pages(state.pool, state.page_table[row, :full])
-    k, v = read(state, spec, length)
+    k, v = reference.OPERATIONS.read(store, length)
     return {"length": length, "paged": paged, "pages": pages, "k": k[row], "v": v[row]}
 
 

@@ -10,8 +10,8 @@ from cases import FORMATS, cache_of, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.formats import HEAD_DIMS
+from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerSpec
-from hf_lowbit_kv.storage.reference import read
 from hf_lowbit_kv.storage.transforms import hadamard, rotated
 
 PAGES = {"page_size": 32, "residual": 32}
@@ -161,7 +161,7 @@ def test_dense_pages_give_the_tokens_without_it(family, options):
 
 def _stored_keys(cache, length):
     store = cache.packed_layers[0].store
-    return read(store.state, store.spec, length)[0]
+    return reference.OPERATIONS.read(store, length)[0]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)

@@ -12,7 +12,7 @@ import torch
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as cuda
-from hf_lowbit_kv.triton_kernels.cuda import modules
+from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
 
 @contextmanager
@@ -24,8 +24,9 @@ def emulated(
     properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared * 1024)
     for changed in (cuda, modules):
         monkeypatch.setattr(changed, "load", lambda name, defines, device: module(name, defines))
+    for changed in (decode_kernel, modules):
         monkeypatch.setattr(changed, "properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "read", reference.read)
+    monkeypatch.setattr(cuda, "read", reference.OPERATIONS.read)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernels, "launch", cuda)
     modules.forget()

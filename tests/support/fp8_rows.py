@@ -8,6 +8,7 @@ import torch
 from kernel_cases import Case, assert_same_state, store_for
 
 from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.step import Chunk
 
 #: where `check_special_rows` is run: straight into pages and through the ring
 SPECIAL = [
@@ -46,7 +47,7 @@ def special_rows(head_dim: int, dtype: torch.dtype, gen: torch.Generator) -> tor
 
 
 def check_special_rows(append, case: Case, device: str, gen: torch.Generator) -> None:
-    """Stored in a chunk, and the last of them one at a time: every byte. append: like `reference.append`, of the kernels. case:
+    """Stored in a chunk, and the last of them one at a time: every byte. append: `Operations.append` of the kernels. case:
     one row of one KV head, with capacity."""
     keys, values = (special_rows(dim, case.dtype, gen)[None, None] for dim in case.dims)
     count = min(keys.shape[2], values.shape[2])
@@ -54,8 +55,8 @@ def check_special_rows(append, case: Case, device: str, gen: torch.Generator) ->
     start = 0
     for stop in (count - 20, *range(count - 19, count + 1)):
         k, v = keys[:, :, start:stop], values[:, :, start:stop]
-        reference.append(k, v, None, ref.state, case.spec)
-        append(k.to(device), v.to(device), None, dev.state, case.spec)
+        reference.OPERATIONS.append(Chunk(None, k, v), ref)
+        append(Chunk(None, k.to(device), v.to(device)), dev)
         start = stop
     assert int(ref.state.paged.min()) >= 64
     assert_same_state(ref.state, dev.state)

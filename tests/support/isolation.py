@@ -10,6 +10,7 @@ from kernel_cases import Case, generator, random_mask, random_step, random_token
 from sequence_operations import KINDS
 
 from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, read_pages
+from hf_lowbit_kv.storage.step import Chunk
 
 LENGTHS = (100, 75)
 #: places of the first chunk (sink, page, tail), and what stands there
@@ -51,7 +52,7 @@ def held(module: Any, case: Case, store: PagedStore) -> list[torch.Tensor]:
     state, spec = store.state, case.spec
     pages = read_pages(state.pool, state.page_table[:, : int(state.paged.min()) // spec.page_size]).transpose(1, 2)
     counters = [state.length[..., None], state.paged[..., None], state.lost[..., None]]
-    return [pages, *module.read(state, spec, max(case.lengths)), *counters]
+    return [pages, *module.OPERATIONS.read(store, max(case.lengths)), *counters]
 
 
 def check(module: Any, case: Case, device: str, seed: int, values: tuple[float, ...] = POISONS) -> None:
@@ -70,9 +71,9 @@ def check(module: Any, case: Case, device: str, seed: int, values: tuple[float, 
             new_k, new_v = poisoned(new_k, 0, 0, values, (0,)), poisoned(new_v, 1, 1, values, (0,))
         k, v, new_k, new_v, query = (x.to(device) for x in (k, v, new_k, new_v, step.q))
         store = store_for(case, device, poison=False)
-        module.append(k, v, mask.to(device), store.state, case.spec)
-        out = module.attend(query, new_k, new_v, None, store.state, case.spec, step.scaling)
-        module.append(new_k, new_v, None, store.state, case.spec)
+        module.OPERATIONS.append(Chunk(None, k, v, mask.to(device)), store)
+        out = module.OPERATIONS.attend(Chunk(query, new_k, new_v, scaling=step.scaling), store)
+        module.OPERATIONS.append(Chunk(None, new_k, new_v), store)
         by_head = out.unflatten(2, (case.heads, -1)).transpose(1, 2)
         results.append([by_head, *held(module, case, store)])
     clean, dirty = results
@@ -96,11 +97,11 @@ def check_latents(module: Any, spec: LayerSpec, device: str, seed: int, value: f
         c, r = (x.to(device) for x in chunks)
         store = PagedStore(spec, 3, 1, rank, rope, dtype, device, 300)
         old, new = (c[:, :, :count], r[:, :, :count]), (c[:, :, count:], r[:, :, count:])
-        module.append(*old, mask.to(device), store.state, spec)
-        out = module.attend(query.to(device), *new, None, store.state, spec, (rank + rope) ** -0.5)
-        module.append(*new, None, store.state, spec)
+        module.OPERATIONS.append(Chunk(None, *old, mask.to(device)), store)
+        out = module.OPERATIONS.attend(Chunk(query.to(device), *new, scaling=(rank + rope) ** -0.5), store)
+        module.OPERATIONS.append(Chunk(None, *new), store)
         pages = read_pages(store.state.pool, store.state.page_table)
-        results.append([out, *module.read(store.state, spec, count + 1), pages, store.state.length])
+        results.append([out, *module.OPERATIONS.read(store, count + 1), pages, store.state.length])
     clean, dirty = results
     assert clean[0].isfinite().all()
     assert not torch.equal(clean[0][0], dirty[0][0]), "the poison was not read"

@@ -11,7 +11,8 @@ from spread import put_spread, spread_queries, spread_scales
 
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 
 
@@ -159,7 +160,7 @@ def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore, P
         for rows in (first, lengths - first):
             chunk = int(rows.max())
             k, v = random_tokens(case, chunk, gen)
-            reference.append(k, v, random_mask(rows, chunk, gen), store.state, case.spec)
+            reference.OPERATIONS.append(Chunk(None, k, v, random_mask(rows, chunk, gen)), store)
     copy_state(store.state, other.state)
     return store, other
 
@@ -174,6 +175,9 @@ class Step:
     mask: torch.Tensor | None
     sinks: torch.Tensor | None
     scaling: float
+
+    def chunk(self, case: Case) -> Chunk:
+        return Chunk(self.q, self.k, self.v, self.mask, self.scaling, case.softcap, self.sinks)
 
     def to(self, device: str) -> Step:
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
@@ -205,7 +209,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
 def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values `[B, H, n, D]` that the step attends to, stored ones dequantized; which, bool `[B, 1, S, n]`."""
     total = max(case.lengths)
-    keys, values = reference.read(state, case.spec, total)
+    keys, values = reference.OPERATIONS.read(StoredLayer(state, case.spec), total)
     tokens = case.tokens
     valid = torch.arange(total)[None, None, :] < state.length[:, :1, None].cpu()
     valid = valid.expand(-1, tokens, -1)
@@ -302,19 +306,17 @@ def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
     return found
 
 
-def separate_step(module, case: Case, step: Step, state: LayerState) -> torch.Tensor:
-    """The output; attention and storing one after the other. `module`: `reference`, or one with the same functions."""
-    inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    out = module.attend(*inputs, *options)
-    module.append(step.k, step.v, step.mask, state, case.spec)
+def separate_step(module, case: Case, step: Step, store: PagedStore) -> torch.Tensor:
+    """The output; attention and storing one after the other. `module`: `reference`, or another with `OPERATIONS`."""
+    out = module.OPERATIONS.attend(step.chunk(case), store)
+    module.OPERATIONS.append(step.chunk(case)._replace(q=None), store)
     return out
 
 
-def fused_step(launch, case: Case, step: Step, state: LayerState) -> torch.Tensor:
+def fused_step(launch, case: Case, step: Step, store: PagedStore) -> torch.Tensor:
     """The output; both at once, and really so (unless tokens go straight into pages)."""
     before = dict(launch.launches)
-    inputs, options = (step.q, step.k, step.v, step.mask, state, case.spec), (step.scaling, case.softcap, step.sinks)
-    out = launch.step(*inputs, *options)
+    out = launch.OPERATIONS.step(step.chunk(case), store)
     launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
     assert launched.pop("attend_kernel") == 1
     for name in ("transform_kernel", "project_kernel"):
@@ -336,13 +338,13 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
     twin._refresh_addresses()
     inputs = random_steps(case, steps, gen)
     here = [step.to(device) for step in inputs]
-    outs = [run(launch, case, step, dev.state) for step in here]
+    outs = [run(launch, case, step, dev) for step in here]
     for i, (step, out) in enumerate(zip(here, outs, strict=True)):
-        expected = real_queries(separate_step(launch, case, step, twin.state), step)
+        expected = real_queries(separate_step(launch, case, step, twin), step)
         error = relative_error(real_queries(out, step), expected) if expected.numel() else 0.0
         assert error < 1e-3, f"step {i}: {error}"
     for step in inputs:
-        reference.append(step.k, step.v, step.mask, ref.state, case.spec)
+        reference.OPERATIONS.append(Chunk(None, step.k, step.v, step.mask), ref)
     assert_same_state(ref.state, dev.state)
     assert_same_state(ref.state, twin.state)
     assert not dev.state.scratch.any(), "counters are not as they were found"

@@ -30,6 +30,8 @@ from kernel_cases import (
 
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -55,7 +57,7 @@ def attended() -> int:
 def orders() -> tuple[str, ...]:
     """Values of `determinism.VARIABLE` for which a check runs. Emulated, each would be a build of its own: `test_fixed_order`
     has some there."""
-    return ("0", "1") if DEVICE == "cuda" and hasattr(launch, "fixed_order") else ("0",)
+    return ("0", "1") if DEVICE == "cuda" and hasattr(launch, "kernel_for") else ("0",)
 
 
 @contextlib.contextmanager
@@ -68,11 +70,11 @@ def poisoned():
         yield
 
 
-def attend_poisoned(*args) -> torch.Tensor:
-    """`launch.attend` where whatever it allocates holds NaN at first."""
+def attend_poisoned(chunk: Chunk, store: PagedStore) -> torch.Tensor:
+    """The output where whatever it allocates holds NaN at first."""
     with poisoned():
         before = attended()
-        out = launch.attend(*args)
+        out = launch.OPERATIONS.attend(chunk, store)
         assert attended() > before
     return out
 
@@ -92,12 +94,10 @@ def _check_attend(case: Case, seed: int) -> None:
         put_heavy_sink(step, (ref, dev), case)
     before = [x.clone() for x in dev.state.tensors()]
     wide, here = step.float(), step.to(DEVICE)
-    exact = reference.attend(
-        wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, step.scaling, case.softcap, step.sinks
+    exact = reference.OPERATIONS.attend(
+        Chunk(wide.q, wide.k, wide.v, step.mask, step.scaling, case.softcap, step.sinks), ref
     )
-    out = attend_poisoned(
-        here.q, here.k, here.v, here.mask, dev.state, case.spec, here.scaling, case.softcap, here.sinks
-    )
+    out = attend_poisoned(here.chunk(case), dev)
     assert out.dtype == case.dtype
     assert out.shape == exact.shape
     assert out.isfinite().all()
@@ -130,12 +130,14 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         length += tokens
         for store in (ref, dev):
             store.reserve(length)
-        reference.append(k, v, mask, ref.state, case.spec)
-        launch.append(k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE), dev.state, case.spec)
+        reference.OPERATIONS.append(Chunk(None, k, v, mask), ref)
+        launch.OPERATIONS.append(
+            Chunk(None, k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE)), dev
+        )
         assert_same_state(ref.state, dev.state)
     for a, b in zip(
-        reference.read(ref.state, case.spec, length + 3),
-        launch.read(dev.state, case.spec, length + 3),
+        reference.OPERATIONS.read(ref, length + 3),
+        launch.OPERATIONS.read(dev, length + 3),
         strict=True,
     ):
         assert torch.equal(a, b.cpu())
@@ -169,13 +171,12 @@ def check_attend_transformed(case: Case, seed: int = SEED) -> None:
     ref, dev = filled(case, gen, DEVICE)
     step = random_step(case, gen)
     wide, here = step.float(), step.to(DEVICE)
-    options = step.scaling, case.softcap
-    exact = reference.attend(wide.q, wide.k, wide.v, step.mask, ref.state, case.spec, *options, step.sinks)
+    exact = reference.OPERATIONS.attend(wide.chunk(case), ref)
     with poisoned():
-        out = launch.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, *options, here.sinks)
-    inputs = reference.transformed(step.q, step.k, step.v, ref.state, case.spec)
+        out = launch.OPERATIONS.attend(here.chunk(case), dev)
+    inputs = reference.transformed(step.chunk(case), ref)[:3]
     transformed = dataclasses.replace(step, **dict(zip("qkv", inputs, strict=True)))
-    near = reference.restored(plain(transformed, ref.state, case), ref.state, case.spec)
+    near = reference.restored(plain(transformed, ref.state, case), ref)
     error = relative_error(real_queries(out, step), real_queries(exact, step))
     error_plain = relative_error(real_queries(near, step), real_queries(exact, step))
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
@@ -191,8 +192,8 @@ def check_graph(options: dict) -> None:
     here = step.to(DEVICE)
 
     def run():
-        out = launch.attend(here.q, here.k, here.v, None, dev.state, case.spec, here.scaling)
-        launch.append(here.k, here.v, None, dev.state, case.spec)
+        out = launch.OPERATIONS.attend(Chunk(here.q, here.k, here.v, scaling=here.scaling), dev)
+        launch.OPERATIONS.append(Chunk(None, here.k, here.v), dev)
         return out
 
     stream = torch.cuda.Stream()
@@ -209,7 +210,7 @@ def check_graph(options: dict) -> None:
         for name in ("q", "k", "v"):
             getattr(here, name).copy_(getattr(step, name))
         graph.replay()
-        exact = reference.attend(step.q, step.k, step.v, None, ref.state, case.spec, step.scaling)
+        exact = reference.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), ref)
         assert relative_error(out, exact) < 2e-3
-        reference.append(step.k, step.v, None, ref.state, case.spec)
+        reference.OPERATIONS.append(Chunk(None, step.k, step.v), ref)
     assert_same_state(ref.state, dev.state)

@@ -11,7 +11,8 @@ import torch
 from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
 
@@ -60,7 +61,7 @@ class Filled:
         self.rows = [(c[b : b + 1, :, :n], r[b : b + 1, :, :n]) for b, n in enumerate(case.lengths)]
         real = torch.arange(longest, device=device) < torch.tensor(case.lengths, device=device)[:, None]
         if longest:
-            reference.append(c, r, real, self.store.state, case.spec)
+            reference.OPERATIONS.append(Chunk(None, c, r, real), self.store)
         self.chunk()
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -84,12 +85,14 @@ class Filled:
             self.mask = torch.rand(batch, case.tokens, generator=self.generator, device=self.q.device) < 0.6
             self.v = self.v.masked_fill(~self.mask[:, None, :, None], float("nan"))
 
+    @property
+    def step(self) -> Chunk:
+        return Chunk(self.q, self.k, self.v, self.mask, self.case.scaling)
+
 
 def exact(filled: Filled) -> torch.Tensor:
     """float32 attention over the packed bytes."""
-    case = filled.case
-    q = filled.q.float()
-    return reference.attend(q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling)
+    return reference.OPERATIONS.attend(filled.step._replace(q=filled.q.float()), filled.store)
 
 
 def plain(filled: Filled) -> torch.Tensor:
@@ -97,7 +100,7 @@ def plain(filled: Filled) -> torch.Tensor:
     case, state = filled.case, filled.store.state
     outs = []
     longest = int(state.length.max())
-    c, r = reference.read(state, case.spec, max(longest, 1))
+    c, r = reference.OPERATIONS.read(StoredLayer(state, case.spec), max(longest, 1))
     for b in range(len(case.lengths)):
         n = int(state.length[b, 0])
         c_all = torch.cat([c[b, 0, :n], filled.k[b, 0]])
@@ -115,18 +118,16 @@ def plain(filled: Filled) -> torch.Tensor:
 
 def pipeline(filled: Filled) -> torch.Tensor:
     """With queries and weights in FP8, too."""
-    case = filled.case
     v = filled.v.nan_to_num(0.0)
-    return snapmla_pipeline.attend(filled.q, filled.k, v, filled.mask, filled.store.state, case.spec, case.scaling)
+    return snapmla_pipeline.attend(filled.step._replace(v=v), filled.store)
 
 
 def check_attend(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:
     """The 2x rule: the kernel's error is at most twice that of the plain computation in the model's dtype. Of the wide kernel
     it is at most twice that of the pipeline that quantizes queries and weights."""
     filled = Filled(case, device, seed)
-    options = filled.mask, filled.store.state, case.spec, case.scaling
     before = launches.get("latent_wide_attend", 0)
-    found = kernels.attend(filled.q, filled.k, filled.v, *options).float()
+    found = getattr(kernels, "OPERATIONS", kernels).attend(filled.step, filled.store).float()
     assert launches.get("latent_wide_attend", 0) == before + wide
     truth = exact(filled)
     assert torch.isfinite(found).all()
@@ -152,8 +153,7 @@ def check_sizes_of_queries(kernels, case: Case, device: str, seed: int, wide: bo
     size[::2, :, case.rank :] = 1
     size[0] = 0
     filled.q = (filled.q.float() * size).to(case.dtype)
-    given = filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
-    found, truth = kernels.attend(*given).float(), exact(filled)
+    found, truth = kernels.OPERATIONS.attend(filled.step, filled.store).float(), exact(filled)
     error, allowed = (sizes(x.float() - truth) for x in (found, pipeline(filled) if wide else plain(filled)))
     rounding = torch.finfo(case.dtype).eps * sizes(truth)
     assert (error <= 2 * allowed + 0.5 * rounding).all(), f"seed {seed}: {error / allowed}"
@@ -165,12 +165,9 @@ def check_steps(kernels, case: Case, steps: int, device: str, seed: int) -> None
     twin = Filled(case, device, seed)
     for _ in range(steps):
         filled.chunk(), twin.chunk()
-        expected = kernels.attend(
-            filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
-        )
-        given = filled.q, filled.k, filled.v, filled.mask, filled.store.state, case.spec, case.scaling
-        assert torch.equal(kernels.step(*given), expected)
-        reference.append(twin.k, twin.v.nan_to_num(0.0), twin.mask, twin.store.state, case.spec)
+        expected = kernels.OPERATIONS.attend(filled.step, filled.store)
+        assert torch.equal(kernels.OPERATIONS.step(filled.step, filled.store), expected)
+        reference.OPERATIONS.append(Chunk(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
         compare(filled.store, twin.store)
 
 
@@ -182,8 +179,8 @@ def check_append(kernels, case: Case, chunks: list[int], device: str, seed: int)
         for each in (filled, twin):
             each.case = part
             each.chunk()
-        kernels.append(filled.k, filled.v, filled.mask, filled.store.state, case.spec)
-        reference.append(twin.k, twin.v.nan_to_num(0.0), twin.mask, twin.store.state, case.spec)
+        kernels.OPERATIONS.append(Chunk(None, filled.k, filled.v, filled.mask), filled.store)
+        reference.OPERATIONS.append(Chunk(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
         compare(filled.store, twin.store)
 
 

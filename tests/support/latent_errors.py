@@ -51,7 +51,7 @@ class Capture:
 
     def _keeping(self, layer: Any, step: Any) -> Any:
         def kept(query, key, value, *args):
-            stored = reference.read(layer.store.state, layer.spec, int(layer.store.state.length.max()))
+            stored = reference.OPERATIONS.read(layer.store, int(layer.store.state.length.max()))
             content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (key, value)))
             absorbed = layer.side.queries(query.float())[0].cpu()
             self.layers.append((layer.side.module, absorbed, content, rope))

@@ -20,6 +20,7 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.attention_function import lowbit_attention, lowbit_mask
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.storage.paged_store import read_pages
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 
 HEAD_DIM = 64
@@ -240,8 +241,8 @@ class Machine:
             state = layer.store.state
             before = [x.clone() for x in state.tensors()]
             sinks = None if step.sinks is None else step.sinks.to(self.device)
-            chunk = [x.to(self.device) for x in step[:4]]
-            out = ops.attend(*chunk, state, layer.spec, step.scaling, step.softcap, sinks, layer.backend)
+            tensors = [None if x is None else x.to(self.device) for x in step[:4]]
+            out = ops.attend(Chunk(*tensors, step.scaling, step.softcap, sinks), layer.store, layer.backend)
             self.check_output(rows, step, False, out.cpu())
             for old, new in zip(before, state.tensors(), strict=True):
                 assert torch.equal(old.view(torch.uint8), new.view(torch.uint8)), "attending changed the state"
@@ -340,13 +341,13 @@ class Machine:
     def check_layer(self, layer: LowBitLayer, rows: list[Row]) -> None:
         """`check_stored` of one layer."""
         assert layer.store is not None
-        state, spec = layer.store.state, layer.spec
+        state = layer.store.state
         lengths = [row.length for row in rows]
         assert state.length.tolist() == [[length] * self.kv_heads for length in lengths]
         assert state.paged.tolist() == [[row.paged] * self.kv_heads for row in rows]
         assert not state.lost.any()
         assert not state.scratch.any()
-        keys, values = (x.cpu() for x in ops.read(state, spec, max(*lengths, 1), layer.backend))
+        keys, values = (x.cpu() for x in ops.read(layer.store, max(*lengths, 1), layer.backend))
         for index, row in enumerate(rows):
             if row.pages:
                 pages = read_pages(state.pool, state.page_table[index, : len(row.pages)]).cpu()

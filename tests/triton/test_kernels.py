@@ -40,6 +40,8 @@ from kernel_matrix import (
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.storage.paged_store import StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
 
@@ -66,14 +68,14 @@ def test_small_store(case, chunks):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_small_special_rows(case):
-    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
+    check_special_rows(entry_points.OPERATIONS.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case):
-    check_special_rows(entry_points.append, case, DEVICE, generator(case, SEED))
+    check_special_rows(entry_points.OPERATIONS.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu
@@ -164,10 +166,10 @@ def test_compiles(case, monkeypatch):
     monkeypatch.setattr(read, "takes_ptx", lambda device: True)
     gen = generator(case, SEED)
     store, step = store_for(case, "cpu"), random_step(case, gen)
-    entry_points.attend(step.q, step.k, step.v, step.mask, store.state, case.spec, step.scaling)
-    entry_points.append(step.k, step.v, step.mask, store.state, case.spec)
+    entry_points.OPERATIONS.attend(Chunk(step.q, step.k, step.v, step.mask, step.scaling), store)
+    entry_points.OPERATIONS.append(Chunk(None, step.k, step.v, step.mask), store)
     for backend in ("triton", "cuda"):
-        entry_points.read(store.state, ops.storage_spec(case.spec, backend), 50)
+        entry_points.OPERATIONS.read(StoredLayer(store.state, ops.storage_spec(case.spec, backend)), 50)
     entry_points.transform(step.q, step.k, parse_transform("hadamard"), ())
     factors = torch.ones(case.heads, 48)
     entry_points.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))

@@ -18,11 +18,14 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import common, config, entry_points, prompt
-from hf_lowbit_kv.triton_kernels.cuda import geometry
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry
 
 needs_gpu = pytest.mark.skipif(not kernels.GPU, reason="needs a GPU")
 LAYOUTS = ["triton", "cuda"]
+#: by a backend's name, the module with its operations
+MODULES = {"triton": entry_points, "cuda": cuda_entry_points}
 
 
 def stored_for(case: Case, backend: str) -> Case:
@@ -49,7 +52,7 @@ def check_truth(case: Case) -> None:
     step = random_step(case, gen)
     expected = plain(step.float(), ref.state, case)
     here = step.to(kernels.DEVICE)
-    out = prompt.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, here.scaling, case.softcap, here.sinks)
+    out = prompt.attend(Chunk(here.q, here.k, here.v, here.mask, here.scaling, case.softcap, here.sinks), dev)
     assert relative_error(real_queries(out, step), real_queries(expected, step)) < 1e-3
 
 
@@ -104,7 +107,7 @@ def test_small_launches(monkeypatch):
 
     def run(seen) -> tuple[torch.Tensor, int]:
         before = count("prompt_kernel")
-        out = prompt.attend(step.q, step.k, step.v, None, dev.state, case.spec, step.scaling, seen=seen)
+        out = prompt.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling, seen=seen), dev)
         return out, count("prompt_kernel") - before
 
     expected, launches = run(None)
@@ -139,8 +142,8 @@ def test_small_scaling(scaling):
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
     exact = step.float()
-    expected = reference.attend(exact.q, exact.k, exact.v, None, ref.state, case.spec, scaling)
-    out = prompt.attend(step.q, step.k, step.v, None, dev.state, case.spec, scaling)
+    expected = reference.OPERATIONS.attend(Chunk(exact.q, exact.k, exact.v, scaling=scaling), ref)
+    out = prompt.attend(Chunk(step.q, step.k, step.v, scaling=scaling), dev)
     assert relative_error(out, expected) < 2e-3
 
 
@@ -165,8 +168,8 @@ def test_small_read(name, head_dim):
     case = stored_for(Case(keys=name, values=values, head_dim=head_dim, heads=1, lengths=(130, 3)), "cuda")
     ref, dev = filled(case, generator(case, kernels.SEED), "cpu")
     for a, b in zip(
-        reference.read(ref.state, case.spec, 135),
-        entry_points.read(dev.state, case.spec, 135),
+        reference.OPERATIONS.read(ref, 135),
+        entry_points.OPERATIONS.read(dev, 135),
         strict=True,
     ):
         assert torch.equal(a, b)
@@ -178,7 +181,7 @@ def test_small_read(name, head_dim):
 @pytest.fixture(params=LAYOUTS)
 def backend(request, monkeypatch):
     """A backend, whose kernels `check_attend` then takes."""
-    monkeypatch.setattr(kernels, "launch", ops._module(request.param))
+    monkeypatch.setattr(kernels, "launch", MODULES[request.param])
     return request.param
 
 
@@ -250,7 +253,7 @@ def test_memory(tokens, backend):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = ops._module(backend).attend(q, k, v, None, store.state, spec, 0.1)
+        out = MODULES[backend].OPERATIONS.attend(Chunk(q, k, v, scaling=0.1), store)
         peaks.append(torch.cuda.max_memory_allocated() - before - out.nbytes)
         del out
     assert peaks[-1] < config.BUFFER_BYTES + config.CARRY_BYTES + 2**21
@@ -284,10 +287,10 @@ def test_graph(backend):
     ref, dev = filled(case, gen, "cuda")
     step = random_step(case, gen)
     here = step.to("cuda")
-    module = ops._module(backend)
+    module = MODULES[backend]
 
     def run():
-        return module.attend(here.q, here.k, here.v, here.mask, dev.state, case.spec, here.scaling)
+        return module.OPERATIONS.attend(Chunk(here.q, here.k, here.v, here.mask, here.scaling), dev)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -301,7 +304,7 @@ def test_graph(backend):
     copy_state(found.state, dev.state)
     graph.replay()
     exact = step.float()
-    expected = reference.attend(exact.q, exact.k, exact.v, step.mask, ref.state, case.spec, step.scaling)
+    expected = reference.OPERATIONS.attend(Chunk(exact.q, exact.k, exact.v, step.mask, step.scaling), ref)
     assert relative_error(real_queries(out, step), real_queries(expected, step)) < 2e-3
 
 

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import (
     entry_points,
     fused_gate,
@@ -63,13 +64,11 @@ def compiled(monkeypatch, tmp_path):
 def run_all(case: Case) -> None:
     """Attention, storing and reading of a decode step and of a chunk."""
     gen = torch.Generator().manual_seed(0)
-    state = store_for(case, "cpu", poison=False).state
+    store = store_for(case, "cpu", poison=False)
     for tokens in (1, 40):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        entry_points.step(
-            step.q, step.k, step.v, step.mask, state, case.spec, step.scaling, case.softcap, step.sinks, 100
-        )
-    read.read(state, case.spec, 100)
+        entry_points.OPERATIONS.step(step.chunk(case)._replace(seen=100), store)
+    read.read(store, 100)
 
 
 #: and the patterns of the presets
@@ -93,10 +92,10 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
     if spec == case.spec:
         return  # the layout is the same
     gen = torch.Generator().manual_seed(0)
-    state = PagedStore(spec, 2, 2, 128, 128, case.dtype, "cpu", 500, records_for(spec, (128, 128), 2)).state
+    store = PagedStore(spec, 2, 2, 128, 128, case.dtype, "cpu", 500, records_for(spec, (128, 128), 2))
     step = random_step(dataclasses.replace(case, tokens=40), gen)
-    prompt.attend(step.q, step.k, step.v, None, state, spec, step.scaling, None, None, 200)
-    read.read(state, spec, 200)
+    prompt.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling, seen=200), store)
+    read.read(store, 200)
     assert {"read_pages_kernel", "prompt_kernel"} <= set(compiled)
 
 
@@ -117,10 +116,10 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
     monkeypatch.setattr(entry_points, "_chained", lambda device: True)
     case = Case(keys, values, **{"head_dim": 128, "page_size": 128, "lengths": (300, 130)} | options)
     gen = torch.Generator().manual_seed(0)
-    state = store_for(case, "cpu", poison=False).state
+    store = store_for(case, "cpu", poison=False)
     for tokens in (1, 9):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        entry_points.attend(step.q, step.k, step.v, None, state, case.spec, step.scaling)
+        entry_points.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), store)
         if tokens == 1 and values.startswith("vq") and case.page_size == 128:
             assert compiled["attend_kernel"].asm["ptx"].count("shfl.sync.idx") < 20
 
@@ -130,12 +129,13 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
 def test_latents_compile(content, layout, compiled):
     case = latent_cases.Case(lengths=(100, 3), tokens=9, heads=2, rank=512, rope=64, content=content, layout=layout)
     filled = latent_cases.Filled(case, "cpu", 0)
-    state, spec = filled.store.state, case.spec
-    prompt.attend(filled.q, filled.k, filled.v, None, state, spec, case.scaling)
-    read.read(state, spec, 100)
+    store = filled.store
+    prompt.attend(filled.step, store)
+    read.read(store, 100)
     if layout == "triton":
-        entry_points.append(filled.k, filled.v, None, state, spec)
-        entry_points.step(*(x[:, :, :1] for x in (filled.q, filled.k, filled.v)), None, state, spec, case.scaling)
+        entry_points.OPERATIONS.append(filled.step._replace(q=None), store)
+        token = Chunk(*(x[:, :, :1] for x in filled.step[:3]), scaling=case.scaling)
+        entry_points.OPERATIONS.step(token, store)
         assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
     assert {"prompt_kernel", "read_pages_kernel"} <= set(compiled)
 

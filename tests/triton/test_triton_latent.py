@@ -11,6 +11,7 @@ import torch
 from latent_cases import Case, Filled, check_append, check_attend, check_steps, exact
 
 from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.paged_store import StoredLayer
 from hf_lowbit_kv.triton_kernels import common, entry_points, prompt
 
 SEED = 0
@@ -45,9 +46,8 @@ def test_small_float32():
     filled = Filled(
         Case(lengths=(100, 3), heads=3, tokens=9, dtype=torch.float32, layout="triton"), kernels.DEVICE, SEED
     )
-    given = filled.q, filled.k, filled.v, None, filled.store.state, filled.case.spec, filled.case.scaling
     truth = exact(filled)
-    assert (entry_points.attend(*given) - truth).norm() < 1e-5 * truth.norm()
+    assert (entry_points.OPERATIONS.attend(filled.step, filled.store) - truth).norm() < 1e-5 * truth.norm()
 
 
 @kernels.needs_interpreter
@@ -68,7 +68,11 @@ def test_small_append(content):
 def test_small_read(layout):
     filled = Filled(Case(lengths=(70, 3), layout=layout, dtype=torch.float16), kernels.DEVICE, SEED)
     state, spec = filled.store.state, filled.case.spec
-    for found, expected in zip(entry_points.read(state, spec, 80), reference.read(state, spec, 80), strict=True):
+    for found, expected in zip(
+        entry_points.OPERATIONS.read(StoredLayer(state, spec), 80),
+        reference.OPERATIONS.read(StoredLayer(state, spec), 80),
+        strict=True,
+    ):
         assert torch.equal(found, expected)
 
 

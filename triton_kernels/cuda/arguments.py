@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.paged_store import LayerSpec, LayerState
+from ...storage.paged_store import StoredLayer
+from ...storage.step import Chunk
 from ...storage.transforms import Fused
 from ..common import format_records
 
@@ -102,28 +103,34 @@ class Tables(NamedTuple):
         return bool(self.keys_stride or self.values_stride)
 
 
-def tables(state: LayerState, spec: LayerSpec) -> Tables:
-    (keys, keys_stride), (values, values_stride) = format_records(state, spec)
+def tables(layer: StoredLayer) -> Tables:
+    (keys, keys_stride), (values, values_stride) = format_records(layer)
     return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
+def place_layer(args: AttendArgs | AppendArgs, layer: StoredLayer) -> None:
+    """Set every field that the layer decides, by name: where its tensors lie, and how many tokens they hold."""
+    state, spec = layer.state, layer.spec
+    pages = state.page_address.shape[1]
+    args.pool, args.address = state.pool[0].data_ptr(), state.page_address.data_ptr()
+    for name in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"):
+        setattr(args, name, getattr(state, name).data_ptr())
+    args.pages, args.sink, args.tail = pages, spec.sink, spec.tail_size
+    args.key_table, args.key_table_h, args.value_table, args.value_table_h = tables(layer)
+    if isinstance(args, AppendArgs):
+        args.lost, args.room, args.residual = state.lost.data_ptr(), spec.room(pages), spec.residual
+
+
 def append_args(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    order: torch.Tensor | None,
-    count: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
+    chunk: Chunk, layer: StoredLayer, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
     """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
     they are."""
-    pages = state.page_address.shape[1]
-    return AppendArgs(
-        *(address(x) for x in (k, v, mask, order, count, state.pool[0], state.page_address)),
-        *(state.sink_k.data_ptr(), state.sink_v.data_ptr(), state.tail_k.data_ptr(), state.tail_v.data_ptr()),
-        *(state.length.data_ptr(), state.paged.data_ptr(), state.lost.data_ptr()),
-        *(*k.stride()[:3], *v.stride()[:3], 0 if mask is None else mask.stride(0)),
-        *(*k.shape[1:3], pages, spec.room(pages), spec.sink, spec.tail_size, spec.residual),
-        *tables(state, spec),
-    )
+    k, v, mask = chunk[1:4]
+    args = AppendArgs(k=k.data_ptr(), v=v.data_ptr(), mask=address(mask), order=address(order), count=address(count))
+    place_layer(args, layer)
+    args.heads, args.tokens = k.shape[1:3]
+    args.k_b, args.k_h, args.k_s = k.stride()[:3]
+    args.v_b, args.v_h, args.v_s = v.stride()[:3]
+    args.mask_b = 0 if mask is None else mask.stride(0)
+    return args

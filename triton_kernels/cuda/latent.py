@@ -20,10 +20,12 @@ import torch
 from ...formats import Dense, Fp8, bricks
 from ...machine.toolchain import why_no_launcher
 from ...storage import reference
-from ...storage.paged_store import LayerSpec, LayerState
+from ...storage.paged_store import LayerSpec, StoredLayer
+from ...storage.step import Chunk, Operations
 from .. import prompt
-from .. import read as unpacking
-from .cuda_entry_points import _address, _rows, launches
+from .arguments import address
+from .cuda_entry_points import read
+from .decode_kernel import aligned, launches
 from .modules import properties
 from .nvrtc import Module, load
 
@@ -244,42 +246,41 @@ def _launch(
     module.launch(name, grid, threads, args, *more, shared=shared)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    state: LayerState,
-    spec: LayerSpec,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seen: int | None = None,
-) -> torch.Tensor:
-    """`reference.attend`: absorbed queries q `[B, Hq, S, rank + rope]`, the chunk's content k `[B, 1, S, rank]` and RoPE part v
-    `[B, 1, S, rope]`, mask bool `[B, S]` -> `[B, S, Hq, rank]`."""
-    return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=False)
+class CudaLatentOperations(Operations):
+    """Of layers that store latents: k is the chunk's content `[B, 1, S, rank]`, v its RoPE part `[B, 1, S, rope]`, and q are
+    absorbed queries `[B, Hq, S, rank + rope]`."""
+
+    launches = launches
+
+    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        return _step(chunk, layer, store=False)
+
+    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        """In two launches."""
+        return _step(chunk, layer, store=True)
+
+    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+        _append(chunk, layer)
+
+    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(layer, max_length)
 
 
-def step(
-    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap=None, sinks=None, seen=None
-) -> torch.Tensor:
-    """`attend`, then `append` of the chunk, in two launches."""
-    return _step(q, k, v, mask, state, spec, scaling, softcap, sinks, seen, store=True)
+OPERATIONS = CudaLatentOperations()
 
 
-def _step(
-    q, k, v, mask, state: LayerState, spec: LayerSpec, scaling, softcap, sinks, seen, store: bool
-) -> torch.Tensor:
+def _step(chunk: Chunk, layer: StoredLayer, store: bool) -> torch.Tensor:
+    state, spec = layer.state, layer.spec
+    q, k, v, mask, scaling, softcap, sinks, _ = chunk
+    assert q is not None
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     many = _exact(spec) and heads * tokens > DENSE_ROWS
     if tokens > TOKENS or many or softcap is not None or sinks is not None:
-        by = prompt if why_no_launcher() is None else reference
-        out = by.attend(q, k, v, mask, state, spec, scaling, softcap, sinks, seen)
+        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(chunk, layer)
         if store:
-            append(k, v, mask, state, spec)
+            _append(chunk, layer)
         return out
-    q, k, v, device = _rows(q), _rows(k), _rows(v), q.device
+    q, k, v, device = aligned(q), aligned(k), aligned(v), q.device
     rows, pages = heads * tokens, state.page_address.shape[1]
     how = plan(spec, rank, rope, q.dtype, rows, device)
     tiles, blocks = -(-rows // ROWS), -(-rows // how.rows)
@@ -304,7 +305,7 @@ def _step(
         None,
     )
     args = _Args(
-        *(_address(x) for x in given),
+        *(address(x) for x in given),
         *(
             *q.stride()[:3],
             k.stride(0),
@@ -341,12 +342,12 @@ def _shares(places: int, programs: int, pieces: int) -> int:
     return min(range(1, min(pieces, MOST_SPLITS) + 1), key=time)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: LayerState, spec: LayerSpec) -> None:
-    """`reference.append`: content k `[B, 1, S, rank]` and RoPE part v `[B, 1, S, rope]`; mask bool `[B, S]`."""
+def _append(chunk: Chunk, layer: StoredLayer) -> None:
+    (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     batch, _, tokens, rank = k.shape
     if tokens == 0:
         return
-    k, v = _rows(k), _rows(v)
+    k, v = aligned(k), aligned(v)
     module, _ = _module(spec, rank, v.shape[-1], k.dtype, k.device)
     order = count = None
     if mask is not None:
@@ -371,15 +372,9 @@ def append(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, state: L
         count,
     )
     args = _Args(
-        *(_address(x) for x in given),
+        *(address(x) for x in given),
         *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),
         *(1, tokens, pages, 1, spec.room(pages), 1, 1.0),
     )
     _launch(module, "latent_append", (tokens, batch, 1), args)
     _launch(module, "latent_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))
-
-
-def read(state: LayerState, spec: LayerSpec, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.read`."""
-    by = unpacking if why_no_launcher() is None else reference
-    return by.read(state, spec, max_length)

@@ -1,0 +1,91 @@
+"""What a step is given (`Chunk`), and who computes it (`Operations`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from .paged_store import StoredLayer
+
+
+class Chunk(NamedTuple):
+    """The tokens that one forward pass brings to a layer, and how their queries attend.
+
+    Under another reading than `separate`, k and v are the two streams, and q is as wide as the reading says.
+    """
+
+    q: torch.Tensor | None
+    """`[B, Hq, S, head_dim]`; `None`: the tokens are stored alone"""
+    k: torch.Tensor
+    """`[B, H, S, head_dim]`"""
+    v: torch.Tensor
+    """`[B, H, S, head_dim_v]`"""
+    mask: torch.Tensor | None = None
+    """bool `[B, S]`, False for padding; `None`: there is none"""
+    scaling: float = 1.0
+    """factor on q.k"""
+    softcap: float | None = None
+    """scores become `softcap * tanh(score / softcap)`; `None`: they stay"""
+    sinks: torch.Tensor | None = None
+    """`[Hq]`, a logit per query head that takes weight and gives no value (gpt-oss), or `None`"""
+    seen: int | None = None
+    """no row holds more tokens than this before the step, where Python knows it; changes no result"""
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """`q`, of a chunk that attends."""
+        assert self.q is not None
+        return self.q
+
+    @property
+    def tokens(self) -> int:
+        """New tokens a row, padding counted."""
+        return self.k.shape[2]
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows (query heads of a group times tokens) of one KV head."""
+        return self.queries.shape[1] // self.k.shape[1] * self.k.shape[2]
+
+    def rows(self, rows: slice) -> Chunk:
+        """Of some of the rows."""
+        q, mask = (None if x is None else x[rows] for x in (self.q, self.mask))
+        return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask)
+
+
+class Operations(ABC):
+    """The operations of a layer, as one backend computes them. Instances are immutable.
+
+    `storage/reference.py` defines the results. Chunks come as the model made them: operations apply the layer's transforms.
+    """
+
+    @abstractmethod
+    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
+
+        Returns:
+            `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.
+        """
+
+    @abstractmethod
+    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+        """Store a chunk without its padding, and pack each page that is due.
+
+        Tokens for which a row has no room left are dropped, and counted in `lost`.
+        """
+
+    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+        """`attend`, then `append`. The output."""
+        out = self.attend(chunk, layer)
+        self.append(chunk, layer)
+        return out
+
+    @abstractmethod
+    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in
+        the model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
+
+    def expect_steps(self, chunk: Chunk, layer: StoredLayer) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Steps of one token may follow this prompt: what they launch can be compiled meanwhile."""

@@ -1,0 +1,148 @@
+"""A kernel that a layer holds is filled with addresses: whatever replaces the layer's tensors must make it go."""
+
+from __future__ import annotations
+
+import copy
+
+import cuda_emulator
+import kernel_checks as kernels
+import pytest
+import torch
+from cuda_cases import fragment
+from emulated import emulated
+from kernel_cases import Case, filled, generator, random_step, random_tokens, relative_error
+
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points
+
+pytestmark = pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ on x86-64")
+CASE = Case(lengths=(100, 70), heads=1, groups=2, head_dim=64)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with emulated(monkeypatch) as module:
+        yield module.OPERATIONS
+
+
+def layers(**options):
+    """A layer that has held its kernel since a first step, and one that the reference computes; their step."""
+    case = fragment(Case(**{**vars(CASE), **options}))
+    gen = generator(case, kernels.SEED)
+    truth, layer = filled(case, gen, "cpu")
+    return case, gen, truth, layer
+
+
+def step(cuda, case, gen, truth, layer) -> None:
+    """A step of both: outputs, and what is stored."""
+    chunk = random_step(case, gen).chunk(case)
+    out, expected = cuda.step(chunk, layer), reference.OPERATIONS.step(chunk, truth)
+    assert relative_error(out, expected) < 2e-3
+    for name in ("length", "paged", "tail_k", "tail_v"):
+        a, b = (getattr(store.state, name).nan_to_num() for store in (layer, truth))
+        assert torch.equal(a, b), name
+
+
+def grown(layer):
+    layer.reserve(3000)
+    return layer
+
+
+def selected(layer):
+    layer.select_rows(torch.tensor([1, 1]))
+    return layer
+
+
+def copied(layer):
+    return copy.deepcopy(layer)
+
+
+def reset(layer):
+    layer.reset()
+    return layer
+
+
+def cropped(layer):
+    layer.state.length.sub_(40)
+    reference.unpack_into_tail(layer)
+    layer.own_pages()
+    return layer
+
+
+@pytest.mark.parametrize("change", [grown, selected, copied, reset, cropped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("capacity", [None, 400], ids=["growing", "preallocated"])
+def test_a_held_kernel_follows_the_layers_tensors(cuda, change, capacity):
+    case, gen, truth, layer = layers(capacity=capacity)
+    step(cuda, case, gen, truth, layer)
+    (held,) = layer.kernels.values()
+    before = layer
+    truth, layer = change(truth), change(layer)
+    for _ in range(2):
+        step(cuda, case, gen, truth, layer)
+    (now,) = layer.kernels.values()
+    moved = layer is not before or layer.state is not held._state
+    assert (now is not held) == moved
+    if layer is not before:  # the original is untouched, and goes on by itself
+        assert int(before.state.length.max()) == max(case.lengths) + 1
+
+
+def test_a_step_of_another_kind_gets_another_kernel(cuda):
+    """Padding, query tokens and options decide what is compiled; strides and addresses of a step's tensors do not."""
+    case, gen, truth, layer = layers(capacity=400)
+    for _ in range(2):
+        step(cuda, case, gen, truth, layer)
+    assert len(layer.kernels) == 1
+    chunk = random_step(case, gen).chunk(case)
+    masked = chunk._replace(mask=torch.tensor([[True], [False]]))
+    assert relative_error(cuda.attend(masked, layer)[:1], reference.OPERATIONS.attend(masked, truth)[:1]) < 2e-3
+    capped = chunk._replace(softcap=2.0)
+    assert relative_error(cuda.attend(capped, layer), reference.OPERATIONS.attend(capped, truth)) < 2e-3
+    half = capped._replace(softcap=0.5, scaling=0.5)  # the same kernel with other numbers
+    count = len(layer.kernels)
+    assert relative_error(cuda.attend(half, layer), reference.OPERATIONS.attend(half, truth)) < 2e-3
+    assert len(layer.kernels) == count == 3
+
+
+def test_tensors_that_lie_otherwise(cuda):
+    """Other strides, a pointer that no load of 16 bytes takes, and usual ones again."""
+    case, gen, truth, layer = layers(capacity=400)
+    chunk = random_step(case, gen).chunk(case)
+    expected = reference.OPERATIONS.attend(chunk, truth)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        return wide.copy_(x)
+
+    def spaced(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x + 1], -1)[..., : x.shape[-1]]
+
+    for change in (lambda x: x, shifted, spaced, lambda x: x.contiguous(), shifted):
+        other = Chunk(*(change(x) for x in chunk[:3]), *chunk[3:])
+        assert relative_error(cuda.attend(other, layer), expected) < 2e-3
+
+
+def test_parameters_and_copies_go_with_the_layer(cuda):
+    """A layer with a codebook in its records and factors of its keys: a copy reads its own."""
+    case, gen, truth, layer = layers(transform="smooth+hadamard", capacity=400)
+    step(cuda, case, gen, truth, layer)
+    twin, twin_truth = copy.deepcopy(layer), copy.deepcopy(truth)
+    assert not twin.kernels
+    assert twin.tensors()["key_transform"][0].data_ptr() != layer.tensors()["key_transform"][0].data_ptr()
+    for store in (layer, truth):
+        for record in store.state.parameters:
+            record.zero_()  # the original's alone
+    step(cuda, case, gen, twin_truth, twin)
+
+
+def test_long_chunks_leave_nothing_behind(cuda, monkeypatch):
+    """Where Triton launches nothing this kernel reads prompts too, and each length is a kind of its own."""
+    monkeypatch.setitem(cuda_entry_points.FUSED_ROWS, "cuda", 16)
+    monkeypatch.setattr(cuda_entry_points, "why_no_launcher", lambda: "no compiler")
+    case, gen, truth, layer = layers(capacity=400)
+    for tokens in (9, 10):
+        k, v = random_tokens(Case(**{**vars(case), "tokens": tokens}), tokens, gen)
+        q = torch.randn(2, 2, tokens, 64, generator=gen).half()
+        chunk = Chunk(q, k, v, scaling=0.1)
+        assert relative_error(cuda.attend(chunk, layer), reference.OPERATIONS.attend(chunk, truth)) < 2e-3
+    assert not layer.kernels

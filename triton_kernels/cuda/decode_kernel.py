@@ -1,0 +1,204 @@
+"""`attend.cu` for the steps of one layer: chosen, compiled and filled once; then each step sets what it brings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...machine.determinism import fixed_order
+from ...machine.toolchain import why_no_launcher
+from ...storage.paged_store import LayerState, StoredLayer
+from ...storage.step import Chunk
+from ...storage.transforms import Fused
+from ..config import FUSED_ROWS
+from .arguments import AttendArgs, Factors, StepArgs, address, factors, place_layer, tables
+from .geometry import grid_size
+from .modules import AttendKernel, attend_module, properties
+
+DTYPES = (torch.float16, torch.bfloat16)
+#: query rows of a KV head up to which the kernel transforms queries and keys itself: it does so once for every 8 or 16 of them
+TRANSFORM_INSIDE = 16
+#: blocks of query rows that a launch can have
+MAX_ROW_BLOCKS = 65535
+#: launches since import, by kernel name: tests assert that kernels ran
+launches: dict[str, int] = {}
+
+
+def count(kernel: str) -> None:
+    """Count a launch."""
+    name = f"{kernel}_kernel"
+    launches[name] = launches.get(name, 0) + 1
+
+
+def check_dtype(x: torch.Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"backend='cuda' computes in float16 and bfloat16, not in {x.dtype}; use backend='triton'")
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x` with consecutive channels and tokens that start at multiples of 16 bytes: itself, or a copy."""
+    fits = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def counters_for(state: LayerState, count: int) -> torch.Tensor:
+    """At least `count` int32 zeros, which every launch leaves as zeros: the layer's own, because launches on one layer follow
+    each other, and captured graphs keep the address. Long chunks, which have more blocks of query rows, get others."""
+    return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
+
+
+class Inside(NamedTuple):
+    """What the kernel does to queries and keys before it attends."""
+
+    fused: Fused
+    factors: Factors
+
+
+def inside_for(rows: int, layer: StoredLayer) -> Inside | None:
+    """What the kernel does to queries and keys where a KV head has so many query rows; `None`: nothing."""
+    spec, fused = layer.spec, layer.spec.key_transform.fused
+    if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
+        return None
+    return Inside(fused, factors(fused, layer.tensors()["key_transform"]))
+
+
+def attend_kernel(chunk: Chunk, tokens: int, layer: StoredLayer, inside: Inside | None, store: bool) -> AttendKernel:
+    """What to compile for chunks like this one, but of `tokens` tokens. store: whether the chunk is to be stored as well."""
+    q, k, v, spec = chunk.queries, chunk.k, chunk.v, layer.spec
+    rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
+    return AttendKernel(
+        spec=spec,
+        head_dim_k=k.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype,
+        rows=min(rows, 16),
+        heads=heads,
+        mask=chunk.mask is not None,
+        sinks=0 if chunk.sinks is None else 1 if chunk.sinks.dtype == q.dtype else 2,
+        softcap=chunk.softcap is not None,
+        transform=inside and inside.fused,
+        ordered=fixed_order(),
+        store=store,
+        per_head=tables(layer).per_head,
+        restores=spec.value_transform.own_inverse(v.shape[-1]),
+        device=q.device,
+    )
+
+
+class DecodeKernel:
+    """The kernel for one kind of chunk of one layer.
+
+    `kernel_for` keeps it with the layer, which drops it when its tensors are replaced: what it was filled with are addresses.
+
+    Args:
+        chunk: one of its kind. store: whether a chunk, one token, is to be stored as well, where the kernel can (`stores`).
+
+    Raises:
+        ValueError: a dtype that it does not compute in, or a chunk that is too long.
+    """
+
+    def __init__(self, chunk: Chunk, layer: StoredLayer, store: bool):
+        q, k = chunk.queries, chunk.k
+        check_dtype(q)
+        (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], chunk.v.shape[-1]
+        state, spec, rows = layer.state, layer.spec, chunk.query_rows
+        self.inside = inside_for(rows, layer)
+        kernel = attend_kernel(chunk, tokens, layer, self.inside, store)
+        self.restores = kernel.restores
+        self._module, choice, self._shared, self.stores = attend_module(kernel)
+        row_block = 8 * choice.row_tiles
+        row_blocks = -(-rows // row_block)
+        if row_blocks > MAX_ROW_BLOCKS:
+            raise ValueError(
+                f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
+                f"(prefill_chunk_size=...), because {why_no_launcher()}"
+            )
+        # no more teams than could have work: what rows hold is known on the device alone
+        pages, programs = state.page_address.shape[1], batch * heads
+        most = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
+        slots = max(properties(q.device).multi_processor_count * choice.teams // row_blocks, 1)
+        teams = min(grid_size(slots, programs), most)
+        self._grid, self._threads = (-(-teams // choice.teams), row_blocks, 1), 32 * choice.teams * choice.warps
+        shared_rows = 0 if teams == 1 else row_blocks * (teams + programs) * row_block  # a team alone shares no row
+        self._out, self._partial = (batch, tokens, q_heads, head_dim_v), shared_rows * (head_dim_v + 2)
+        self._state, self._arrived, self._counters = state, row_blocks * programs, row_blocks * programs + 1
+        self._strides: tuple | None = None
+
+        args = self._args = StepArgs() if self.stores else AttendArgs()
+        place_layer(args, layer)
+        args.batch, args.heads, args.groups, args.tokens = batch, heads, q_heads // heads, tokens
+        args.teams, args.split = teams, 0 if teams % programs else teams // programs
+        if self.inside is not None:
+            args.q_scale, args.k_scale, args.scale_h = self.inside.factors
+        if isinstance(args, StepArgs):
+            self._store = args.store
+            place_layer(self._store, layer)
+            self._store.heads, self._store.tokens = heads, tokens
+
+    def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch. The output `[B, S, Hq, D]`, and the chunk's keys as they are attended to and stored."""
+        q, k, v, mask, scaling, softcap, sinks, _ = chunk
+        assert q is not None
+        args, strides = self._args, (q.stride(), k.stride(), v.stride(), mask is not None and mask.stride())
+        if strides != self._strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = aligned(q), aligned(k), aligned(v)
+            self._set_strides(q, k, v, mask)
+        if sinks is not None:
+            sinks = sinks.contiguous() if sinks.dtype == q.dtype else sinks.float().contiguous()
+        device, keys = q.device, k
+        out = torch.empty(self._out, dtype=q.dtype, device=device)
+        partial = torch.empty(self._partial, dtype=torch.float32, device=device)
+        counters = counters_for(self._state, self._counters)
+        if self.inside is not None:
+            keys = torch.empty(k.shape, dtype=k.dtype, device=device)
+            args.raw_k = k.data_ptr()
+        args.q, args.k, args.v, args.out = q.data_ptr(), keys.data_ptr(), v.data_ptr(), out.data_ptr()
+        args.mask, args.sinks, args.scaling = address(mask), address(sinks), scaling
+        args.softcap = 1.0 if softcap is None else softcap
+        args.partial, args.counters = partial.data_ptr(), counters.data_ptr()
+        if isinstance(args, StepArgs):
+            store = self._store
+            store.k, store.v, store.mask = args.k, args.v, args.mask
+            args.arrived = args.counters + 4 * self._arrived
+        count("attend")
+        self._module.launch("attend", self._grid, self._threads, args, shared=self._shared)
+        return out, keys
+
+    def _set_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Tell where in these tensors rows, heads and tokens lie."""
+        self._strides = q.stride(), k.stride(), v.stride(), mask is not None and mask.stride()
+        args = self._args
+        args.q_b, args.q_h, args.q_s = q.stride()[:3]
+        args.raw_b, args.raw_h, args.raw_s = k.stride()[:3]
+        # keys that the kernel transforms go to a tensor of their own
+        stored = k.stride()[:3] if self.inside is None else torch.empty(k.shape, device="meta").stride()[:3]
+        args.k_b, args.k_h, args.k_s = stored
+        args.v_b, args.v_h, args.v_s = v.stride()[:3]
+        if mask is not None:
+            args.mask_b, args.mask_s = mask.stride()
+        if isinstance(args, StepArgs):
+            store = self._store
+            store.k_b, store.k_h, store.k_s = stored
+            store.v_b, store.v_h, store.v_s = v.stride()[:3]
+            store.mask_b = args.mask_b
+
+
+def kernel_for(chunk: Chunk, layer: StoredLayer, store: bool) -> DecodeKernel:
+    """The kernel for such chunks of the layer: the one that it holds, or a new one."""
+    q, k, v, mask, _, softcap, sinks, _ = chunk
+    assert q is not None
+    kind = (
+        q.shape,
+        q.dtype,
+        mask is None,
+        None if sinks is None else sinks.dtype,
+        softcap is None,
+        store,
+        fixed_order(),
+    )
+    if (kernel := layer.kernels.get(kind)) is None:
+        kernel = DecodeKernel(chunk, layer, store)
+        if chunk.query_rows <= FUSED_ROWS["cuda"]:  # else there would be one for each length of a chunk
+            layer.kernels[kind] = kernel
+    return kernel
