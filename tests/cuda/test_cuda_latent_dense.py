@@ -12,7 +12,8 @@ from latent_cases import Case, Filled, check_append, check_attend, check_sizes_o
 
 from hf_lowbit_kv.backends.choice import BACKENDS, Served
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerSpec, StoredLayer
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
@@ -78,7 +79,7 @@ def test_queries_of_all_sizes(case, kernels):
 def test_what_lies_behind_a_row_is_no_number(kernels):
     """A page may have held another row's tokens: NaN there must not show."""
     filled = Filled(case := dense(lengths=(70, 3)), DEVICE, SEED)
-    expected = kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    expected = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     state = filled.store.state
     for row, length in enumerate(case.lengths):
         for page in range(length // case.page_size, state.page_table.shape[1]):
@@ -89,7 +90,9 @@ def test_what_lies_behind_a_row_is_no_number(kernels):
                 tokens = part.transpose(1, 2).flatten(0, 1)  # a copy: bricks of eight tokens come apart
                 tokens[max(length - page * case.page_size, 0) :] = float("nan")
                 part.copy_(tokens.unflatten(0, (-1, 8)).transpose(1, 2))
-    found = kernels.attend(filled.q, filled.k, filled.v, None, state, case.spec, case.scaling)
+    found = kernels.OPERATIONS.attend(
+        Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), StoredLayer(state, case.spec)
+    )
     assert torch.isfinite(expected).all()
     assert torch.equal(found, expected)
 
@@ -135,7 +138,7 @@ def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monk
     monkeypatch.setattr(latent.prompt, "attend", lambda q, *args: asked.append(q.shape) or q)
     case = dense(lengths=(3,), heads=latent.DENSE_ROWS // 2 + 1, tokens=2, rank=64, rope=16, dtype=dtype)
     filled = Filled(case, DEVICE, SEED)
-    kernels.attend(filled.q, filled.k, filled.v, None, filled.store.state, case.spec, case.scaling)
+    kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     assert len(asked) == 1
 
 
