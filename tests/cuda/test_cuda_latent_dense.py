@@ -135,7 +135,7 @@ def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monk
     """The latent is read once for every 16 rows, and unpacked once for all."""
     asked = []
     monkeypatch.setattr(latent, "why_no_launcher", lambda: None)
-    monkeypatch.setattr(latent.prompt, "attend", lambda q, *args: asked.append(q.shape) or q)
+    monkeypatch.setattr(latent.prompt, "attend", lambda chunk, layer: asked.append(chunk.q.shape) or chunk.q)
     case = dense(lengths=(3,), heads=latent.DENSE_ROWS // 2 + 1, tokens=2, rank=64, rope=16, dtype=dtype)
     filled = Filled(case, DEVICE, SEED)
     kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
