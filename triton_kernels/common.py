@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import StoredLayer
+from ..storage.paged_store import LayerStore
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -31,7 +31,7 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
         kernel[grid](*args, **(OPTIONS | constants))
 
 
-def format_records(layer: StoredLayer) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+def format_records(layer: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
     """Of the key format and of the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from one KV
     head's to the next's. Any uint8 tensor where a format has none."""
     state = layer.state

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ..formats.base import FIELD_ALIGNMENT
-from ..storage.paged_store import LayerSpec, StoredLayer
+from ..storage.paged_store import LayerSpec, LayerStore
 from ..storage.reference import restored, transformed_by
 from ..storage.step import Chunk, Operations
 from ..storage.transforms import Transform, base_order, hadamard
@@ -144,13 +144,13 @@ class TritonOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         return restored(_attend(transformed_by(transform, chunk, layer), layer), layer)
 
-    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore) -> None:
         _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
 
-    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """Tokens are transformed once. The attend kernel is not launched ahead of the end of the transform's (`_chained`): that
         slowed it (docs/dev/log/kernels.md)."""
         chunk = transformed_by(transform, chunk, layer)
@@ -158,14 +158,14 @@ class TritonOperations(Operations):
         _append(chunk, layer)
         return restored(out, layer)
 
-    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, max_length)
 
 
 OPERATIONS = TritonOperations()
 
 
-def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     """`attend` of a chunk as it meets what is stored."""
     q, k, v, mask, scaling, softcap, sinks = chunk.queries, *chunk[1:7]
     state, spec = layer.state, layer.spec
@@ -250,7 +250,7 @@ def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
     return out
 
 
-def _append(chunk: Chunk, layer: StoredLayer) -> None:
+def _append(chunk: Chunk, layer: LayerStore) -> None:
     """`append` of keys and values as they are stored."""
     (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     batch, heads, tokens, _ = k.shape

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import StoredLayer
+from ..storage.paged_store import LayerStore
 from ..storage.step import Chunk
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, dot_type, padded_width
@@ -169,7 +169,7 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     """`Operations.attend`, for chunks of many tokens that are already transformed. Does not wait for the device."""
     (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), layer.state, layer.spec
     batch, q_heads, tokens, _ = q.shape
@@ -222,7 +222,7 @@ class _Walk:
     `[B, S, Hq, Dv]`.
     """
 
-    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, layer: StoredLayer, out: torch.Tensor):
+    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, layer: LayerStore, out: torch.Tensor):
         q, state = chunk.queries, layer.state
         self.q, self.sinks, self.scaling, self.softcap = q, chunk.sinks, chunk.scaling, chunk.softcap
         self.position, self.before, self.state, self.out = position, before, state, out

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import LayerSpec, StoredLayer
+from ..storage.paged_store import LayerSpec, LayerStore
 from .common import constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader
@@ -144,7 +144,7 @@ class NewTokens(NamedTuple):
 
 
 def unpack(
-    layer: StoredLayer, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
+    layer: LayerStore, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
@@ -197,7 +197,7 @@ def unpack(
         )
 
 
-def read(layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
     state = layer.state
     batch, heads = state.length.shape

@@ -36,7 +36,7 @@ from hf_lowbit_kv.eval.provenance import (
 )
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 
 RANK, ROPE = 512, 64
@@ -93,7 +93,7 @@ def check(kernels, case: Case) -> float:
         **{name: getattr(state, name)[:1] for name in ("page_table", "page_address", "length", "paged")}
     )
     first = first._replace(**{name: getattr(state, name)[:1] for name in ("sink_k", "sink_v", "tail_k", "tail_v")})
-    row = StoredLayer(first, spec)
+    row = LayerStore(first, spec)
     chunk = case.chunk.rows(slice(1))
     expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
     found = case.attend(kernels)[:1].float()

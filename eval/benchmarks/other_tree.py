@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_lowbit_kv.eval.provenance import RESULTS
-from hf_lowbit_kv.storage.paged_store import StoredLayer
+from hf_lowbit_kv.storage.paged_store import LayerStore
 from hf_lowbit_kv.storage.step import Chunk
 
 OURS = "hf_lowbit_kv"
@@ -58,7 +58,7 @@ class OtherTree:
         return importlib.import_module(f"{self._package}.{name}")
 
     def operations(self) -> Any:
-        """What is `hf_lowbit_kv.backends.operations` there; it takes a `Chunk` and a `StoredLayer` of this tree."""
+        """What is `hf_lowbit_kv.backends.operations` there; it takes a `Chunk` and a `LayerStore` of this tree."""
         operations = self.module("backends.operations")
         takes_chunks = (self.folder / OURS / "storage" / "step.py").is_file()
         return operations if takes_chunks else _OneByOne(operations)
@@ -89,17 +89,17 @@ class _OneByOne:
     def __init__(self, operations: ModuleType):
         self._operations = operations
 
-    def attend(self, chunk: Chunk, layer: StoredLayer, backend: str) -> Any:
+    def attend(self, chunk: Chunk, layer: LayerStore, backend: str) -> Any:
         return self._operations.attend(*self._arguments(chunk, layer, backend))
 
-    def step(self, chunk: Chunk, layer: StoredLayer, backend: str) -> Any:
+    def step(self, chunk: Chunk, layer: LayerStore, backend: str) -> Any:
         return self._operations.step(*self._arguments(chunk, layer, backend))
 
-    def append(self, chunk: Chunk, layer: StoredLayer, backend: str) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore, backend: str) -> None:
         self._operations.append(chunk.k, chunk.v, chunk.mask, layer.state, layer.spec, backend)
 
     @staticmethod
-    def _arguments(chunk: Chunk, layer: StoredLayer, backend: str) -> tuple:
+    def _arguments(chunk: Chunk, layer: LayerStore, backend: str) -> tuple:
         q, k, v, mask, scaling, softcap, sinks, seen = chunk
         return q, k, v, mask, layer.state, layer.spec, scaling, softcap, sinks, backend, seen
 

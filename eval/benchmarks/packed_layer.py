@@ -20,7 +20,7 @@ from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import NONE
 
@@ -104,7 +104,7 @@ class Case:
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
         """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
         state = self.state._replace(length=counters[0], paged=counters[1])
-        return self.ops.attend(self._token(token), StoredLayer(state, self.spec), backend)
+        return self.ops.attend(self._token(token), LayerStore(state, self.spec), backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, StoredLayer, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 #: tokens whose weights share a scale
@@ -61,7 +61,7 @@ def attention(
     return out / total[:, None], top + torch.log(p_scale * total)
 
 
-def attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     """`Operations.attend` by this pipeline, float32: everything stored is attended to quantized, the chunk exactly.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..storage.paged_store import StoredLayer
+from ..storage.paged_store import LayerStore
 from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
 from ..storage.step import Chunk
 
@@ -23,7 +23,7 @@ SCORES = 2**24
 class Cpu(Reference):
     """On CPUs."""
 
-    def _attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         batch, heads, tokens, _ = chunk.k.shape
         stored = int(layer.state.length.max()) + tokens
         rows = max(BUFFER_NUMBERS // (stored * heads * (chunk.k.shape[-1] + chunk.v.shape[-1])), 1)
@@ -39,7 +39,7 @@ class Cpu(Reference):
 OPERATIONS = Cpu()
 
 
-def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     """Attention of rows whose unpacked history fits into memory together."""
     q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
     tokens = q.shape[2]
@@ -57,7 +57,7 @@ def _attend(chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
-def _gathered(chunk: Chunk, layer: StoredLayer):
+def _gathered(chunk: Chunk, layer: LayerStore):
     """What is stored, in any order, and behind it the chunk: keys and values float32 `[B, H, n, D]`, and which of the stored
     tokens belong to each row, bool `[B, n - S]`; `None`: all do."""
     k, v, mask = chunk[1:4]

@@ -14,7 +14,7 @@ from typing import Any, get_origin, get_type_hints
 import torch
 
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import READ_ONLY, LayerState, StoredLayer
+from ..storage.paged_store import READ_ONLY, LayerState, LayerStore
 from ..storage.step import Chunk, Operations
 from .choice import Served as Served
 from .choice import check_backend as check_backend
@@ -67,13 +67,13 @@ def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Call
 
     def run(*args):
         spec, backend = LayerSpec.parse(args[_CHUNK_SIZE]), args[_CHUNK_SIZE + 1]
-        layer = StoredLayer(_state(args[_CHUNK_SIZE + 2 :]), spec)
+        layer = LayerStore(_state(args[_CHUNK_SIZE + 2 :]), spec)
         return work(operations_of(backend, spec.reading.name), Chunk(*args[:_CHUNK_SIZE]), layer)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
     operation.register_fake(lambda *args: fake(Chunk(*args[:_CHUNK_SIZE]), LayerSpec.parse(args[_CHUNK_SIZE])))
 
-    def call(chunk: Chunk, layer: StoredLayer, backend: str):
+    def call(chunk: Chunk, layer: LayerStore, backend: str):
         return operation(*chunk, layer.key, backend, *_flat(layer.state))
 
     return call
@@ -85,15 +85,15 @@ def _output(chunk: Chunk, spec: LayerSpec) -> torch.Tensor:
     return q.new_empty(batch, tokens, heads, spec.reading.widths(k.shape[-1], v.shape[-1])[1])
 
 
-def _attend_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def _attend_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     return operations.attend(chunk, layer).contiguous()
 
 
-def _step_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+def _step_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     return operations.step(chunk, layer).contiguous()
 
 
-def _append_whole(operations: Operations, chunk: Chunk, layer: StoredLayer) -> None:
+def _append_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> None:
     operations.append(chunk, layer)
 
 
@@ -114,21 +114,21 @@ def _watched(x: Any) -> bool:
     )
 
 
-def attend(chunk: Chunk, layer: StoredLayer, backend: str) -> torch.Tensor:
+def attend(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.attend` on the backend of that name."""
     if _watched(chunk.k):
         return _attend(chunk, layer, backend)
     return operations_of(backend, layer.spec.reading.name).attend(chunk, layer).contiguous()
 
 
-def step(chunk: Chunk, layer: StoredLayer, backend: str) -> torch.Tensor:
+def step(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.step` on the backend of that name. Compilation can neither move nor separate attending and storing."""
     if _watched(chunk.k):
         return _step(chunk, layer, backend)
     return operations_of(backend, layer.spec.reading.name).step(chunk, layer).contiguous()
 
 
-def append(chunk: Chunk, layer: StoredLayer, backend: str) -> None:
+def append(chunk: Chunk, layer: LayerStore, backend: str) -> None:
     """`Operations.append` on the backend of that name. Behind an `attend` of the same layer, use `step`: inductor moves a lone
     append before the attend, where it must copy the whole pool."""
     if _watched(chunk.k):
@@ -136,11 +136,11 @@ def append(chunk: Chunk, layer: StoredLayer, backend: str) -> None:
     return operations_of(backend, layer.spec.reading.name).append(chunk, layer)
 
 
-def expect_steps(chunk: Chunk, layer: StoredLayer, backend: str) -> None:
+def expect_steps(chunk: Chunk, layer: LayerStore, backend: str) -> None:
     """Tell the backend that steps of one token may follow this prompt, so that it can compile their kernel meanwhile."""
     operations_of(backend, layer.spec.reading.name).expect_steps(chunk, layer)
 
 
-def read(layer: StoredLayer, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def read(layer: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read` on the backend of that name."""
     return operations_of(backend, layer.spec.reading.name).read(layer, max_length)

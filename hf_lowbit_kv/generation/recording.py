@@ -33,9 +33,13 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
+<<<<<<< HEAD
 from ..storage.paged_store import StoredLayer
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
 from .fusing import Fusion, Substitute, why_nothing_fused
+=======
+from ..storage.paged_store import LayerStore
+>>>>>>> 0595062 (LayerStore: the name StoredLayer is a pool's)
 from .overriding import STATE
 from .sync_watch import watch
 
@@ -116,7 +120,7 @@ def memory(cache: Any) -> tuple:
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, StoredLayer):
+    elif isinstance(value, LayerStore):
         yield from value.state.tensors()
     elif isinstance(value, Mapping):
         for item in value.values():

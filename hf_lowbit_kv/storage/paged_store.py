@@ -74,7 +74,7 @@ class LayerState(NamedTuple):
         return self._replace(**chosen)
 
 
-class StoredLayer:
+class LayerStore:
     """What a layer stores: its tensors, and the spec that says what they mean. Backends get this.
 
     Attributes:
@@ -119,9 +119,9 @@ class StoredLayer:
         self.__dict__.update(attributes)
         self._forget()
 
-    def rows(self, rows: slice) -> StoredLayer:
+    def rows(self, rows: slice) -> LayerStore:
         """Some of the rows."""
-        return StoredLayer(self.state.rows(rows), self.spec)
+        return LayerStore(self.state.rows(rows), self.spec)
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
@@ -130,7 +130,7 @@ class StoredLayer:
         return self._tensors
 
 
-class PagedStore(StoredLayer):
+class PagedStore(LayerStore):
     """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 
 from ..formats import Format
 from ..formats.base import Tensors
-from .paged_store import LayerState, StoredLayer, read_pages
+from .paged_store import LayerState, LayerStore, read_pages
 from .step import Chunk, Operations
 from .transforms import Transform
 
@@ -69,7 +69,7 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def transformed(chunk: Chunk, layer: StoredLayer) -> Chunk:
+def transformed(chunk: Chunk, layer: LayerStore) -> Chunk:
     """A chunk as it meets what is stored."""
     return transformed_by(transform, chunk, layer)
 
@@ -81,7 +81,7 @@ def transform(
     return None if q is None else transform.counterpart(q, tensors, x.shape[1]), transform.forward(x, tensors)
 
 
-def transformed_by(launched: Callable, chunk: Chunk, layer: StoredLayer, keys: bool = True) -> Chunk:
+def transformed_by(launched: Callable, chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
     """`transformed`, where `launched` (as `transform`) applies what kernels can (`Transform.fused`). keys: whether to transform
     queries and keys, too."""
     spec = layer.spec
@@ -97,7 +97,7 @@ def transformed_by(launched: Callable, chunk: Chunk, layer: StoredLayer, keys: b
     return Chunk(q, k, v, *chunk[3:])
 
 
-def restored(out: torch.Tensor, layer: StoredLayer) -> torch.Tensor:
+def restored(out: torch.Tensor, layer: LayerStore) -> torch.Tensor:
     """An output `[B, S, Hq, D]` over values as they are stored, as the model wants it."""
     transform = layer.spec.value_transform
     if transform.identity:
@@ -106,7 +106,7 @@ def restored(out: torch.Tensor, layer: StoredLayer) -> torch.Tensor:
     return transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
-def as_made(keys: torch.Tensor, values: torch.Tensor, layer: StoredLayer) -> tuple[torch.Tensor, torch.Tensor]:
+def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
     """What `read` gave, `[B, H, n, D]`, as the model made it."""
     spec, tensors, heads = layer.spec, layer.tensors(), keys.shape[1]
     return (
@@ -118,10 +118,10 @@ def as_made(keys: torch.Tensor, values: torch.Tensor, layer: StoredLayer) -> tup
 class Reference(Operations):
     """In plain PyTorch and float32."""
 
-    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         return restored(self._attend(transformed(chunk, layer), layer), layer)
 
-    def _attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """`attend` of a chunk as it meets what is stored."""
         (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), layer.spec.reading, []
         for start in range(0, q.shape[2], QUERY_BLOCK):
@@ -137,7 +137,7 @@ class Reference(Operations):
             blocks.append(softmax.result(chunk.sinks).to(q.dtype))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
-    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore) -> None:
         _, k, v, mask, *_ = transformed(chunk._replace(q=None), layer)
         state, spec = layer.state, layer.spec
         room = spec.room(state.page_table.shape[1])
@@ -159,7 +159,7 @@ class Reference(Operations):
             if fits > to_sink:
                 _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, layer)
 
-    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         state, spec = layer.state, layer.spec
         length, dtype = state.length[:, :1], state.sink_k.dtype
         batch, heads = state.length.shape
@@ -184,7 +184,7 @@ class Reference(Operations):
 OPERATIONS = Reference()
 
 
-def history(layer: StoredLayer) -> Iterator[tuple]:
+def history(layer: LayerStore) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
     state, spec = layer.state, layer.spec
     length, paged = state.length[:, :1], state.paged[:, :1]
@@ -202,7 +202,7 @@ def history(layer: StoredLayer) -> Iterator[tuple]:
         yield state.tail_k, state.tail_v, tail_index(layer) >= paged
 
 
-def _unpack(pages: torch.Tensor, layer: StoredLayer) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(pages: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
     state, spec = layer.state, layer.spec
     (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
@@ -213,7 +213,7 @@ def _unpack(pages: torch.Tensor, layer: StoredLayer) -> tuple[torch.Tensor, torc
     return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
 
-def tail_index(layer: StoredLayer) -> torch.Tensor:
+def tail_index(layer: LayerStore) -> torch.Tensor:
     """int `[B, tail_size]`: index of the newest token that stands, or stood, in each slot of the ring; below a row's
     `paged` where that token is not in the tail (any more)."""
     spec = layer.spec
@@ -222,7 +222,7 @@ def tail_index(layer: StoredLayer) -> torch.Tensor:
     return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
 
 
-def _store_row(keys, values, row: int, tokens: int, paged: int, layer: StoredLayer) -> None:
+def _store_row(keys, values, row: int, tokens: int, paged: int, layer: LayerStore) -> None:
     """Put one row's new tokens `[H, n, D]`, the last of `tokens`, into its pages and tail."""
     state, spec = layer.state, layer.spec
     first = tokens - keys.shape[1]  # index of the first new token
@@ -237,7 +237,7 @@ def _store_row(keys, values, row: int, tokens: int, paged: int, layer: StoredLay
         state.tail_v[row][:, kept % spec.tail_size] = values[:, kept - paged]
 
 
-def _pack_row(keys, values, row: int, start: int, stop: int, layer: StoredLayer) -> None:
+def _pack_row(keys, values, row: int, start: int, stop: int, layer: LayerStore) -> None:
     """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
     state, spec = layer.state, layer.spec
     size, dtype = spec.page_size, state.sink_k.dtype
@@ -295,7 +295,7 @@ def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks:
     return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
 
 
-def unpack_into_tail(layer: StoredLayer) -> None:
+def unpack_into_tail(layer: LayerStore) -> None:
     """After `length` was lowered: where a row's end lies inside packed pages, drop the pages behind it and read the
     tokens of its last, now partial page back into the tail."""
     state, spec = layer.state, layer.spec

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .paged_store import StoredLayer
+from .paged_store import LayerStore
 
 
 class Chunk(NamedTuple):
@@ -62,7 +62,7 @@ class Operations(ABC):
     """
 
     @abstractmethod
-    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
 
         Returns:
@@ -70,22 +70,22 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore) -> None:
         """Store a chunk without its padding, and pack each page that is due.
 
         Tokens for which a row has no room left are dropped, and counted in `lost`.
         """
 
-    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """`attend`, then `append`. The output."""
         out = self.attend(chunk, layer)
         self.append(chunk, layer)
         return out
 
     @abstractmethod
-    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in
         the model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
 
-    def expect_steps(self, chunk: Chunk, layer: StoredLayer) -> None:  # noqa: B027  (most have nothing to prepare)
+    def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:  # noqa: B027  (most have nothing to prepare)
         """Steps of one token may follow this prompt: what they launch can be compiled meanwhile."""

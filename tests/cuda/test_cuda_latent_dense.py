@@ -12,7 +12,7 @@ from latent_cases import Case, Filled, check_append, check_attend, check_sizes_o
 
 from hf_lowbit_kv.backends.choice import BACKENDS, Served
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerSpec, StoredLayer
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
@@ -91,7 +91,7 @@ def test_what_lies_behind_a_row_is_no_number(kernels):
                 tokens[max(length - page * case.page_size, 0) :] = float("nan")
                 part.copy_(tokens.unflatten(0, (-1, 8)).transpose(1, 2))
     found = kernels.OPERATIONS.attend(
-        Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), StoredLayer(state, case.spec)
+        Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), LayerStore(state, case.spec)
     )
     assert torch.isfinite(expected).all()
     assert torch.equal(found, expected)

@@ -11,7 +11,7 @@ from spread import put_spread, spread_queries, spread_scales
 
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, PagedStore, StoredLayer
+from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 
@@ -209,7 +209,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
 def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values `[B, H, n, D]` that the step attends to, stored ones dequantized; which, bool `[B, 1, S, n]`."""
     total = max(case.lengths)
-    keys, values = reference.OPERATIONS.read(StoredLayer(state, case.spec), total)
+    keys, values = reference.OPERATIONS.read(LayerStore(state, case.spec), total)
     tokens = case.tokens
     valid = torch.arange(total)[None, None, :] < state.length[:, :1, None].cpu()
     valid = valid.expand(-1, tokens, -1)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.paged_store import StoredLayer
+from ...storage.paged_store import LayerStore
 from ...storage.step import Chunk
 from ...storage.transforms import Fused
 from ..common import format_records
@@ -103,12 +103,12 @@ class Tables(NamedTuple):
         return bool(self.keys_stride or self.values_stride)
 
 
-def tables(layer: StoredLayer) -> Tables:
+def tables(layer: LayerStore) -> Tables:
     (keys, keys_stride), (values, values_stride) = format_records(layer)
     return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
-def place_layer(args: AttendArgs | AppendArgs, layer: StoredLayer) -> None:
+def place_layer(args: AttendArgs | AppendArgs, layer: LayerStore) -> None:
     """Set every field that the layer decides, by name: where its tensors lie, and how many tokens they hold."""
     state, spec = layer.state, layer.spec
     pages = state.page_address.shape[1]
@@ -122,7 +122,7 @@ def place_layer(args: AttendArgs | AppendArgs, layer: StoredLayer) -> None:
 
 
 def append_args(
-    chunk: Chunk, layer: StoredLayer, order: torch.Tensor | None = None, count: torch.Tensor | None = None
+    chunk: Chunk, layer: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
     """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
     they are."""

@@ -19,7 +19,7 @@ import torch
 from ...machine.toolchain import why_no_launcher
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
-from ...storage.paged_store import StoredLayer
+from ...storage.paged_store import LayerStore
 from ...storage.reference import restored, transformed_by
 from ...storage.step import Chunk, Operations
 from ...storage.transforms import Transform
@@ -79,17 +79,17 @@ class CudaOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         return self._attend(chunk, layer, store=False)[0]
 
-    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """One launch for one token, where `geometry.can_store` says so."""
         out, left = self._attend(chunk, layer, store=True)
         if left is not None:
             _append(left, layer)
         return out
 
-    def _attend(self, chunk: Chunk, layer: StoredLayer, store: bool) -> tuple[torch.Tensor, Chunk | None]:
+    def _attend(self, chunk: Chunk, layer: LayerStore, store: bool) -> tuple[torch.Tensor, Chunk | None]:
         """The output, and the chunk, transformed, unless it has been stored already: where `store` asks for it and the kernel
         can."""
         if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
@@ -103,13 +103,13 @@ class CudaOperations(Operations):
             out = restored(out, layer)
         return out, None if kernel.stores else chunk._replace(k=keys)
 
-    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore) -> None:
         _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
 
-    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, max_length)
 
-    def expect_steps(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:
         """Compile what the steps of one token behind this prompt launch, while the prompt is read."""
         inside = inside_for(chunk.queries.shape[1] // chunk.k.shape[1], layer)
         expect(attend_kernel(chunk._replace(mask=None), 1, layer, inside, store=True))
@@ -118,14 +118,14 @@ class CudaOperations(Operations):
 OPERATIONS = CudaOperations()
 
 
-def read(layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`: Triton's kernels have it."""
     return (
         unpacking.read(layer, max_length) if why_no_launcher() is None else reference.OPERATIONS.read(layer, max_length)
     )
 
 
-def _transformed(chunk: Chunk, layer: StoredLayer, keys: bool = True) -> Chunk:
+def _transformed(chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
     """The chunk as it meets what is stored. keys: its queries and keys, too; else the attend kernel transforms them."""
     if keys and _projects(chunk, layer.spec):
         return _project(chunk, layer)
@@ -139,7 +139,7 @@ def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
     return spec.key_transform.product and few and fused is not None and not fused.scaled
 
 
-def _project(chunk: Chunk, layer: StoredLayer) -> Chunk:
+def _project(chunk: Chunk, layer: LayerStore) -> Chunk:
     """`reference.transformed`, in one launch."""
     (q, k, v), spec = (chunk.queries, *chunk[1:3]), layer.spec
     check_dtype(q)
@@ -161,7 +161,7 @@ def _project(chunk: Chunk, layer: StoredLayer) -> Chunk:
     return Chunk(outs[0], outs[1], outs[2] if fused.rotated else v, *chunk[3:])
 
 
-def _append(chunk: Chunk, layer: StoredLayer) -> None:
+def _append(chunk: Chunk, layer: LayerStore) -> None:
     """`append` of keys and values as they are stored."""
     (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     check_dtype(k)

@@ -8,7 +8,7 @@ import torch
 
 from ...machine.determinism import fixed_order
 from ...machine.toolchain import why_no_launcher
-from ...storage.paged_store import LayerState, StoredLayer
+from ...storage.paged_store import LayerState, LayerStore
 from ...storage.step import Chunk
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
@@ -55,7 +55,7 @@ class Inside(NamedTuple):
     factors: Factors
 
 
-def inside_for(rows: int, layer: StoredLayer) -> Inside | None:
+def inside_for(rows: int, layer: LayerStore) -> Inside | None:
     """What the kernel does to queries and keys where a KV head has so many query rows; `None`: nothing."""
     spec, fused = layer.spec, layer.spec.key_transform.fused
     if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
@@ -63,7 +63,7 @@ def inside_for(rows: int, layer: StoredLayer) -> Inside | None:
     return Inside(fused, factors(fused, layer.tensors()["key_transform"]))
 
 
-def attend_kernel(chunk: Chunk, tokens: int, layer: StoredLayer, inside: Inside | None, store: bool) -> AttendKernel:
+def attend_kernel(chunk: Chunk, tokens: int, layer: LayerStore, inside: Inside | None, store: bool) -> AttendKernel:
     """What to compile for chunks like this one, but of `tokens` tokens. store: whether the chunk is to be stored as well."""
     q, k, v, spec = chunk.queries, chunk.k, chunk.v, layer.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
@@ -98,7 +98,7 @@ class DecodeKernel:
         ValueError: a dtype that it does not compute in, or a chunk that is too long.
     """
 
-    def __init__(self, chunk: Chunk, layer: StoredLayer, store: bool):
+    def __init__(self, chunk: Chunk, layer: LayerStore, store: bool):
         q, k = chunk.queries, chunk.k
         check_dtype(q)
         (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], chunk.v.shape[-1]
@@ -184,7 +184,7 @@ class DecodeKernel:
             store.mask_b = args.mask_b
 
 
-def kernel_for(chunk: Chunk, layer: StoredLayer, store: bool) -> DecodeKernel:
+def kernel_for(chunk: Chunk, layer: LayerStore, store: bool) -> DecodeKernel:
     """The kernel for such chunks of the layer: the one that it holds, or a new one."""
     q, k, v, mask, _, softcap, sinks, _ = chunk
     assert q is not None

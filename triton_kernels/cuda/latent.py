@@ -20,7 +20,7 @@ import torch
 from ...formats import Dense, Fp8, bricks
 from ...machine.toolchain import why_no_launcher
 from ...storage import reference
-from ...storage.paged_store import LayerSpec, StoredLayer
+from ...storage.paged_store import LayerSpec, LayerStore
 from ...storage.step import Chunk, Operations
 from .. import prompt
 from .arguments import address
@@ -252,24 +252,24 @@ class CudaLatentOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         return _step(chunk, layer, store=False)
 
-    def step(self, chunk: Chunk, layer: StoredLayer) -> torch.Tensor:
+    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """In two launches."""
         return _step(chunk, layer, store=True)
 
-    def append(self, chunk: Chunk, layer: StoredLayer) -> None:
+    def append(self, chunk: Chunk, layer: LayerStore) -> None:
         _append(chunk, layer)
 
-    def read(self, layer: StoredLayer, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, max_length)
 
 
 OPERATIONS = CudaLatentOperations()
 
 
-def _step(chunk: Chunk, layer: StoredLayer, store: bool) -> torch.Tensor:
+def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
     state, spec = layer.state, layer.spec
     q, k, v, mask, scaling, softcap, sinks, _ = chunk
     assert q is not None
@@ -342,7 +342,7 @@ def _shares(places: int, programs: int, pieces: int) -> int:
     return min(range(1, min(pieces, MOST_SPLITS) + 1), key=time)
 
 
-def _append(chunk: Chunk, layer: StoredLayer) -> None:
+def _append(chunk: Chunk, layer: LayerStore) -> None:
     (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     batch, _, tokens, rank = k.shape
     if tokens == 0:
