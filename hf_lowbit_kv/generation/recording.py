@@ -33,13 +33,9 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
-<<<<<<< HEAD
-from ..storage.paged_store import StoredLayer
+from ..storage.paged_store import LayerStore
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
 from .fusing import Fusion, Substitute, why_nothing_fused
-=======
-from ..storage.paged_store import LayerStore
->>>>>>> 0595062 (LayerStore: the name StoredLayer is a pool's)
 from .overriding import STATE
 from .sync_watch import watch
 
