@@ -190,6 +190,7 @@ class PagedStore(LayerStore):
         store.batch_size, store.num_heads = state.length.shape
         store.head_dim_k, store.head_dim_v = state.head_dims
         store.dtype, store.device = state.sink_k.dtype, state.length.device
+        store.holding = Holding()
         return store
 
     # ---- capacity -------------------------------------------------------------------------------------------------

@@ -1,0 +1,346 @@
+"""Many requests: `python -m hf_lowbit_kv.eval.benchmarks.bench_many`.
+
+A model of the shape of Llama 3.1 8B with random weights. Three measurements:
+
+- `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch. `round_ms` is a whole round
+  of the scheduler with these rows: what it takes beyond the step is the CPU's work that the GPU waits for.
+- `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
+- `static`: `lb.generate` on the same requests in batches within the same memory. Of three orders and five batch sizes the one
+  that is fastest by what `steps` and `many` have measured is run.
+- `peer`: transformers' `generate_batch` in 16 bits, on the first requests.
+
+Seconds of prompts and of decode steps are the device's own, in columns of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.implementation import selected
+from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
+from hf_lowbit_kv.eval.benchmarks.contenders import StepClock, make
+from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.machine.byte_sizes import parse_size
+from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
+from hf_lowbit_kv.requests.row_pool import RowPool
+
+PARTS = ("steps", "many", "static", "peer")
+ROWS = (1, 7, 33, 64)
+STEPS = 24
+#: requests that transformers' own scheduler gets
+PEER_REQUESTS = 50
+console = wide_console()
+
+
+class DeviceTime:
+    """Seconds that calls of methods take on the device."""
+
+    def __init__(self, device: torch.device):
+        self.device, self._marks = device, {}  # type: ignore[var-annotated]
+
+    @contextmanager
+    def of(self, name: str, cls: type, method: str) -> Iterator[None]:
+        """Inside, calls of this method count as `name`."""
+        own = getattr(cls, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            out = own(*args, **kwargs)
+            self._marks.setdefault(name, []).append((begin, self._now()))
+            return out
+
+        setattr(cls, method, timed)
+        try:
+            yield
+        finally:
+            setattr(cls, method, own)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, name: str) -> float:
+        if self.device.type != "cuda":
+            return sum(end - begin for begin, end in self._marks.get(name, []))
+        torch.cuda.synchronize(self.device)
+        return sum(begin.elapsed_time(end) for begin, end in self._marks.get(name, [])) / 1e3
+
+    def count(self, name: str) -> int:
+        return len(self._marks.get(name, []))
+
+
+def clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def pool_steps_ms(model: Any, preset: str, rows: int, length: int) -> float:
+    """Of a pool with so many rows of `length` tokens: the median of decode steps, recorded where the device has graphs."""
+    template = lb.from_preset(preset, model, max_cache_len=64)
+    with selected(model):
+        read_once(model, template, 64)
+        layers = stored_layers(template)
+        pool = RowPool(layers, rows, rows * (length + 512), length + 512)
+        steps = PoolSteps(model, template, pool)
+        text = torch.randint(0, model.config.vocab_size, (length,))
+        members = [pool.enter(length + 256) for _ in range(rows)]
+        for row in members:
+            for chunk in text.split(2048):
+                steps.read(row, chunk)
+        clock = StepClock(model.device)
+        for _ in range(STEPS + 6):
+            logits = steps.decode(members)
+            steps.newest[:rows] = logits[:rows].argmax(-1)
+            clock(None, None)  # type: ignore[arg-type]
+        times = sorted(clock.steps_ms(5))
+        steps.free()
+    return times[len(times) // 2]
+
+
+def round_ms(model: Any, preset: str, rows: int, length: int) -> float:
+    """Of `generate_many` with so many rows: the median time between tokens of a row, as the CPU learns of them."""
+    text = torch.randint(0, model.config.vocab_size, (length,)).tolist()
+    requests = [{"input_ids": text}] * rows
+    options = {"max_new_tokens": STEPS + 3 * rows + 8, "do_sample": False, "max_rows": rows, "progress": False}
+    found = lb.generate_many(model, requests, preset, share_prefixes=False, **options)
+    times = found[-1].timestamps[4:]
+    gaps = sorted(1e3 * (end - begin) for begin, end in itertools.pairwise(times))
+    return gaps[len(gaps) // 2]
+
+
+def measure_steps(model: Any, preset: str, length: int, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+    found = []
+    for count in rows:
+        clean(model.device)
+        contender = make(preset, "recorded", model, count, length + 512)
+        contender.fill(length)
+        times = sorted(contender.steps_ms(STEPS))
+        batch = times[len(times) // 2]
+        del contender
+        lb.release(model)
+        clean(model.device)
+        pool = pool_steps_ms(model, preset, count, length)
+        clean(model.device)
+        whole = round_ms(model, preset, count, length)
+        found.append({"rows": count, "length": length, "batch_ms": batch, "pool_ms": pool, "round_ms": whole})
+        console.print(f"{count} rows: batch {batch:.2f} ms, pool {pool:.2f} ms, round {whole:.2f} ms")
+    return found
+
+
+# ---- workloads ----------------------------------------------------------------------------------------------------------
+
+
+def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: int) -> dict[str, Any]:
+    clean(model.device)
+    requests = [{"input_ids": job.prompt, "max_new_tokens": job.answer} for job in work]
+    clock, pools = DeviceTime(model.device), []
+    before = RowPool.__init__
+
+    def noted(self: RowPool, *args: Any) -> None:
+        before(self, *args)
+        pools.append((self.slots, self.memory.nbytes))
+
+    begin = time.perf_counter()
+    with clock.of("prompt", PoolSteps, "read"), clock.of("decode", PoolSteps, "decode"):
+        RowPool.__init__ = noted  # type: ignore[method-assign]
+        try:
+            found = lb.generate_many(
+                model, requests, preset, memory=memory, do_sample=False, prefill_chunk_size=chunk, progress=False
+            )
+        finally:
+            RowPool.__init__ = before  # type: ignore[method-assign]
+    seconds = time.perf_counter() - begin
+    written = sum(len(result.generated_tokens) for result in found)
+    assert written == sum(job.answer for job in work), {result.error for result in found}
+    return {
+        "seconds": seconds,
+        "prompt_s": clock.seconds("prompt"),
+        "decode_s": clock.seconds("decode"),
+        "steps": clock.count("decode"),
+        "tokens": written,
+        "tokens_per_s": written / seconds,
+        "slots": pools[0][0],
+        "pool_bytes": pools[0][1],
+    }
+
+
+def row_bytes_of(model: Any, preset: str) -> Any:
+    """Bytes of a row of so many tokens in the cache of `lb.generate`."""
+    template = lb.from_preset(preset, model, max_cache_len=64)
+    with selected(model), torch.no_grad():
+        read_once(model, template, 8)
+    layers = stored_layers(template)
+
+    def row_bytes(tokens: int) -> int:
+        pages = sum(layer.page_bytes * layer.spec.pages_for(tokens) for layer in layers)
+        return pages + sum(layer.window_bytes for layer in layers)
+
+    return row_bytes
+
+
+def measure_static(model: Any, preset: str, some: list[list[Job]], chunk: int) -> dict[str, Any]:
+    clean(model.device)
+    device, prompt_s, begin = model.device, 0.0, time.perf_counter()
+    for batch in some:
+        longest = max(len(job.prompt) for job in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, job in enumerate(batch):
+            ids[row, longest - len(job.prompt) :], mask[row, longest - len(job.prompt) :] = job.prompt, 1
+        clock = StepClock(device)
+        start: Any = StepClock(device)
+        start(None, None)
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False}
+        size = max(chunk // len(batch), 128)
+        lb.generate(
+            model,
+            inputs,
+            preset,
+            max(job.answer for job in batch),
+            logits_processor=[clock],
+            prefill_chunk_size=size,
+            **options,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            prompt_s += start.ticks[0].elapsed_time(clock.ticks[0]) / 1e3
+        else:
+            prompt_s += clock.ticks[0] - start.ticks[0]
+    seconds = time.perf_counter() - begin
+    lb.release(model)
+    written = sum(job.answer for batch in some for job in batch)
+    return {
+        "seconds": seconds,
+        "prompt_s": prompt_s,
+        "decode_s": seconds - prompt_s,
+        "steps": sum(max(job.answer for job in batch) for batch in some),
+        "tokens": written,
+        "tokens_per_s": written / seconds,
+    }
+
+
+def measure_peer(model: Any, work: list[Job]) -> dict[str, Any]:
+    """transformers' own scheduler, in the model's dtype."""
+    clean(model.device)
+    model.set_attn_implementation("sdpa")
+    inputs, options = [job.prompt.tolist() for job in work], {"do_sample": False, "eos_token_id": -1}
+    config = model.generation_config.__class__(max_new_tokens=max(job.answer for job in work), **options)
+    begin = time.perf_counter()
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.start()
+    for prompt, job in zip(inputs, work, strict=True):
+        manager.add_request(prompt, max_new_tokens=job.answer)
+    done = []
+    while len(done) < len(work):
+        if (result := manager.get_result(timeout=60)) is not None and result.is_finished():
+            done.append(result)
+    attention = model.config._attn_implementation
+    manager.stop(block=True)
+    seconds = time.perf_counter() - begin
+    written = sum(len(result.generated_tokens) for result in done)
+    return {"seconds": seconds, "tokens": written, "tokens_per_s": written / seconds, "attention": attention}
+
+
+def best_static(
+    work: list[Job], cost: Cost, row_bytes: Any, memory: int
+) -> tuple[str, int, list[list[Job]], dict[str, float]]:
+    """The order and batch size that should be the fastest, the batches, and the seconds predicted for all."""
+    tried = {}
+    for sorting in SORTINGS:
+        for rows in BATCH_SIZES:
+            some = batches(work, sorting, rows, row_bytes, memory)
+            tried[sorting, rows] = cost.predicted(some), some
+    (sorting, rows), (_, some) = min(tried.items(), key=lambda item: item[1][0])
+    return sorting, rows, some, {f"{name}, {size}": seconds for (name, size), (seconds, _) in tried.items()}
+
+
+def main(
+    part: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3].")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
+    requests: Annotated[int, typer.Option(help="Requests.")] = 200,
+    answers: Annotated[list[str] | None, typer.Option(help="long-tailed, 50-500; repeatable.")] = None,
+    memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
+    chunk: Annotated[int, typer.Option(help="Tokens of prompts read at a time.")] = 2048,
+    length: Annotated[int, typer.Option(help="Tokens of a row, where steps are timed.")] = 2000,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    tiny: Annotated[bool, typer.Option(help="A tiny model and few requests, for a dry run.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/many-<device>.jsonl].")] = None,
+) -> None:
+    """Measure, and append a JSON line for each part and kind of answers."""
+    where, wanted = torch.device(device), part or list(PARTS[:3])
+    if unknown := [name for name in wanted if name not in PARTS]:
+        raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
+    config = llama_8b(layers)
+    rows, prompts = ROWS, (200, 8000)
+    if tiny:
+        small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
+        config.update(small | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64})
+        rows, prompts, answers, requests, length = (1, 3), (20, 300), ["tiny"], min(requests, 12), 200
+    model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
+    size, out = parse_size(memory), out or results_path("many", device_name(where))
+    facts = {"preset": preset, "memory": size, "chunk": chunk, "gpu": device_name(where)}
+    facts |= {"model": "tiny" if tiny else f"llama-3.1-8b-shape-{layers}-layers"} | provenance(commit)
+    shown = Table("part", "answers", "seconds", "prompt s", "decode s", "steps", "tokens/s", "rows")
+    cost = Cost(1 / 20_000, {1: 7.0, 64: 12.0})
+
+    def note(record: dict[str, Any]) -> None:
+        append_record(out, record | facts)
+        numbers = [f"{record[key]:.1f}" if key in record else "" for key in ("seconds", "prompt_s", "decode_s")]
+        rate = f"{record['tokens_per_s']:.0f}"
+        shown.add_row(
+            record["part"], record["answers"], *numbers, str(record.get("steps", "")), rate, str(record.get("rows", ""))
+        )
+
+    if "steps" in wanted:
+        for record in (found := measure_steps(model, preset, length, rows)):
+            append_record(out, {"part": "steps"} | record | facts)
+        cost = cost._replace(steps_ms={each["rows"]: each["batch_ms"] for each in found})
+    for kind in answers or ["long-tailed", "50-500"]:
+        work = jobs(requests, kind, model.config.vocab_size, prompts)
+        if "many" in wanted:
+            record = measure_many(model, preset, work, size, chunk)
+            note({"part": "many", "answers": kind, "requests": requests, "rows": record["slots"]} | record)
+            cost = cost._replace(token_s=record["prompt_s"] / sum(len(job.prompt) for job in work))
+            if "steps" not in wanted:  # of the average of its steps
+                mean = max(sum(job.answer for job in work) / record["steps"], 1)
+                cost = cost._replace(steps_ms={1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
+        if "static" in wanted:
+            sorting, size_, some, tried = best_static(work, cost, row_bytes_of(model, preset), size)
+            record = measure_static(model, preset, some, chunk)
+            chosen = {"rows": size_, "sorting": sorting, "predicted_s": tried}
+            note({"part": "static", "answers": kind, "requests": requests} | chosen | record)
+        if "peer" in wanted:
+            note(
+                {"part": "peer", "answers": kind, "requests": PEER_REQUESTS} | measure_peer(model, work[:PEER_REQUESTS])
+            )
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,85 @@
+"""The requests of `bench_many`, and how static batches would serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Job(NamedTuple):
+    """A request: random tokens, and an answer of a length that is known beforehand."""
+
+    prompt: torch.Tensor
+    """int64 `[n]`"""
+    answer: int
+    """tokens"""
+
+
+#: lengths of answers: exponential, or uniform
+ANSWERS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+    "long-tailed": lambda count, gen: torch.empty(count).exponential_(1 / 400, generator=gen).clamp(20, 2000).int(),
+    "50-500": lambda count, gen: torch.randint(50, 501, (count,), generator=gen).int(),
+    "tiny": lambda count, gen: torch.randint(2, 12, (count,), generator=gen).int(),
+}
+
+
+def jobs(count: int, answers: str, vocabulary: int, prompts: tuple[int, int] = (200, 8000), seed: int = 0) -> list[Job]:
+    """Requests with prompts of uniform lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(prompts[0], prompts[1] + 1, (count,), generator=generator).tolist()
+    written = ANSWERS[answers](count, generator).tolist()
+    return [
+        Job(torch.randint(0, vocabulary, (length,), generator=generator), answer)
+        for length, answer in zip(lengths, written, strict=True)
+    ]
+
+
+#: orders in which static batches may be put together
+SORTINGS: dict[str, Callable[[Job], float]] = {
+    "as given": lambda job: 0,
+    "by prompt": lambda job: -len(job.prompt),
+    "by answer": lambda job: -job.answer,
+}
+BATCH_SIZES = (8, 16, 32, 64, 128)
+
+
+def batches(
+    all_jobs: Sequence[Job], sorting: str, rows: int, row_bytes: Callable[[int], int], memory: int
+) -> list[list[Job]]:
+    """Batches of at most `rows` jobs whose rows, all as long as the longest prompt and answer together, fit into `memory`."""
+    found: list[list[Job]] = []
+    for job in sorted(all_jobs, key=SORTINGS[sorting]):
+        batch = [*found[-1], job] if found else [job]
+        tokens = max(len(each.prompt) for each in batch) + max(each.answer for each in batch)
+        if found and len(batch) <= rows and len(batch) * row_bytes(tokens) <= memory:
+            found[-1].append(job)
+        else:
+            found.append([job])
+    return found
+
+
+class Cost(NamedTuple):
+    """What reading and decoding take, measured."""
+
+    token_s: float
+    """seconds to read a token of a prompt"""
+    steps_ms: dict[int, float]
+    """by rows, of a decode step"""
+
+    def step_s(self, rows: int) -> float:
+        """Of a step of so many rows: between the measured ones, linear."""
+        known = sorted(self.steps_ms)
+        below = max((n for n in known if n <= rows), default=known[0])
+        above = min((n for n in known if n >= rows), default=known[-1])
+        share = 0.0 if above == below else (rows - below) / (above - below)
+        return (self.steps_ms[below] * (1 - share) + self.steps_ms[above] * share) / 1e3
+
+    def predicted(self, some: Sequence[Sequence[Job]]) -> float:
+        """Seconds of these batches: prompts padded, and steps until the longest answer is written."""
+        total = 0.0
+        for batch in some:
+            total += len(batch) * max(len(job.prompt) for job in batch) * self.token_s
+            total += max(job.answer for job in batch) * self.step_s(len(batch))
+        return total

@@ -1,0 +1,199 @@
+"""A pool of rows on a GPU, with the kernels of both backends and recorded steps.
+
+The kernels compute in 16 bits, where two likeliest tokens can be too close to call. So both sides are given the same tokens, and
+logits are compared.
+"""
+
+import gc
+
+import pytest
+import torch
+from cases import FORMATS, cache_of, tiny_models
+from pool_cases import poison, read, steps_on
+from test_generate_many import Collected
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
+from hf_lowbit_kv.requests.row_pool import RowPool
+
+pytestmark = [pytest.mark.gpu]
+
+#: rounding to fp16 in two layers, as in test_generate_gpu.py
+TOLERANCE = 2e-2
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0].half().cuda()
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    if request.param == "cuda":
+        pytest.importorskip("cuda.bindings")
+    return request.param
+
+
+def alone(model, cache, text, tokens):
+    """Logits behind a text, and behind each of these tokens, with a cache of its own."""
+    found = []
+    with torch.no_grad():
+        for ids in (text, *tokens.split(1)):
+            found.append(model(ids[None].cuda(), past_key_values=cache).logits[0, -1])
+    return torch.stack(found)
+
+
+def close(found, expected):
+    assert torch.isfinite(found).all()
+    error = (found - expected).float().abs().max() / expected.float().abs().max()
+    assert error < TOLERANCE, float(error)
+
+
+@pytest.mark.parametrize("formats", [FORMATS[i] for i in (0, 1, 2, 8, 10)], ids="/".join)
+def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
+    """Of different lengths, one of them reading while others decode, free memory poisoned; every size of step is recorded."""
+    window = {"residual": 128, "page_size": 128, "backend": backend}
+    texts = [torch.randint(3, 160, (length,)) for length in (500, 60, 300)]
+    more = torch.randint(3, 160, (3, 150))
+    expected = [
+        alone(model, cache_of(model, formats, max_cache_len=1024, **window), text, tokens)
+        for text, tokens in zip(texts, more, strict=True)
+    ]
+    template = cache_of(model, formats, max_cache_len=64, **window)
+    read_once(model, template, 64)
+    steps = PoolSteps(model, template, RowPool(stored_layers(template), 4, 4096, 1024))
+    poison(steps.pool)
+    rows = []
+    for text, wanted in zip(texts, expected, strict=True):
+        rows.append(steps.pool.enter(1024))
+        close(steps.read(rows[-1], text), wanted[0])
+    waiting = steps.pool.enter(1024)
+    for step in range(more.shape[1]):
+        if step == 70:  # a row leaves, and the last one takes its slot
+            steps.leave(rows[1])
+            poison(steps.pool)
+        present = [0, 2] if step >= 70 else [0, 1, 2]
+        if step % 40 == 10:
+            steps.read(waiting, torch.randint(3, 160, (30,)))
+        for place in present:
+            steps.newest[rows[place].slot] = more[place, step]
+        logits = steps.decode([rows[place] for place in present])
+        for place in present:
+            close(logits[rows[place].slot], expected[place][step + 1])
+    assert steps.pool.memory.lost == 0
+    assert all(recorder.count == 1 for recorder in steps._recorders.values()), "every size is recorded once"
+
+
+def test_forks_and_prefixes(model, backend):
+    window = {"residual": 128, "page_size": 128, "backend": backend}
+    text, tokens = torch.randint(3, 160, (700,)), torch.randint(3, 160, (40,))
+    wanted = alone(model, lb.from_preset("dense", model, max_cache_len=1024, **window), text, tokens)
+    steps = steps_on(model, "dense", slots=3, tokens=4096, max_length=1024, **window)
+    pool = steps.pool
+    first = pool.enter(1024)
+    read(steps, first, text, chunk=256)
+    length = pool.prefix_lengths(len(text))[-1]
+    prefix = pool.prefix(first, length)
+    fork = pool.fork(first, 1024)
+    steps.leave(first)
+    poison(pool)
+    behind = pool.enter(1024, prefix)
+    close(steps.read(behind, text[length:]), wanted[0])
+    for step, token in enumerate(tokens):
+        steps.newest[[fork.slot, behind.slot]] = token.cuda()
+        logits = steps.decode([fork, behind])
+        close(logits[fork.slot], wanted[step + 1])
+        close(logits[behind.slot], wanted[step + 1])
+
+
+def test_requests_write_what_they_write_alone_but_for_near_ties(model):
+    texts = [torch.randint(3, 160, (length,)) for length in (20, 500, 300, 130, 700, 64, 257)]
+    options = {"max_new_tokens": 60, "do_sample": False, "prefill_chunk_size": 256, "progress": False}
+    found = lb.generate_many(model, texts, max_rows=4, share_prefixes=False, **options)
+    equal = 0
+    for text, result in zip(texts, found, strict=True):
+        assert result.error is None
+        one = lb.generate(model, text[None].cuda(), pad_token_id=0, **options)[0, len(text) :].tolist()
+        if one == result.generated_tokens:
+            equal += 1
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(one, result.generated_tokens, strict=True)) if a != b)
+        # where they part, the two tokens were too close to call
+        with torch.no_grad():
+            ids = torch.cat([text, torch.tensor(one[:at], dtype=torch.long)])[None].cuda()
+            logits = model(ids).logits[0, -1].float()
+        gap = (logits[one[at]] - logits[result.generated_tokens[at]]).abs() / logits.abs().max()
+        assert gap < 2 * TOLERANCE
+    print(f"{equal} of {len(texts)} equal to the last token")
+    assert equal >= len(texts) // 2
+
+
+def test_seeds_hold_whatever_else_is_asked(model):
+    texts = [torch.randint(3, 160, (length,)) for length in (20, 300)]
+    requests = [{"input_ids": text, "seed": 5 + i} for i, text in enumerate(texts)]
+    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "top_k": 20, "progress": False}
+    together = lb.generate_many(model, requests, max_rows=2, share_prefixes=False, **options)
+    again = lb.generate_many(model, requests, max_rows=2, share_prefixes=False, **options)
+    assert [x.generated_tokens for x in together] == [x.generated_tokens for x in again]
+
+
+def test_memory_comes_back(model):
+    def held():
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    texts = [torch.randint(3, 160, (200,)) for _ in range(6)]
+    options = {"max_new_tokens": 20, "do_sample": False, "progress": False, "memory": "200MB"}
+    lb.generate_many(model, texts, **options)
+    before = held()
+    lb.generate_many(model, texts, **options)
+    assert held() <= before + 2**20
+    broken = [{"input_ids": texts[0], "streamer": Collected(fails_at=8, error=KeyboardInterrupt())}, *texts[1:]]
+    with pytest.raises(lb.Interrupted) as caught:
+        lb.generate_many(model, broken, **options)
+    assert held() <= before + 2**20, "although the exception is still there"
+    assert len(caught.value.results) == 6
+    running = lb.generate_many(model, texts, as_completed=True, **options)
+    next(running)
+    running.close()
+    assert held() <= before + 2**20
+
+
+def test_a_step_unpacks_no_history():
+    """Its peak is below one row's history in 16 bits."""
+    model = tiny_models("llama", max_position_embeddings=65536)[0].half().cuda()
+    steps = steps_on(model, slots=4, tokens=4 * 20480, max_length=20480, page_size=128, residual=128, poisoned=False)
+    rows = [steps.pool.enter(20000) for _ in range(4)]
+    for row in rows:
+        for chunk in torch.randint(3, 160, (16384,)).split(2048):
+            steps.read(row, chunk)
+    for _ in range(4):
+        steps.decode(rows)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    steps.decode(rows)
+    config = model.config
+    one_row = 16384 * 2 * 2 * config.num_key_value_heads * config.head_dim
+    assert torch.cuda.max_memory_allocated() - before < one_row
+
+
+def test_steps_wait_for_nothing(model):
+    """Neither a step nor what the scheduler does between steps asks the GPU for a value, but for tokens that have arrived."""
+    steps = steps_on(model, slots=3, page_size=128, residual=128, poisoned=False)
+    rows = [steps.pool.enter(400) for _ in range(3)]
+    for row in rows:
+        steps.read(row, torch.randint(3, 160, (200,)))
+    for _ in range(4):
+        steps.decode(rows)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):  # pages become due
+            logits = steps.decode(rows)
+            steps.newest[:3] = logits[:3].argmax(-1)
+        steps.leave(rows[0])
+        steps.read(steps.pool.enter(300), torch.randint(3, 160, (100,)).pin_memory())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert padded_rows(3) == [1, 2, 3]
