@@ -112,7 +112,7 @@ def pool_steps_ms(model: Any, preset: str, rows: int, length: int) -> float:
         for _ in range(STEPS + 6):
             logits = steps.decode(members)
             steps.newest[:rows] = logits[:rows].argmax(-1)
-            clock(None, None)  # type: ignore[arg-type]
+            clock(None, None)
         times = sorted(clock.steps_ms(5))
         steps.free()
     return times[len(times) // 2]
@@ -122,7 +122,12 @@ def round_ms(model: Any, preset: str, rows: int, length: int) -> float:
     """Of `generate_many` with so many rows: the median time between tokens of a row, as the CPU learns of them."""
     text = torch.randint(0, model.config.vocab_size, (length,)).tolist()
     requests = [{"input_ids": text}] * rows
-    options = {"max_new_tokens": STEPS + 3 * rows + 8, "do_sample": False, "max_rows": rows, "progress": False}
+    options: dict[str, Any] = {
+        "max_new_tokens": STEPS + 3 * rows + 8,
+        "do_sample": False,
+        "max_rows": rows,
+        "progress": False,
+    }
     found = lb.generate_many(model, requests, preset, share_prefixes=False, **options)
     times = found[-1].timestamps[4:]
     gaps = sorted(1e3 * (end - begin) for begin, end in itertools.pairwise(times))
@@ -154,22 +159,23 @@ def measure_steps(model: Any, preset: str, length: int, rows: tuple[int, ...]) -
 def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: int) -> dict[str, Any]:
     clean(model.device)
     requests = [{"input_ids": job.prompt, "max_new_tokens": job.answer} for job in work]
-    clock, pools = DeviceTime(model.device), []
-    before = RowPool.__init__
+    clock, pools = DeviceTime(model.device), list[tuple[int, int]]()
 
-    def noted(self: RowPool, *args: Any) -> None:
-        before(self, *args)
-        pools.append((self.slots, self.memory.nbytes))
+    def noted(self: Any, *args: Any) -> None:
+        began(self, *args)
+        pools.append((self.pool.slots, self.pool.memory.nbytes))
 
+    cls: Any = PoolSteps
+    began = cls.__init__
     begin = time.perf_counter()
     with clock.of("prompt", PoolSteps, "read"), clock.of("decode", PoolSteps, "decode"):
-        RowPool.__init__ = noted  # type: ignore[method-assign]
+        cls.__init__ = noted
         try:
             found = lb.generate_many(
                 model, requests, preset, memory=memory, do_sample=False, prefill_chunk_size=chunk, progress=False
             )
         finally:
-            RowPool.__init__ = before  # type: ignore[method-assign]
+            cls.__init__ = began
     seconds = time.perf_counter() - begin
     written = sum(len(result.generated_tokens) for result in found)
     assert written == sum(job.answer for job in work), {result.error for result in found}
@@ -252,7 +258,7 @@ def measure_peer(model: Any, work: list[Job]) -> dict[str, Any]:
     manager.start()
     for prompt, job in zip(inputs, work, strict=True):
         manager.add_request(prompt, max_new_tokens=job.answer)
-    done = []
+    done: list[Any] = []
     while len(done) < len(work):
         if (result := manager.get_result(timeout=60)) is not None and result.is_finished():
             done.append(result)
@@ -297,11 +303,13 @@ def main(
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
     config = llama_8b(layers)
-    rows, prompts = ROWS, (200, 8000)
+    rows: tuple[int, ...] = ROWS
+    prompts = 200, 8000
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
         config.update(small | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64})
-        rows, prompts, answers, requests, length = (1, 3), (20, 300), ["tiny"], min(requests, 12), 200
+        rows, prompts = (1, 3), (20, 300)
+        answers, requests, length = ["tiny"], min(requests, 12), 200
     model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
     size, out = parse_size(memory), out or results_path("many", device_name(where))
     facts = {"preset": preset, "memory": size, "chunk": chunk, "gpu": device_name(where)}

@@ -1,7 +1,7 @@
 """A pool of rows on a GPU, with the kernels of both backends and recorded steps.
 
-The kernels compute in 16 bits, where two likeliest tokens can be too close to call. So both sides are given the same tokens, and
-logits are compared.
+The kernels compute in 16 bits, where two likeliest tokens can be too close to call. So both sides are given the same tokens,
+and logits are compared.
 """
 
 import gc
