@@ -16,7 +16,7 @@ import os
 import reprlib
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..machine.staleness import digest
+from .calibration_card import push_to_hub
 from .model_description import check_description, difference
 
 #: of the file's layout; another one is refused
@@ -95,6 +96,41 @@ class Calibration:
             raise OSError(f"calibration cannot be written to {str(path)!r}: {error}") from error
         finally:
             Path(temporary).unlink(missing_ok=True)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        measured: Sequence[Mapping[str, Any]] = (),
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload it, with a card that says what it was made from; `calibration="org/name"` then finds it.
+
+        Args:
+            repo_id: `org/name`; made where it does not exist.
+            measured: what presets lose on a text that was not calibrated on, for the card: one mapping a preset with `preset`,
+                `kl`, and if known `bits_per_value`, `top1` and `text`, as `hf-lowbit-kv eval perplexity --json` prints them.
+            private, token, revision, commit_message: as for `huggingface_hub.HfApi`.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            ValueError: `measured` lacks something, or names a text that was calibrated on. Nothing has been uploaded then.
+        """
+        return push_to_hub(
+            self,
+            FILE_NAME,
+            repo_id,
+            measured=measured,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+        )
 
     @classmethod
     def load(cls, source: str | Path) -> Calibration:

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..eval.demo import Continuation, compare, default_prompt
 from ..presets import Preset, get_preset, preset_names
 from .evaluation_commands import eval_app, recommend
-from .setup_commands import calibrate, doctor, fits
+from .setup_commands import calibrate, doctor, fits, share
 from .shared_options import (
     CalibrationOption,
     DeviceOption,
@@ -41,6 +41,7 @@ app.command("doctor")(doctor)
 app.command("recommend")(recommend)
 app.command("calibrate")(calibrate)
 app.command("fits")(fits)
+app.command("share")(share)
 
 #: what the demo shows: from the closest to full precision to the fewest bits
 SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")

@@ -13,6 +13,7 @@ from ..calibration.calibrate import calibrate as run
 from ..calibration.calibration_target import add_to_file, try_file, try_user_files
 from ..calibration.steps_shown import log_line
 from ..calibration.window_reading import packed_sizes
+from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..doctor import doctor as examine
@@ -112,6 +113,33 @@ def calibrate(
     found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+
+
+def share(
+    calibration: Annotated[
+        Path, typer.Argument(help="File that `hf-lowbit-kv calibrate` made.", exists=True, dir_okay=False)
+    ],
+    repo_id: Annotated[str, typer.Argument(help="Hub repository, org/name.")],
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of `hf-lowbit-kv eval perplexity --json` on a text that was not calibrated on, for the card.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
+) -> None:
+    """Upload a calibration to the hub, with a card that says what it was made from."""
+    rows = []
+    if measured is not None:
+        try:
+            rows = json.loads(_read(measured))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--measured {str(measured)!r} is not JSON: {error}") from error
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"--measured {str(measured)!r} is not a JSON list of objects")
+    print(Calibration.load(calibration).push_to_hub(repo_id, measured=rows, private=private or None))
 
 
 def fits(

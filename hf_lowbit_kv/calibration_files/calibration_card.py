@@ -1,0 +1,129 @@
+"""Calibrations on a hub: the page that says what one was made from, and what its presets lose on another text."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+#: what a run of `calibrate` may say of itself, and how the card calls it
+OF_A_RUN = {
+    "presets": "presets",
+    "texts": "texts",
+    "samples": "windows",
+    "length": "tokens a window",
+    "seed": "seed",
+    "mix": "share of unweighed tokens",
+    "gradients": "gradients",
+    "attention": "weighed by attention",
+    "versions": "versions",
+}
+#: of a measured preset
+OF_A_PRESET = {
+    "preset": "preset",
+    "bits_per_value": "bits",
+    "kl": "KL, nats",
+    "top1": "same next token",
+    "text": "text",
+}
+
+
+def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
+    """A model card in Markdown: the model, the runs, and what was measured.
+
+    Args:
+        calibration: a `Calibration`.
+        measured: one mapping a preset, as `hf-lowbit-kv eval perplexity --json` prints them: `preset`, `bits_per_value`, `kl`,
+            `top1`, and `text`, the name of the text, which must not be one that was calibrated on.
+
+    Raises:
+        ValueError: something was measured on a text that the calibration was made from, or lacks `preset` or `kl`.
+    """
+    texts = {str(text) for run in calibration.source for text in _listed(run.get("texts"))}
+    for row in measured:
+        if missing := [key for key in ("preset", "kl") if key not in row]:
+            raise ValueError(f"measured has {dict(row)!r}, which lacks {missing[0]!r}")
+        if (text := str(row.get("text", ""))) in texts:
+            raise ValueError(f"measured has text={text!r}, which was calibrated on: measure on another text")
+    data = ModelCardData(library_name="hf-lowbit-kv", tags=["kv-cache", "quantization", "calibration"])
+    name = calibration.model["name"]
+    presets = sorted({preset for run in calibration.source for preset in _listed(run.get("presets"))})
+    preset = presets[0] if presets else "eigen-2"
+    lines = [
+        f"# Calibration of low-bit KV caches for {name}",
+        "",
+        "For `hf-lowbit-kv`. It holds what calibrated presets need to know of this model; it holds no weights.",
+        "",
+        "```python",
+        "import hf_lowbit_kv as lb",
+        "",
+        f'cache = lb.from_preset("{preset}", model, calibration="THIS_REPOSITORY")',
+        "```",
+        "",
+        "## Made for",
+        "",
+        f"{name} (`{calibration.model['model_type']}`), {len(calibration.model['layers'])} packed layers. Other weights are "
+        "refused.",
+        "",
+        "## Holds",
+        "",
+        *(f"- {part}" for part in calibration.contents()),
+        "",
+        "## Made from",
+        "",
+        *_table(
+            [{title: _shown(run[key]) for key, title in OF_A_RUN.items() if key in run} for run in calibration.source]
+        ),
+    ]
+    if measured:
+        rows = [{title: _shown(row[key]) for key, title in OF_A_PRESET.items() if key in row} for row in measured]
+        lines += ["", "## Measured on a text that was not calibrated on", "", *_table(rows)]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
+
+
+def push_to_hub(
+    calibration: Any,
+    file_name: str,
+    repo_id: str,
+    *,
+    measured: Sequence[Mapping[str, Any]] = (),
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Upload a calibration as `file_name` and its card; see `Calibration.push_to_hub`. Returns the commit's address."""
+    page = ModelCard(card(calibration, measured).replace("THIS_REPOSITORY", repo_id), ignore_metadata_errors=False)
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        calibration.save(Path(folder, file_name))
+        page.save(Path(folder, "README.md"))
+        message = commit_message or f"Calibration for {calibration.model['name']}"
+        return str(
+            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message).commit_url
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _table(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    rows = list(rows)
+    if not rows:
+        return ["Not known: an early version made this file."]
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    cells = [[row.get(heading, "").replace("|", "\\|") for heading in headings] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *cells)]

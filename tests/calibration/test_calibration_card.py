@@ -1,0 +1,96 @@
+"""A calibration on a hub: what is uploaded, and what its card says."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from typer.testing import CliRunner
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibration_files.calibration_card import card
+from hf_lowbit_kv.calibration_files.calibration_file import FILE_NAME
+from hf_lowbit_kv.cli import app
+
+MODEL = {"name": "Tiny|1", "model_type": "llama", "layers": {"0": [2, 64, 64]}, "marks": [0.5]}
+NAME = "layers.0.keys.none.vq-d4b6.codebook"
+RUN = {
+    "presets": ["vecinfer-2"],
+    "texts": ["a.txt", "b.txt"],
+    "samples": 8,
+    "length": 512,
+    "seed": 3,
+    "tensors": [NAME],
+}
+MEASURED = [{"preset": "vecinfer-2", "kl": 0.0123456, "top1": 0.91, "text": "held-out.txt"}]
+
+
+@pytest.fixture
+def calibration():
+    return lb.Calibration({NAME: torch.ones(1, 64, 4, dtype=torch.float16)}, MODEL, [RUN])
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that keeps what is uploaded in a folder."""
+    calls = []
+
+    def create_repo(self, repo_id, **options):
+        calls.append(("create", repo_id, options))
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / "hub" / repo_id)
+        calls.append(("upload", repo_id, options))
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return SimpleNamespace(folder=tmp_path / "hub", calls=calls)
+
+
+def test_what_is_uploaded_can_be_loaded(calibration, hub):
+    assert calibration.push_to_hub("me/tiny-kv", measured=MEASURED) == "https://hub/me/tiny-kv/commit/1"
+    folder = hub.folder / "me" / "tiny-kv"
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", FILE_NAME]
+    loaded = lb.Calibration.load(folder)
+    assert torch.equal(loaded.tensors[NAME], calibration.tensors[NAME])
+    assert (loaded.model, loaded.source) == (MODEL, [RUN])
+
+
+def test_the_card_says_what_it_was_made_from(calibration, hub):
+    calibration.push_to_hub("me/tiny-kv", measured=MEASURED)
+    page = ModelCard.load(hub.folder / "me" / "tiny-kv" / "README.md")
+    assert page.data.library_name == "hf-lowbit-kv"
+    for part in ('calibration="me/tiny-kv"', "a.txt, b.txt", "vecinfer-2", "0.01235", "held-out.txt", "`llama`"):
+        assert part in page.text
+    table = [line for line in page.text.splitlines() if line.startswith("| presets")]
+    assert table == ["| presets | texts | windows | tokens a window | seed |"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [([{"preset": "x"}], "lacks 'kl'"), ([{**MEASURED[0], "text": "b.txt"}], "was calibrated on")],
+)
+def test_nothing_is_uploaded_where_the_card_would_be_wrong(calibration, hub, measured, message):
+    with pytest.raises(ValueError, match=message):
+        calibration.push_to_hub("me/tiny-kv", measured=measured)
+    assert hub.calls == []
+
+
+def test_a_file_without_runs_says_so(calibration):
+    calibration.source = []
+    assert "Not known" in card(calibration)
+
+
+def test_command(calibration, hub, tmp_path):
+    path, rows = tmp_path / "tiny.safetensors", tmp_path / "rows.json"
+    calibration.save(path)
+    rows.write_text(json.dumps(MEASURED), encoding="utf-8")
+    run = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows), "--private"])
+    assert run.exit_code == 0, run.output
+    assert hub.calls[0] == ("create", "me/tiny-kv", {"private": True, "exist_ok": True})
+    rows.write_text("{", encoding="utf-8")
+    failed = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows)])
+    assert "is not JSON" in str(failed.exception)
