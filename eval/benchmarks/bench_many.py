@@ -134,7 +134,7 @@ def round_ms(model: Any, preset: str, rows: int, length: int) -> float:
     return gaps[len(gaps) // 2]
 
 
-def measure_steps(model: Any, preset: str, length: int, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_steps(model: Any, preset: str, length: int, rows: list[int]) -> list[dict[str, Any]]:
     found = []
     for count in rows:
         clean(model.device)
@@ -284,7 +284,10 @@ def best_static(
 
 def main(
     part: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3].")
+        list[str] | None,
+        typer.Option(
+            help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3]. Steps that come first tell static batches their cost."
+        ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
@@ -292,6 +295,9 @@ def main(
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
     chunk: Annotated[int, typer.Option(help="Tokens of prompts read at a time.")] = 2048,
     length: Annotated[int, typer.Option(help="Tokens of a row, where steps are timed.")] = 2000,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of the steps; repeatable [default: 1, 7, 33, 64].")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model and few requests, for a dry run.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
@@ -303,12 +309,12 @@ def main(
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
     config = llama_8b(layers)
-    rows: tuple[int, ...] = ROWS
+    rows = rows or list(ROWS)
     prompts = 200, 8000
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
         config.update(small | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64})
-        rows, prompts = (1, 3), (20, 300)
+        rows, prompts = [1, 3], (20, 300)
         answers, requests, length = ["tiny"], min(requests, 12), 200
     model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
     size, out = parse_size(memory), out or results_path("many", device_name(where))
@@ -325,17 +331,21 @@ def main(
             record["part"], record["answers"], *numbers, str(record.get("steps", "")), rate, str(record.get("rows", ""))
         )
 
-    if "steps" in wanted:
-        for record in (found := measure_steps(model, preset, length, rows)):
+    def time_steps() -> dict[int, float]:
+        found = measure_steps(model, preset, length, rows)
+        for record in found:
             append_record(out, {"part": "steps"} | record | facts)
-        cost = cost._replace(steps_ms={each["rows"]: each["batch_ms"] for each in found})
+        return {record["rows"]: record["batch_ms"] for record in found}
+
+    if steps_first := wanted[0] == "steps":
+        cost = cost._replace(steps_ms=time_steps())
     for kind in answers or ["long-tailed", "50-500"]:
         work = jobs(requests, kind, model.config.vocab_size, prompts)
         if "many" in wanted:
             record = measure_many(model, preset, work, size, chunk)
             note({"part": "many", "answers": kind, "requests": requests, "rows": record["slots"]} | record)
             cost = cost._replace(token_s=record["prompt_s"] / sum(len(job.prompt) for job in work))
-            if "steps" not in wanted:  # of the average of its steps
+            if not steps_first:  # of the average of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
                 cost = cost._replace(steps_ms={1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
         if "static" in wanted:
@@ -348,6 +358,8 @@ def main(
                 {"part": "peer", "answers": kind, "requests": PEER_REQUESTS} | measure_peer(model, work[:PEER_REQUESTS])
             )
     console.print(shown)
+    if "steps" in wanted and not steps_first:
+        time_steps()
 
 
 if __name__ == "__main__":
