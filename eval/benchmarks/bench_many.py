@@ -286,7 +286,7 @@ def main(
     part: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3]. Steps that come first tell static batches their cost."
+            help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3]. Steps first: static batches know their cost."
         ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
