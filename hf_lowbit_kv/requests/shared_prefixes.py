@@ -99,3 +99,7 @@ class SharedPrefixes:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def kept(self) -> Iterator[Prefix]:
+        """The pages that are kept, each alone."""
+        return (page.part for page in self._pages.values())

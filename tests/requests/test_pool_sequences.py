@@ -1,0 +1,70 @@
+"""Random sequences of what a pool may be asked to do: every row holds its own text, and every page has its holders.
+
+Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n sequences; `make test-all` runs 5000.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import hypothesis
+import pytest
+from pool_machine import KINDS, Machine, Operation, sequences
+
+#: sequences of all kinds together
+FAST, ALL = 240, 5000
+
+
+def explore(kind: str, count: int) -> int:
+    """Run sequences that TEST_SEED and the kind decide. How many rows began with a shared prefix."""
+    ran = hits = 0
+
+    @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} pool {kind}".encode()))
+    @hypothesis.settings(
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(sequences())
+    def holds(sequence):
+        nonlocal ran, hits
+        ran += 1
+        machine = Machine(kind)
+        machine.run(sequence)
+        hits += machine.hits
+
+    holds()
+    print(f"{ran} sequences of {kind}, {hits} rows with a prefix")
+    assert ran >= count
+    return hits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sequence(kind, one_thread):
+    hits = explore(kind, int(os.environ.get("SEQUENCES") or FAST) // len(KINDS))
+    assert (hits > 0) == (kind != "two windows")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_sequences(kind, one_thread):
+    explore(kind, ALL // len(KINDS))
+
+
+#: what random sequences seldom come to
+KEPT = {
+    "a prefix is used, dropped and its row goes on": [
+        Operation("enter", 1, 110), Operation("chunk", 1, 110), Operation("keep", 0, 1), Operation("end", 0, 1),
+        Operation("enter", 1, 110), Operation("make room", 0, 4), Operation("chunk", 1, 100), Operation("step", 1, 3),
+    ],
+    "a fork outlives the row it came from, whose slot another one takes": [
+        Operation("enter", 1, 60), Operation("chunk", 1, 100), Operation("enter", 2, 30), Operation("fork", 0, 1),
+        Operation("end", 0, 1), Operation("step", 1, 3), Operation("step", 0, 5), Operation("chunk", 1, 40),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_sequence(kind, name):
+    Machine(kind).run(KEPT[name])

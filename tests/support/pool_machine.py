@@ -1,0 +1,216 @@
+"""A pool of rows without a model, and what its rows must hold: operations are drawn by hypothesis, and checked one by one.
+
+Keys and values follow from token and position alone. So what a row holds is known whoever stored it first; the truth is a store
+of one row that got all tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from pool_cases import poison
+
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.requests.row_pool import Row, RowPool
+from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
+from hf_lowbit_kv.requests.slot_memory import StoredLayer
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.step import Chunk
+
+HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
+#: by name, the specs of the layers
+KINDS = {
+    "dense": ["dense|dense|32|32|32"],
+    "no sink": ["int8-token|int4-token|0|32|32"],
+    "open page": ["int8-token|int8-token|8|0|32"],
+    "two windows": ["int4-channel|int4-token|32|32|32", "int8-token|int8-token|0|0|64"],
+}
+OPERATIONS = ("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room")
+
+
+class Operation(NamedTuple):
+    name: str
+    which: int
+    """a row, counted around"""
+    amount: int
+
+
+def sequences():
+    """Lists of operations."""
+    one = st.builds(Operation, st.sampled_from(OPERATIONS), st.integers(0, 3), st.integers(1, 200))
+    return st.lists(one, min_size=12, max_size=40)
+
+
+class Machine:
+    """A pool, and beside each row its text."""
+
+    def __init__(self, kind: str):
+        specs = [LayerSpec.parse(text) for text in KINDS[kind]]
+        sizes = HEADS, (HEAD_DIM, HEAD_DIM), torch.float32, torch.device("cpu"), []
+        self.layers = [StoredLayer(spec, *sizes) for spec in specs]
+        self.pool = RowPool(self.layers, SLOTS, TOKENS, LONGEST)
+        self.prefixes = SharedPrefixes(self.pool, 3)
+        self.texts: dict[Row, list[int]] = {}
+        self._stories: dict[Row, list[int]] = {}
+        """what chunks of a row bring; steps bring other tokens"""
+        self.hits = 0
+        generator = torch.Generator().manual_seed(5)
+        self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
+        poison(self.pool)
+
+    def run(self, operations: list[Operation]) -> None:
+        for operation in operations:
+            getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
+            poison(self.pool)
+            self.check_ledgers()
+        for row in list(self.pool.rows):
+            self.check(row)
+            self._leave(row)
+        self.prefixes.clear()
+        assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
+        assert self.pool.memory.lost == 0
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    def _row(self, which: int) -> Row | None:
+        rows = self.pool.rows
+        return rows[which % len(rows)] if rows else None
+
+    def _enter(self, operation: Operation) -> None:
+        """A row whose text begins like those of others: texts differ from some place on, or not at all."""
+        limit = 120 + operation.amount
+        ids = [0] * 20 + [operation.which % 2] * (limit - 20)
+        prefix = self.prefixes.find(ids[: limit - 1])
+        shared = 0 if prefix is None else prefix.length
+        if not self.pool.free_slots or (missing := self.pool.missing(limit, shared)) > 0:
+            if self.pool.free_slots:
+                self.prefixes.make_room(missing)
+            return
+        row = self.pool.enter(limit, prefix)
+        self.hits += prefix is not None
+        self.texts[row], self._stories[row] = ids[:shared], ids
+        self.check(row)
+
+    def _chunk(self, operation: Operation) -> None:
+        row = self._row(operation.which)
+        if row is None:
+            return
+        tokens = min(operation.amount, row.limit - row.length)
+        if tokens == 0:
+            return
+        new = self._stories[row][row.length : row.length + tokens]
+        self.pool.extend(row, tokens)
+        self.pool.flush()
+        self._store(slice(row.slot, row.slot + 1), [row], [new])
+        self.check(row)
+
+    def _step(self, operation: Operation) -> None:
+        """One token for some of the rows; the others and empty slots are masked."""
+        rows = [row for row in self.pool.rows if row.length < row.limit and (row.slot + operation.which) % 3]
+        if not rows:
+            return
+        for row in rows:
+            self.pool.extend(row, 1)
+        self.pool.flush()
+        self._store(slice(0, SLOTS), rows, [[operation.amount % 8] for _ in rows], masked=True)
+        for row in rows:
+            self.check(row)
+
+    def _fork(self, operation: Operation) -> None:
+        row = self._row(operation.which)
+        if row is None or not self.pool.free_slots or self.pool.missing_for_fork(row, row.limit) > 0:
+            return
+        new = self.pool.fork(row, row.limit)
+        self.texts[new], self._stories[new] = list(self.texts[row]), self._stories[row]
+        self.check(new)
+
+    def _end(self, operation: Operation) -> None:
+        if (row := self._row(operation.which)) is not None:
+            if operation.amount % 3:
+                self.prefixes.keep(row, self.texts[row])
+            self._leave(row)
+            for other in self.pool.rows:
+                self.check(other)
+
+    def _leave(self, row: Row) -> None:
+        del self.texts[row], self._stories[row]
+        self.pool.leave(row)
+
+    def _keep(self, operation: Operation) -> None:
+        if (row := self._row(operation.which)) is not None:
+            self.prefixes.keep(row, self.texts[row])
+
+    def _make_room(self, operation: Operation) -> None:
+        self.prefixes.make_room(operation.amount % 5)
+
+    # ---- storing and checking -------------------------------------------------------------------------------------
+
+    def _numbers(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens from a position on, `[1, heads, n, head_dim]`."""
+        tokens = torch.tensor(ids, dtype=torch.long)
+        position = torch.arange(start, start + len(ids))[None, :, None] / 64
+        keys, values = self._table[:, tokens].transpose(1, 2)
+        return (keys + position.sin())[None], (values + position.cos())[None]
+
+    def _store(self, slots: slice, rows: list[Row], new: list[list[int]], masked: bool = False) -> None:
+        """What a pass of the model does in every layer. The output is compared with attention over the true numbers."""
+        count, tokens = slots.stop - slots.start, len(new[0])
+        keys = torch.full((count, HEADS, tokens, HEAD_DIM), 7.0)
+        values, query = keys.clone(), torch.full((count, 2 * HEADS, tokens, HEAD_DIM), 0.25)
+        mask = torch.zeros(count, tokens, dtype=torch.bool)
+        for row, ids in zip(rows, new, strict=True):
+            place = row.slot - slots.start
+            keys[place : place + 1], values[place : place + 1] = self._numbers(ids, row.length)
+            mask[place] = True
+            row.length += len(ids)
+            self.texts[row] += ids
+        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
+            chunk = Chunk(query, keys, values, mask if masked else None, HEAD_DIM**-0.5)
+            out = ops.step(chunk, LayerStore(state.rows(slots), layer.spec), "cpu")
+            for row in rows:
+                found = out[row.slot - slots.start, -1]
+                k, v = self._numbers(self.texts[row], 0)
+                scores = (query[0, :, -1:].unflatten(0, (HEADS, 2)) @ k[0].unsqueeze(1).mT) * HEAD_DIM**-0.5
+                expected = (scores.softmax(-1) @ v[0].unsqueeze(1)).flatten(0, 1)[:, 0]
+                coarse = layer.spec.key_format.name != "dense"
+                torch.testing.assert_close(found, expected, rtol=0, atol=0.25 if coarse else 1e-4)
+
+    def check(self, row: Row) -> None:
+        """The row holds what a store of its own holds that got its text at once."""
+        self.pool.flush()
+        text = self.texts[row]
+        assert row.length == len(text)
+        if not text:
+            return
+        keys, values = self._numbers(text, 0)
+        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
+            own = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu")
+            own.reserve(len(text))
+            ops.append(Chunk(None, keys, values), own, "cpu")
+            store = LayerStore(state.rows(slice(row.slot, row.slot + 1)), layer.spec)
+            here = store.state
+            assert int(here.length[0, 0]) == len(text)
+            # behind a shared prefix the window is short until it has filled again
+            assert int(here.paged[0, 0]) >= int(own.state.paged[0, 0])
+            if int(here.paged[0, 0]) == int(own.state.paged[0, 0]):
+                for found, expected in zip(
+                    ops.read(store, len(text), "cpu"),
+                    ops.read(own, len(text), "cpu"),
+                    strict=True,
+                ):
+                    assert torch.equal(found, expected)
+
+    def check_ledgers(self) -> None:
+        """Pages are held by those who have them, and slots are dense."""
+        assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
+        for paging, ledger in self.pool.ledgers.items():
+            holders = Counter(page for row in self.pool.rows for page in row.pages[paging])
+            for kept in self.prefixes.kept():
+                holders.update(kept.pages.get(paging, []))
+            assert all(ledger.holders(page) == holders[page] for page in range(ledger.count))
+            assert ledger.free == ledger.count - len(holders)
+        assert self.pool.missing(1) <= 1, "every row gets the pages that it was promised"
