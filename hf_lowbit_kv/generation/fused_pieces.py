@@ -251,7 +251,7 @@ class Products(Piece):
 
     @property
     def mismatch(self) -> str | None:
-        return "its inputs differ" if self.shared is not None and self.shared.differs else None
+        return None if self.shared is None else self.shared.mismatch
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
         self.shared = SharedInput(call)
@@ -282,16 +282,21 @@ class SharedInput:
         self._x: Any = None
         self._version = -1
         self._outputs: dict[int, torch.Tensor] = {}
-        self._differed = False
+        self._differed = self._uncounted = False
 
     @property
-    def differs(self) -> bool:
-        """Whether products were computed that nobody asked for."""
-        return self._differed or bool(self._outputs)
+    def mismatch(self) -> str | None:
+        """Whether products were computed that nobody asked for, or could not be shared."""
+        if self._uncounted:
+            return "inference mode"
+        return "its inputs differ" if self._differed or self._outputs else None
 
     def output(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) != 1 or kwargs or args[0].is_inference():  # nobody counts the changes of an inference tensor
+        if len(args) != 1 or kwargs:
             return own(*args, **kwargs)
+        if args[0].is_inference():  # nobody counts its changes
+            self._uncounted = True
+            return own(*args)
         (x,) = args
         if self._x is not x or self._version != x._version or index not in self._outputs:
             self._differed |= bool(self._outputs)

@@ -80,7 +80,12 @@ class Fusion:
         Which of them hold is known afterwards, except where a piece's fastest way has failed and it has another one: `settled`
         stays `False` then, for another step.
         """
-        pieces, plain = _sorted(find_pieces(model))
+        try:
+            pieces, plain = _sorted(find_pieces(model))
+        except Exception as error:  # a model that has modules of other kinds than torch's
+            self.give_up(f"{type(error).__name__}: {error}")
+            yield
+            return
         watches = {piece: _Watch(piece, way) for piece in pieces if (way := self._next_way(piece)) is not None}
         with substituted(_substitutes((piece, watch) for piece, watch in watches.items())):
             yield
@@ -206,10 +211,10 @@ class _Watch:
 
     def verdict(self) -> str | None:
         """Why the kernel may not stand in, or `None`. Waits for the device."""
-        if self.calls == 0:
-            return self._piece.unused
         if (reason := self._reason or self._piece.mismatch) is not None:
             return reason
+        if self.calls == 0:
+            return self._piece.unused
         same, near = torch.stack(self._flags).all(0).tolist()
         if not same:
             return "it computes something else"

@@ -336,6 +336,25 @@ def test_fuse_is_checked(model, fuse):
     assert "generate" not in vars(model)
 
 
+def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
+    behind, fusion = Behind(model), Fusion()
+    plain = behind.step()
+    model.model.layers[0].mlp.named_children = None
+    with fusion.observing(model):
+        assert torch.equal(behind.step(), plain)
+    assert fusion.settled
+    assert not fusion.any
+    assert fusion.report() == "nothing: TypeError: 'NoneType' object is not callable"
+
+
+@kernels.needs_interpreter
+def test_small_inference_mode(model):
+    behind, fusion = Behind(model), Fusion()
+    with torch.inference_mode(), fusion.observing(model):
+        behind.step()
+    assert "products 2/4 (layers.0.self_attn and 1 more: inference mode)" in fusion.report()
+
+
 def test_agreement():
     exact = torch.randn(4, 100, dtype=torch.float64)
     plain = exact.bfloat16()
