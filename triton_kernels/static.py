@@ -24,7 +24,7 @@ LEVELS = tl.constexpr(float(MEAN_LEVELS))
 _FIELDS = (
     *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
     *("gathers", "ptx"),
-    *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "token_scale", "thresholds"),
+    *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "page_mean", "token_scale", "thresholds"),
     # of each group of channels: bits, gain, unit of means, number of planes; then of its two planes, where it has them
     *("bits", "gain", "mean_unit", "count", "plane_width", "plane_shift", "plane_first"),
     # of each width 4, 2, 1 that occurs: width, columns, words of a token, words in front of them
@@ -60,8 +60,9 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         folds=page_size.bit_length() - 1,
         group=group,
         row_words=sum(words),
-        mean_at=fields["mean"],
+        mean_at=fields.get("mean", 0),
         scale_at=fields.get("scale", 0),
+        page_mean=fmt.page_mean,
         token_scale=fmt.token_scale,
         thresholds=tuple(fmt.thresholds(head_dim).tolist()),
         bits=tuple(map(int, fmt.pattern)),
@@ -139,7 +140,6 @@ def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
     keep = channel < P.width
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=0.0)
-    mean = tl.load((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mask=keep, other=0).to(tl.float32)
     middle = tl.zeros_like(step)
     for i in tl.static_range(len(P.bits)):
         middle = tl.where(channel // P.group == i, ((1 << P.bits[i]) - 1) * 0.5, middle)
@@ -148,7 +148,10 @@ def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
         byte = tl.load(page + P.scale_at + token // 2, mask=valid[:, None], other=0).to(tl.int32)
         k = ((byte >> (token % 2 * 4)) & 15) + LOWEST
         x = x * _power(k)
-    x = (x + mean * _mean_unit(channel, P)) * step + center
+    if P.page_mean:
+        mean = tl.load((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mask=keep, other=0).to(tl.float32)
+        x += mean * _mean_unit(channel, P)
+    x = x * step + center
     return tl.where(valid[:, None] & keep, x, 0.0)
 
 
@@ -184,21 +187,24 @@ def _round(x):
 @triton.jit
 def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr):
     """Whole pages of some channels: what remains of tokens around the page's mean, in steps, `[page_size, n]`; the stored means
-    `[n]`. channel, keep: `[1, n]`."""
+    `[1, n]`, 0 where pages have none. channel, keep: `[1, n]`."""
     n: tl.constexpr = channel.shape[1]
     x = load_tokens(source, token, channel, keep, HAS_ORDER, TAIL)
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=1.0)
     x = x - center
     x = tl.math.div_rn(x, tl.zeros_like(x) + step)
-    total = x
-    for i in tl.static_range(P.folds):
-        total = tl.sum(tl.reshape(total, (2, P.page_size >> (i + 1), n)), 0)
-    unit = _mean_unit(channel, P)
-    mean = tl.reshape(total, (1, n)) * (1.0 / P.page_size) / tl.where(unit > 0, unit, 1.0)  # powers of two: exact
-    # clamped before it is rounded: the same number, and small enough for `_round`
-    mean = _round(tl.minimum(tl.maximum(mean, -LEVELS), LEVELS))
-    return x - mean * unit, mean
+    mean = tl.zeros((1, n), tl.float32)
+    if P.page_mean:
+        total = x
+        for i in tl.static_range(P.folds):
+            total = tl.sum(tl.reshape(total, (2, P.page_size >> (i + 1), n)), 0)
+        unit = _mean_unit(channel, P)
+        mean = tl.reshape(total, (1, n)) * (1.0 / P.page_size) / tl.where(unit > 0, unit, 1.0)  # powers of two: exact
+        # clamped before it is rounded: the same number, and small enough for `_round`
+        mean = _round(tl.minimum(tl.maximum(mean, -LEVELS), LEVELS))
+        x = x - mean * unit
+    return x, mean
 
 
 @triton.jit
@@ -236,7 +242,8 @@ def encode(
     channel = tl.arange(0, P.padded)[None, :]
     keep = channel < P.width
     rest, mean = _rest(record, source, token, channel, keep, HAS_ORDER, TAIL, P)
-    tl.store((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mean.to(tl.int8), mask=keep)
+    if P.page_mean:
+        tl.store((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mean.to(tl.int8), mask=keep)
     scale = tl.full((P.page_size, 1), 1.0, tl.float32)
     if P.token_scale:
         k = _scales(tl.where(keep, rest, 0.0), P)

@@ -182,7 +182,7 @@ class _Plan:
                         )
         self.length = max((calibrator.length for calibrator in self.calibrators.values()), default=512)
         self.kept: dict[tuple[int, int, str], list[torch.Tensor]] = {}
-        # of the keys that are kept, weights [H, page_size] of each page
+        # of the pages that are kept, weights [H, page_size]
         self.kept_weights: dict[tuple[PageGrid, int], list[torch.Tensor]] = {}
         self.drawn: dict[int, _Drawn] = {}
 
@@ -196,17 +196,17 @@ class _Plan:
         return {size: numbers for size, numbers in sides.items() if numbers}
 
     def weighed(self, length: int) -> list[PageGrid]:
-        """The pages for which windows of `length` tokens are weighed by attention, for calibrators of keys that want it. Warns
-        where windows are too short for that."""
+        """The pages for which windows of `length` tokens are weighed by attention, for calibrators that want it. Warns where
+        windows are too short for that."""
         wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
         found: list[PageGrid] = []
         for job in self.jobs:
-            if job.side != "keys" or not any(key in wanted for key, _ in _parts(job)) or job.grid in found:
+            if not any(key in wanted for key, _ in _parts(job)) or job.grid in found:
                 continue
             if (reason := job.grid.why_not(length)) is None:
                 found.append(job.grid)
             else:
-                warnings.warn(f"keys are not weighed by the attention that they get: {reason}", stacklevel=3)
+                warnings.warn(f"tokens are not weighed by the attention that they get: {reason}", stacklevel=3)
         return found
 
     def choose(self, windows: int, length: int, seed: int) -> None:
@@ -235,7 +235,7 @@ class _Plan:
                             calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
 
     def see(self, window: int, layer: int, x: tuple, weights: Mapping[PageGrid, torch.Tensor]) -> None:
-        """Keys and values of a window `[1, H, S, D]`, and weights of the keys `[H, S]`."""
+        """Keys and values of a window `[1, H, S, D]`, and weights of their tokens `[H, S]`."""
         if layer not in self.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
@@ -283,7 +283,7 @@ class _Plan:
             places = self.drawn[job.page_size].for_job(job)
             pages = self.kept[job.page_size, layer, job.side]
             x = torch.stack([pages[at] for at in places], 1).float()
-            of_pages = self.kept_weights.get((job.grid, layer)) if job.side == "keys" else None
+            of_pages = self.kept_weights.get((job.grid, layer))
             weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1)
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()

@@ -32,7 +32,7 @@ class Calibrator(ABC):
 
     #: whether it wants `observe_gradients`
     gradients: ClassVar[bool] = False
-    #: whether it wants weights of tokens, by the attention that they get (`attention_weights`); keys alone have any
+    #: whether it wants weights of tokens, by the attention they get (`attention_weights`); `observe` gets those of keys alone
     attention: ClassVar[bool] = False
     #: tokens of a window, where the user says nothing
     length: ClassVar[int] = 512
@@ -149,8 +149,14 @@ def _square_root(matrix: torch.Tensor) -> torch.Tensor:
 
 class StaticCalibrator(Calibrator):
     """Centers are means. Steps are fitted to what remains around the mean of a page: the best of 13 multiples of the Gaussian
-    step for each channel. With token scales it is the Gaussian step, for tokens of typical size. Weights of tokens count for
-    steps, not for centers."""
+    step for each channel, by errors of tokens as they are weighed. With token scales it is the Gaussian step, for tokens of
+    typical size.
+
+    Where pages have no means, a KV head's center is the mean or 0. Values of the tokens that are attended to most are often
+    small: around 0 they get small token scales, and around a mean they do not. So errors of weighed tokens decide (squared
+    attention is what an error of a value counts for). Without weights it is 0, unless the mean halves the error, as it does
+    where values have large biases.
+    """
 
     part: Static
     attention = True
@@ -163,21 +169,41 @@ class StaticCalibrator(Calibrator):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
         center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # where a channel's zero lies; any number serves
-        rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
+        if self.part.page_mean:
+            return center, self._step((pages - pages.mean(2, keepdim=True)).flatten(1, 2), weights)
+        centers = torch.zeros_like(center), center
+        steps = [self._step((pages - each.float()[:, None, None]).flatten(1, 2), weights) for each in centers]
+        errors = [self._error(pages, *each, weights) for each in zip(centers, steps, strict=True)]
+        moved = (errors[1] < errors[0] * (1 if weights is not None else 0.5))[:, None]
+        return torch.where(moved, *centers[::-1]), torch.where(moved, *steps[::-1])
+
+    def _error(
+        self, pages: torch.Tensor, center: torch.Tensor, step: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What each KV head's pages lose, `[H]`: squared errors, as tokens are weighed."""
+        given, x = (center.float(), step), pages.transpose(0, 1)
+        arrays = self.part.encode_arrays(x, given)
+        lost = (self.part.decode_arrays(arrays, self.head_dim, given) - x).square().sum(-1).transpose(0, 1)
+        return (lost if weights is None else lost * weights).sum((1, 2))
+
+    def _step(self, rest: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Steps `[H, D]` for what remains of tokens, `[H, n, D]`. weights: as `fit` gets them."""
+        if self.part.token_scale:
+            weights = None
         shares = _shares(weights, rest)
         size = (rest.square() * shares).sum(1).sqrt()
         size = size.clamp(min=float(size.amax()) * SMALLEST + 1e-30)
-        bits = self.part.bits(self.head_dim).to(pages.device)
-        gaussian = torch.tensor([STEP[int(b)] for b in bits], device=pages.device)
+        bits = self.part.bits(self.head_dim).to(rest.device)
+        gaussian = torch.tensor([STEP[int(b)] for b in bits], device=rest.device)
         if self.part.token_scale:
             typical = (rest / size[:, None]).square().mean(-1).sqrt().clamp(min=SMALLEST).log().mean(-1).exp()
-            return center, size * typical[:, None] * gaussian
+            return size * typical[:, None] * gaussian
         best, step = torch.full_like(size, torch.inf), size * gaussian
         for factor in FACTORS:
             tried = size * gaussian * factor
             error = ((uniform_codes(rest, tried[:, None], bits) - rest).square() * shares).sum(1)
             step, best = torch.where(error < best, tried, step), torch.minimum(error, best)
-        return center, step
+        return step
 
 
 def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

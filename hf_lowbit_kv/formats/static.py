@@ -5,8 +5,11 @@ matter ("eigen" for keys) or alike ("hadamard" for values). What is left for a p
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
+Names tell what a page has besides codes: `static-44422000` a mean, `static-2-t` a mean and token scales, `static-2-tn` token
+scales and no mean.
+
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
-- `mean` is the page's mean of what remains, in steps, one int8 a channel, in units of `mean_step(bits)`.
+- `mean` is the page's mean of what remains, in steps, one int8 a channel, in units of `mean_step(bits)`; 0 in formats without.
 - `bits` of a channel come from the pattern: `44422000` gives the first three eighths of the channels 4 bits, the last
   three none.
 - `token_scale` (values alone) is `2 ** (k / 4)`, k in -8..7, from the token's root mean square.
@@ -185,20 +188,22 @@ class Static(Format):
     Args:
         pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
         token_scale: whether each token has a scale of 4 bits (for values).
+        page_mean: whether a page has a mean a channel. Channels of 1 bit want one; values of 2 bits or more do not.
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
     Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width (`planes`),
-    packed as in `affine`; `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8 `[page_size / 2]`: k + 8 of token
-    `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
+    packed as in `affine`; with `page_mean`, `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8 `[page_size / 2]`:
+    k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
     `static_fragment`.
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
-    grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t]'"
+    grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t|-tn|-n]'"
 
     pattern: str
     token_scale: bool = False
+    page_mean: bool = True
     layout: str = "planar-1"
 
     def __post_init__(self):
@@ -214,12 +219,16 @@ class Static(Format):
     @property
     def name(self) -> str:
         layout = "" if self.layout == "planar-1" else f"@{self.layout}"
-        return f"static-{self.pattern}{'-t' if self.token_scale else ''}{layout}"
+        kept = ("t" if self.token_scale else "") + ("" if self.page_mean else "n")
+        return f"static-{self.pattern}{'-' if kept else ''}{kept}{layout}"
 
     @classmethod
     def parse(cls, name: str) -> Static | None:
-        match = re.fullmatch(r"static-(\d+)(-t)?(?:@([\w-]+))?", name)
-        return None if match is None else cls(match[1], match[2] is not None, match[3] or "planar-1")
+        match = re.fullmatch(r"static-(\d+)(?:-(t?n|t))?(?:@([\w-]+))?", name)
+        if match is None:
+            return None
+        kept = match[2] or ""
+        return cls(match[1], "t" in kept, "n" not in kept, match[3] or "planar-1")
 
     def with_layout(self, layout: str) -> Static:
         return replace(self, layout=layout)
@@ -262,7 +271,8 @@ class Static(Format):
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         scale = [("scale", torch.uint8, (page_size // 2,))] if self.token_scale else []
-        return [("codes", *self._codes(head_dim, page_size)), ("mean", torch.int8, (head_dim,)), *scale]
+        mean = [("mean", torch.int8, (head_dim,))] if self.page_mean else []
+        return [("codes", *self._codes(head_dim, page_size)), *mean, *scale]
 
     def _codes(self, head_dim: int, page_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the array `codes`."""
@@ -276,10 +286,12 @@ class Static(Format):
         x = (x.float() - center) / step
         bits = self.bits(head_dim).to(x.device)
         # steps are powers of two and sums are folded: every backend rounds at the same places
-        unit = self.mean_step(head_dim).to(x.device)
-        mean = (fold_sum(x) * (1 / page_size) / unit).round().clamp(-MEAN_LEVELS, MEAN_LEVELS)
-        x = x - (mean * unit)[..., None, :]
-        arrays = {"mean": mean.to(torch.int8)}
+        arrays = {}
+        if self.page_mean:
+            unit = self.mean_step(head_dim).to(x.device)
+            mean = (fold_sum(x) * (1 / page_size) / unit).round().clamp(-MEAN_LEVELS, MEAN_LEVELS)
+            x = x - (mean * unit)[..., None, :]
+            arrays["mean"] = mean.to(torch.int8)
         if self.token_scale:
             k = self.scale_of(x)
             arrays["scale"] = k[..., 0::2] | k[..., 1::2] << 4
@@ -289,15 +301,16 @@ class Static(Format):
         return arrays | {"codes": self._pack(codes)}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        device = arrays["mean"].device
+        device = arrays["codes"].device
         middle = (2.0 ** self.bits(head_dim) - 1).to(device) / 2
         x = (self._unpack(arrays["codes"], head_dim).float() - middle) * self.gain(head_dim).to(device)
         if self.token_scale:
             k = torch.stack([arrays["scale"] & 15, arrays["scale"] >> 4], -1).flatten(-2)
             x = x * token_scales(device)[k.long()][..., None]
-        mean = arrays["mean"].float() * self.mean_step(head_dim).to(device)
+        if self.page_mean:
+            x = x + (arrays["mean"].float() * self.mean_step(head_dim).to(device))[..., None, :]
         center, step = (parameter[:, None, :] for parameter in parameters)
-        return (x + mean[..., None, :]) * step + center
+        return x * step + center
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor:
         """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square, relative to

@@ -80,6 +80,9 @@ PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
         Case(**EIGEN_2, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0),
         Case(**EIGEN_3, **PAGES, lengths=(500, 1), heads=1, outliers=True),
         Case(keys="static-53222110", values="static-4", lengths=(300, 40), groups=1, page_size=64),
+        Case(keys="static-44422000", values="static-2-tn", **PAGES, lengths=(700, 1, 290)),
+        Case(keys="static-65444333-n", values="static-4-tn", lengths=(300, 40), heads=1, groups=3, dtype=torch.bfloat16),
+        Case(keys="static-4", values="static-3-n", lengths=(300,), heads=1, head_dim=96, page_size=64, padded=True, tokens=3),
         Case(keys="static-442200", values="static-2-t", head_dim=96, page_size=256, lengths=(600,), heads=1),
     ],
     ids=str,
@@ -248,6 +251,8 @@ def test_attend_transformed(case):
         (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
         (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
         (Case(keys="static-53222110", values="static-4", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
+        (Case(keys="static-65444333", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70, 0]),
+        (Case(keys="static-4-n", values="static-4-tn", heads=1, lengths=(5,), dtype=torch.bfloat16), [70]),
     ],
     ids=str,
 )

@@ -135,6 +135,59 @@ def test_a_tokens_scale_follows_its_size():
     assert float(off[:, :, ::2].mean() / off[:, :, 1::2].mean()) == pytest.approx(4, rel=0.25)
 
 
+def test_without_a_mean_of_the_page():
+    """The array is gone from the bytes, whatever comes back is what codes, scales and centers say, and names are read back."""
+    for name, options in {
+        "static-2-tn": ("2", True, False),
+        "static-4-n": ("4", False, False),
+        "static-2-t": ("2", True),
+        "static-44422000": ("44422000",),
+    }.items():
+        assert parse_format(name) == Static(*options)
+        assert Static(*options).name == name
+    fmt, with_mean, head_dim = Static("2", True, False), Static("2", True), 64
+    assert fmt.bits_per_value(128) == 2 + 4 / 128
+    names = [field.name for field in fmt.fields(head_dim, PAGE, torch.half)]
+    assert names == ["codes", "scale"]
+    # codes of Gaussian tokens of typical size lose what theory says, around the center
+    given = torch.full((1, head_dim), 5.0), torch.full((1, head_dim), STEP[2])
+    x = torch.randn(400, 1, PAGE, head_dim) + given[0][:, None]
+    got = fmt.decode(fmt.encode(x, parameters=given), head_dim, PAGE, x.dtype, given)
+    assert float((got - x).square().mean()) == pytest.approx(ERROR[2], rel=0.06)
+    # a page that lies elsewhere is lost without its mean
+    far = x + 8 * STEP[2]
+    lost = [
+        float((each.decode(each.encode(far, parameters=given), head_dim, PAGE, x.dtype, given) - far).square().mean())
+        for each in (fmt, with_mean)
+    ]
+    assert lost[0] > 3 * lost[1]
+    for other in ("static-2-nt", "static-2-n-t", "static-2-"):
+        with pytest.raises(ValueError, match="not known"):
+            parse_format(other)
+
+
+def test_centers_of_values_without_page_means():
+    """A head whose weighed tokens are small wants 0; one whose tokens lie far from 0 wants their mean."""
+    fmt, head_dim = Static("2", True, False), 64
+    pages = torch.randn(3, 8, PAGE, head_dim)
+    weights = torch.zeros(3, 8, PAGE)
+    pages[0] += 1.5
+    pages[0, :, ::16] *= 0.05
+    pages[0, :, ::16] -= pages[0, :, ::16].mean((0, 1))
+    weights[0, :, ::16] = 16.0  # attended to: small, around 0, among others around 1.5
+    pages[1] += 0.7
+    weights[1:] = 1.0
+    pages[2] += 6.0
+    calibrator = calibrator_for(fmt, head_dim, 3)
+    center, step = calibrator.fit(pages, 0, weights)
+    assert bool((center[0] == 0).all())
+    assert bool((center[1:] > 0.5).all())
+    assert bool((step > 0).all())
+    center, _ = calibrator.fit(pages, 0)
+    assert bool((center[1] == 0).all())
+    assert bool((center[2] > 5).all())
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [("", "digits"), ("27", "digits"), ("00", "no channel"), ("222", "3 groups"), ("1" + "0" * 31, "do not fill")],

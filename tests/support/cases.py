@@ -24,6 +24,7 @@ FORMATS = [
     ("fp8", "fp8"),
     ("vq-d4b6", "vq-d8b5"),
     ("static-44422000", "static-3-t"),
+    ("static-64332222", "static-2-tn"),
 ]
 
 #: small pages, so that short prompts are packed

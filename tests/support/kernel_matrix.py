@@ -270,6 +270,10 @@ def static_attends() -> list[Case]:
         cases += static_sizes(lengths=lengths, **pair, **base)
     cases.append(Case(keys="static-442200", values="static-2-t", lengths=lengths, **base | {"head_dim": 96}))
     cases.append(Case(keys="static-53222110", values="static-4", lengths=lengths, **base))
+    for values, dtype in (("static-2-tn", half), ("static-3-tn", bf16), ("static-4-tn", half)):  # without page means
+        cases.append(Case(keys="static-65444333", values=values, lengths=lengths, dtype=dtype, **base))
+        cases.append(Case(keys=EIGEN_2["keys"], values=values, outliers=True, lengths=lengths, dtype=dtype, **base))
+    cases.append(Case(keys="static-4-n", values="static-4-n", lengths=lengths, **base))
     cases.append(Case(keys=EIGEN_2["keys"], values="int2-token", lengths=lengths, **base))
     cases.append(Case(keys="int4-channel", values=EIGEN_2["values"], lengths=lengths, **base))
     cases.append(Case(keys=EIGEN_2["keys"], values=EIGEN_3["values"], head_dim_v=64, lengths=lengths, **base))
@@ -293,7 +297,10 @@ def static_stores() -> list[tuple[Case, list[int]]]:
     chunks = [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]
     base = {"residual": 128, "page_size": 128, "lengths": (1, 1)}
     patterns = [("static-44422000", "static-2-t"), ("static-64332222", "static-3-t"), ("static-53222110", "static-4")]
+    without = [("static-65444333", f"static-{bits}-tn") for bits in (2, 3, 4)]  # page means
     return [
+        (Case(keys=keys, values=values, head_dim=64, outliers=True, **base), chunks) for keys, values in without
+    ] + [
         (Case(keys=keys, values=values, head_dim=dim, dtype=dtype, padded=padded, outliers=outliers, **base), chunks)
         for (keys, values), dim, dtype, padded, outliers in zip(
             patterns * 3,

@@ -160,11 +160,25 @@ def test_small_scaling(scaling):
         if not (name == "int8-token-g32" and head_dim == 80)  # groups of 32 do not divide it
     ]
     + [("fp8", 64), ("fp8", 80), ("fp8", 96)]
-    + [("static-44422000", 64), ("static-64332222", 128), ("static-53222110", 64), ("static-442200", 96)],
+    + [
+        ("static-44422000", 64),
+        ("static-64332222", 128),
+        ("static-53222110", 64),
+        ("static-442200", 96),
+        ("static-4-n", 64),
+    ],
 )
 def test_small_read(name, head_dim):
     """Pages in fragment order, unpacked: what the reference decodes, bit for bit."""
-    values = "int2-token" if name.startswith("boosted") else "static-3-t" if name.startswith("static") else name
+    values = (
+        "int2-token"
+        if name.startswith("boosted")
+        else "static-3-tn"
+        if name.endswith("-n")
+        else "static-3-t"
+        if name.startswith("static")
+        else name
+    )
     case = stored_for(Case(keys=name, values=values, head_dim=head_dim, heads=1, lengths=(130, 3)), "cuda")
     ref, dev = filled(case, generator(case, kernels.SEED), "cpu")
     for a, b in zip(

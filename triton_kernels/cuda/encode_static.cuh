@@ -31,6 +31,11 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
   template <class F> static __device__ __forceinline__ void of_channel(int c, const F& f) { Columns<D, W...>::of_group(c, f); }
 
   static __device__ void means(u8* part, Space& own, const Crew& crew) {
+    if constexpr (MEAN_AT < 0) {
+      for (int c = crew.thread; c < D; c += CREW) own.off[c] = 0.f;
+      crew.meet();
+      return;
+    }
     for (int i = crew.thread; i < PARTS * D; i += CREW) own.sum[i / D][i % D] = fold<PARTS>([&](int n) { return steps(own, n, i % D); }, i / D);
     crew.meet();
     for (int c = crew.thread; c < D; c += CREW) {

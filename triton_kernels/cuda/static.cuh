@@ -117,12 +117,13 @@ template <int D, class X> struct StaticFold {
   }
 };
 
+// MEAN_AT: -1 where pages have no means.
 template <int D, int MEAN_AT, class... W> struct StaticKeys {
   using X = Columns<D, W...>;
   using Fold = StaticFold<D, X>;
   static constexpr bool NORMALISED = true;                // wants queries in copies of their own
   static constexpr int GROUPS = 1, LIFT = 0;
-  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + D, SECOND = PAGE >= UNIT ? CODES : SLOT;
+  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + (MEAN_AT < 0 ? 0 : D), SECOND = PAGE >= UNIT ? CODES : SLOT;
 
   u32 q[NT][2 * X::TILES];  // right operand for codes
   float c[NT][2];           // what products with q, or means, are multiples of
@@ -149,7 +150,8 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * X::BYTES, lane);
-    if (fresh || token % PAGE == 0) copy_linear<D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
+    if constexpr (MEAN_AT >= 0)
+      if (fresh || token % PAGE == 0) copy_linear<D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
   }
 
   // A page's means as one more row of keys. A lane has eight neighbouring channels of every 32, of the queries too.
@@ -159,7 +161,7 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     constexpr int STRIDE = D * 2 + 16, WHOLE = D / 32;
     float acc[2][NT][4] = {};
 #pragma unroll
-    for (int b = 0; b < (D + 16) / 32; b++) {
+    for (int b = 0; MEAN_AT >= 0 && b < (D + 16) / 32; b++) {
       u32 m[2] = {}, a[4];
       if (b < WHOLE) lds<2>(m, slot + CODES + 32 * b + 8 * t); else lds<1>(m, slot + CODES + 32 * b + 4 * t);
 #pragma unroll

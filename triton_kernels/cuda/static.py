@@ -15,7 +15,7 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
     fmt.validate(head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     groups = _groups(fmt, head_dim)
-    place = f"{head_dim}, {at['mean']}"
+    place = f"{head_dim}, {at.get('mean', -1)}"  # -1: pages have no means
     scaled = f"{str(fmt.token_scale).lower()}, {place}, {at.get('scale', 0)}"
     values = f"StaticValues<{scaled}, {groups[0]}>"
     thresholds = ", ".join(f"{_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
@@ -23,7 +23,7 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
         values if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
         f"StaticEncoder<{str(transposed).lower()}, {scaled}, Thresholds<{thresholds}>, {', '.join(groups)}>",
         128 * words(fmt.planes(head_dim), fmt.layout),
-        lambda piece: head_dim + (piece // 2 if fmt.token_scale else 0),
+        lambda piece: (head_dim if fmt.page_mean else 0) + (piece // 2 if fmt.token_scale else 0),
         bits=-(-sum(map(int, fmt.pattern)) // len(fmt.pattern)),
         same_for=0 if transposed else page_size,
         scratch=8 if transposed and fmt.token_scale else 0,

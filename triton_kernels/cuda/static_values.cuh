@@ -1,4 +1,5 @@
 // Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static.py`.
+// (Pages without means, MEAN_AT -1, have no last term.)
 //   sum p v = center sum p + step [gain (sum p t code - middle sum p t) + unit sum over pages of mean (sum p of the page)]
 // Sums are kept in units of step x gain; a token's scale t goes into the exponent of its weight, so that products are with p t, and
 // weights of tokens are divided by t again where they are summed. Means are added behind a page, in float32.
@@ -9,7 +10,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static_fragment.validate");
   static constexpr int PER_TILE = HIGH / 2, LOW_AT = D / 16 * PER_TILE;           // words of 16 channels; where those of the lower plane are
   static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0), V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
-  static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + D;
+  static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + (MEAN_AT < 0 ? 0 : D);
   static constexpr int SLOT = SCALES + (SCALED ? PT / 2 : 0), SCRATCH = SCALED ? 2 * PT * 4 : 0;
   static constexpr float SUM_UNIT = 1 / TWO24, STEPS = 1 << W::LOW;               // in which `add` sums up, times so many steps of the codes
   static constexpr bool RECORD = true;                                            // wants the KV head's parameters
@@ -30,7 +31,8 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * BYTES, lane);
-    constexpr int MEAN_LANES = D / 16, SCALE_LANES = SCALED ? PT / 32 : 0;
+    constexpr int MEAN_LANES = MEAN_AT < 0 ? 0 : D / 16, SCALE_LANES = SCALED ? PT / 32 : 0;
+    if constexpr (MEAN_LANES + SCALE_LANES == 0) return;
     const bool mean = lane < MEAN_LANES;
     const u8* from = mean ? part + MEAN_AT + 16 * lane : part + SCALE_AT + token / 2 + 16 * (lane - MEAN_LANES);
     cp16_if(in_unit(limit) && (mean ? ends(token) : lane < MEAN_LANES + SCALE_LANES), slot + MEANS + 16 * lane, from);
@@ -130,6 +132,13 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 
   // Behind the last piece of a page (or of a unit): its weights, and its means times them.
   __device__ __forceinline__ void end_page(float (*o)[NT][4], float (*l)[2], u32 slot, int lane) {
+    if constexpr (MEAN_AT < 0) {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; pages[n][e] += page[n][e]; page[n][e] = 0.f; }
+      return;
+    }
     const int g = lane >> 2;
     // a weight of o's unit
     const float unit = __uint_as_float(W::UNIT) * (1 / (STEPS * TWO24)) / __uint_as_float(W::GAIN);
