@@ -64,6 +64,8 @@ _PLAIN = {
         Preset("bitdecoding-kc-2", "int2-channel", "int2-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kt-4", "int4-token", "int4-token", "BitDecoding, keys per token"),
         Preset("kv8", "int8-token", "int8-token", "TurboMind"),
+        Preset("kv6", "int6-token", "int6-token", "TurboMind's scales, 6 bits"),
+        Preset("kv5", "int5-token", "int5-token", "TurboMind's scales, 5 bits"),
         Preset("kv4", "int4-token", "int4-token", "TurboMind"),
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
@@ -124,7 +126,7 @@ def _derive(name: str) -> Preset | None:
 _NAMES = (
     *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
-    *("kv8", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
+    *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),
     *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
     *("eigen-2", "eigen-3"),

@@ -14,7 +14,7 @@ Scales and zero points are folded away as well, where a group spans the tile (`m
   far more (at 2 bits twice the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
-Codes, scales and zero points of `int<2,4,8>` pages, as the reference rounds them. Other formats pack words with it too.
+Codes, scales and zero points of `int<2,4,5,6,8>` pages, as the reference rounds them. Other formats pack words with it too.
 """
 
 from __future__ import annotations
@@ -64,17 +64,41 @@ def encode(
     ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store tokens `start` to `stop` of a page (per channel: all of it); token 0 of the page has index `base`."""
+    for i in tl.static_range(len(P.fields)):
+        _encode_field(page, source, start, stop, base, i, ROWS, HAS_ORDER, TAIL, P)
+
+
+@triton.jit
+def _store_field(page, code, token, word, keep, i: tl.constexpr, P: tl.constexpr):
+    """A field of codes `[T, fields of a word, W]` of tokens `[T, 1]` -> words `[1, W]` of theirs."""
+    BITS: tl.constexpr = P.fields[i][0]
+    shift = (tl.arange(0, 16 // BITS) * BITS)[None, :, None]
+    field = (code >> P.fields[i][1]) & ((1 << BITS) - 1)
+    words = tl.sum(field << shift, 1).to(tl.int16)  # fields do not overlap: the sum is the union
+    place = token * P.row_words + P.fields[i][3] + word
+    tl.store(page.to(tl.pointer_type(tl.int16)) + place, words, mask=keep)
+
+
+@triton.jit
+def _encode_field(
+    page, source, start, stop, base, i: tl.constexpr,
+    ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The words of one field of the codes; scales and zero points too."""
     scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))
     zeros = (page + P.zero_at).to(tl.pointer_type(tl.float16))
-    plane = tl.arange(0, P.planes)
+    PLANES: tl.constexpr = 16 // P.fields[i][0]
+    WIDTH: tl.constexpr = P.fields[i][2]
+    plane = tl.arange(0, PLANES)
     if P.per_channel:
-        CHUNKS: tl.constexpr = (P.width + P.encode_width - 1) // P.encode_width
-        for i in range(P.groups * CHUNKS):
-            group = i // CHUNKS
-            word = (i % CHUNKS) * P.encode_width + tl.arange(0, P.encode_width)
-            keep = word < P.width
+        SOME: tl.constexpr = P.fields[i][4]
+        CHUNKS: tl.constexpr = (WIDTH + SOME - 1) // SOME
+        for at in range(P.groups * CHUNKS):
+            group = at // CHUNKS
+            word = (at % CHUNKS) * SOME + tl.arange(0, SOME)
+            keep = word < WIDTH
             token = group * P.group + tl.arange(0, P.group)
-            channel = plane[:, None] * P.width + word[None, :]
+            channel = plane[:, None] * WIDTH + word[None, :]
             x = load_tokens(
                 source, base + token[:, None, None], channel[None, :, :], keep[None, None, :], HAS_ORDER, TAIL
             )
@@ -82,11 +106,11 @@ def encode(
             place = (group * P.head_dim + channel)[None, :, :]
             tl.store(scales + place, scale, mask=keep[None, None, :])
             tl.store(zeros + place, zero, mask=keep[None, None, :])
-            store_codes(page, code, token[:, None], word[None, :], keep[None, :], P)
+            _store_field(page, code, token[:, None], word[None, :], keep[None, :], i, P)
     else:
-        word = tl.arange(0, P.padded)
-        keep = word < P.width
-        channel = (plane[:, None] * P.width + word[None, :])[None, :, :]
+        word = tl.arange(0, P.fields[i][5])
+        keep = word < WIDTH
+        channel = (plane[:, None] * WIDTH + word[None, :])[None, :, :]
         for t0 in range(start, stop, ROWS):
             token = t0 + tl.arange(0, ROWS)
             mask = (token < stop)[:, None, None] & keep[None, None, :]
@@ -103,7 +127,7 @@ def encode(
                 low = tl.where(mine, low_g[:, None, None], low)
                 high = tl.where(mine, high_g[:, None, None], high)
             scale, zero, code = quantize(x, low, high, 2.0**P.bits - 1.0)
-            store_codes(page, code, token[:, None], word[None, :], (token < stop)[:, None] & keep[None, :], P)
+            _store_field(page, code, token[:, None], word[None, :], (token < stop)[:, None] & keep[None, :], i, P)
 
 
 #: what 1 in the lowest bit of a float16 stands for
@@ -133,7 +157,11 @@ class Params(NamedTuple):
     units: tuple[float, ...]
     max_block: int
     encode_rows: int
-    encode_width: int
+    #: of each field of a code that has words of its own: bits, bits of the code below it, words of a token, words before them,
+    #: words that `encode` takes at a time (per channel), and their number to a power of two
+    fields: tuple[tuple[int, ...], ...]
+    #: words of a token
+    row_words: int
     #: whether `weigh` returns an offset
     offset: bool
     #: whether to use inline PTX, by plane: take it out of two words at a time; the same, dequantized
@@ -146,13 +174,15 @@ class Params(NamedTuple):
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    planes, width = fmt.planes, head_dim // fmt.planes
+    split = len(fmt.widths) > 1  # codes of two fields are put together and taken as one plane of numbers
+    planes, width = (1, head_dim) if split else (fmt.planes, head_dim // fmt.planes)
     padded = padded_width(width)
     per_channel = fmt.axis == "channel"
     extent = page_size if per_channel else head_dim
     group = fmt.group_size or extent
-    mode = "channel" if per_channel else "token" if group == head_dim else "general"
+    mode = "general" if split else "channel" if per_channel else "token" if group == head_dim else "general"
     fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    of_words = _fields(fmt, head_dim, group if per_channel else 1)
     shifts = tuple(j * fmt.bits // 8 * 8 for j in range(planes))
     positions = tuple(j * fmt.bits % 8 for j in range(planes))
     masks = tuple(fmt.levels << position for position in positions)
@@ -176,13 +206,27 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         # the general mode adds true values, the others codes as they lie
         units=tuple(1.0 if mode != "token" else 2.0**24 / factor for factor in factors),
         max_block=group if per_channel else page_size,
-        encode_rows=max(ENCODE_TILE // (planes * padded), 1),
-        encode_width=max(min(ENCODE_TILE // (planes * group), padded), 1) if per_channel else padded,
+        encode_rows=max(ENCODE_TILE // max(planes * padded, max(16 // x[0] * x[5] for x in of_words)), 1),
+        fields=of_words,
+        row_words=sum(x[2] for x in of_words),
         offset=mode == "token",
         ptx=ptx,
         extract=tuple(map(_extract_asm, shifts, masks)),
         dequantize=tuple(_dequantize_asm(j * fmt.bits, fmt.levels) for j in range(planes)),
     )
+
+
+def _fields(fmt, head_dim: int, group: int) -> tuple[tuple[int, ...], ...]:
+    """See `Params.fields`. group: tokens of a group, per channel."""
+    found, left, before = [], fmt.bits, 0
+    for bits in fmt.widths:
+        left -= bits
+        count = head_dim * bits // 16
+        some = padded_width(count)
+        at_once = max(min(ENCODE_TILE // (16 // bits * group), some), 1)
+        found.append((bits, left, count, before, at_once, some))
+        before += count
+    return tuple(found)
 
 
 def _extract_asm(shift: int, mask: int) -> str:
@@ -228,8 +272,29 @@ def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl
 
 
 @triton.jit
+def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """Codes of two fields, float32 `[BLOCK_N, padded]` or transposed; 0 behind the last channel."""
+    token, channel = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
+    if TRANSPOSED:
+        token, channel = token[None, :], channel[:, None]
+    else:
+        token, channel = token[:, None], channel[None, :]
+    code = token * 0 + channel * 0
+    for i in tl.static_range(len(P.fields)):
+        BITS: tl.constexpr = P.fields[i][0]
+        WIDTH: tl.constexpr = P.fields[i][2]
+        place = token * P.row_words + P.fields[i][3] + channel % WIDTH
+        word = tl.load(page.to(tl.pointer_type(tl.int16)) + place, mask=channel < P.head_dim, other=0).to(tl.int32)
+        code = code | (((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i][1])
+    return code.to(tl.float32)
+
+
+@triton.jit
 def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed. Codes of unused tokens are harmless."""
+    """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed; where codes have two fields, the codes, float32.
+    Codes of unused tokens are harmless."""
+    if len(P.fields) > 1:
+        return _put_together(page, n0, TRANSPOSED, BLOCK_N, P)
     codes = page.to(tl.pointer_type(tl.int16)) + n0 * P.width
     token = tl.arange(0, BLOCK_N)
     word = tl.arange(0, P.padded)
@@ -286,7 +351,9 @@ def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, 
         mask = valid[:, None] & keep[None, :]
     scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
     zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
-    code = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
+    code = words
+    if len(P.fields) == 1:
+        code = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
     return code * scale.to(tl.float32) + zero.to(tl.float32)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..formats import fragment
+from ..formats import fragment, fragment_planes
 from .common import padded_width
 
 
@@ -34,18 +34,22 @@ class Params(NamedTuple):
     width: int
     padded: int
     max_block: int
+    #: bits of codes' second field (`formats.fragment_planes`), and the word of a lane where the first of them stands
+    low_bits: int
+    low_at: int
     planes: int = 1
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    _, chunks, _, vector = fragment.shape(fmt.bits, head_dim, page_size)
+    split = len(fmt.widths) > 1
+    _, chunks, _, vector = (fragment_planes if split else fragment).shape(fmt.bits, head_dim, page_size)
     per_channel = fmt.axis == "channel"
     group = fmt.group_size or (page_size if per_channel else head_dim)
     fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     return Params(
-        bits=fmt.bits,
+        bits=fmt.widths[0],
         head_dim=head_dim,
         transposed=fmt.layout == fragment.LAYOUTS[1],
         per_channel=per_channel,
@@ -58,6 +62,8 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         width=head_dim,
         padded=padded_width(head_dim),
         max_block=group if per_channel else page_size,
+        low_bits=fmt.widths[1] if split else 0,
+        low_at=fragment_planes.words(fmt.bits, head_dim)[0] if split else 0,
     )
 
 
@@ -110,11 +116,38 @@ def load_codes(
 
 
 @triton.jit
+def _low_codes(page, token, channel, keep, P: tl.constexpr):
+    """The second fields of codes, int32 `[N, M]`, as `formats.fragment_planes` describes them."""
+    rest = channel >= P.head_dim // 32 * 32
+    of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
+    tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
+    of_token, token_j, channel_j = (token >> 2) & 7, token & 1, (channel >> 1) & 1
+    if P.transposed:
+        lane = 4 * of_channel[None, :] + (of_token >> 1)[:, None]
+        bit = (16 * (of_token & 1) + 4 * token_j)[:, None] + (8 * channel_j)[None, :]
+    else:
+        lane = (4 * of_token)[:, None] + (of_channel >> 1)[None, :]
+        bit = (8 * token_j)[:, None] + (16 * (of_channel & 1) + 4 * channel_j)[None, :]
+    bit += (2 * ((token >> 1) & 1))[:, None]
+    if P.low_bits == 1:
+        bit += (tile & 1)[None, :]
+        word = P.low_at + tile // 2
+    else:
+        word = P.low_at + tile
+    place = (token // 32 * P.chunks)[:, None] + (word // P.vector)[None, :]
+    place = place * (32 * P.vector) + lane * P.vector + (word % P.vector)[None, :]
+    found = tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep[None, :], other=0)
+    return (found >> bit) & ((1 << P.low_bits) - 1)
+
+
+@triton.jit
 def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim
     code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, P.transposed)
+    if P.low_bits > 0:
+        code = (code << P.low_bits) | _low_codes(page, token, channel, keep, P)
     if P.per_channel:
         at = (n0 // P.group * P.head_dim + channel)[None, :]
     elif P.groups == 1:

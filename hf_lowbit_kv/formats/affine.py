@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 
-from . import fragment
+from . import fragment, fragment_planes
 from .base import Format, Tensors
 
-BITS = (2, 4, 8)
+BITS = (2, 4, 5, 6, 8)
+#: bits of the first of two planes
+HIGH = fragment_planes.HIGH
 GROUP_SIZES = (32, 64, 128)
 FP16_MAX = 65504.0
 
@@ -29,22 +32,23 @@ class Affine(Format):
     """`bits`-bit integers with one scale and zero point per group.
 
     Args:
-        bits: 2, 4 or 8.
+        bits: 2, 4, 5, 6 or 8. Codes of 5 and 6 bits stand in two planes: their high 4 bits, and their low 1 or 2.
         axis: `"channel"`: a group is `group_size` consecutive tokens of one channel. `"token"`: a group is
             `group_size` consecutive channels of one token.
         group_size: 32, 64 or 128; `None`: the whole page (`"channel"`) or the whole head (`"token"`).
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
     Page (layout `planar-1`): `codes` int16 `[page_size, head_dim * bits / 16]`, where bits `j * bits` and up of word `w`
-    hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels;
+    hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels (of 5 and 6
+    bits: words of the high bits, then words of the low ones, each so);
     then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
-    `fragment`; `scale` and `zero` as before.
+    `fragment`; `scale` and `zero` as before. Of 5 and 6 bits: `fragment_planes`.
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
     tunable: ClassVar[tuple[str, ...]] = ("bits", "group_size")
-    grammar: ClassVar[str] = "'int<2|4|8>-<channel|token>[-g<32|64|128>]'"
+    grammar: ClassVar[str] = "'int<2|4|5|6|8>-<channel|token>[-g<32|64|128>]'"
 
     bits: int
     axis: Literal["channel", "token"]
@@ -88,8 +92,18 @@ class Affine(Format):
         return 2**self.bits - 1
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each plane of a code, the high one first."""
+        return (HIGH, self.bits - HIGH) if self.bits in (5, 6) else (self.bits,)
+
+    @property
+    def _order(self) -> ModuleType:
+        """What orders words for tensor cores."""
+        return fragment_planes if len(self.widths) > 1 else fragment
+
+    @property
     def planes(self) -> int:
-        """Codes in a 16-bit word."""
+        """Codes in a 16-bit word, of formats whose codes have one plane."""
         return 16 // self.bits
 
     def validate(self, head_dim: int, page_size: int) -> None:
@@ -97,6 +111,8 @@ class Affine(Format):
         extent, what = (page_size, "page_size") if self.axis == "channel" else (head_dim, "head_dim")
         if self.group_size is not None and extent % self.group_size:
             raise ValueError(f"group_size={self.group_size} of format {self.name!r} does not divide {what}={extent}")
+        if self.bits == 5 and self.layout != "planar-1" and head_dim % 32:
+            raise ValueError(f"layout={self.layout!r} takes 5 bits with multiples of 32 channels, not with {head_dim}")
 
     def groups(self, head_dim: int, page_size: int) -> tuple[int, int]:
         """Shape of `scale` and `zero`."""
@@ -107,9 +123,10 @@ class Affine(Format):
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         groups = self.groups(head_dim, page_size)
         codes: tuple[str, torch.dtype, tuple[int, ...]]
-        codes = ("codes", torch.int16, (page_size, head_dim // self.planes))
+        codes = ("codes", torch.int16, (page_size, head_dim * self.bits // 16))
         if self.layout != "planar-1":
-            codes = ("codes", torch.int32, fragment.shape(self.bits, head_dim, page_size))
+            order = self._order
+            codes = ("codes", torch.int32, order.shape(self.bits, head_dim, page_size))
         return [
             codes,
             ("scale", torch.float16, groups),
@@ -138,20 +155,33 @@ class Affine(Format):
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int32 `[..., page, D]` -> the array `codes`."""
-        if self.layout == "planar-1":
-            return pack_words(codes, self.bits)
-        return fragment.pack(codes, self.bits, self.layout)
+        if self.layout != "planar-1":
+            order = self._order
+            return order.pack(codes, self.bits, self.layout)
+        parts, left = [], self.bits
+        for width in self.widths:
+            left -= width
+            parts.append(pack_words(codes >> left & 2**width - 1, width))
+        return torch.cat(parts, -1)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> `[..., page, D]`."""
-        if self.layout == "planar-1":
-            return unpack_words(words, self.bits)
-        return fragment.unpack(words, self.bits, self.layout, head_dim)
+        if self.layout != "planar-1":
+            order = self._order
+            return order.unpack(words, self.bits, self.layout, head_dim)
+        codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
+        first = 0
+        for width in self.widths:
+            count = head_dim * width // 16
+            codes = codes << width | unpack_words(words.narrow(-1, first, count), width)
+            first += count
+        return codes
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         if self.layout != "planar-1":
             old, new = dict(old), dict(new)
-            fragment.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, self.bits, self.layout)
+            order = self._order
+            order.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, self.bits, self.layout)
         super().merge_tokens(old, new, at, count)
 
 

@@ -19,6 +19,8 @@ FORMATS = [
     ("int8-channel-g32", "int2-token-g32"),
     ("int2-token-g32", "int4-channel"),
     ("int4-channel", "dense"),
+    ("int6-token", "int5-token"),
+    ("int5-channel", "int6-channel-g32"),
     ("boosted2-r0.125", "int2-token"),
     ("fp8", "fp8-static"),
     ("fp8", "fp8"),

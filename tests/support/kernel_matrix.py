@@ -43,6 +43,9 @@ SMALL = [
     Case(keys="boosted2-r0.125", values="int2-token"),
     Case(keys="vq-d4b8", values="vq-d2b5"),
     Case(**EIGEN_2, lengths=(100, 33)),
+    Case(keys="static-65444333", values="static-2-tn", lengths=(100,), heads=1),
+    Case(keys="int6-token", values="int5-token", lengths=(100, 33), heads=1, sink=0, residual=0),
+    Case(keys="int5-channel", values="int6-channel-g32", head_dim=80, lengths=(100,), heads=1, tokens=5, padded=True),
     Case(**EIGEN_3, lengths=(100,), head_dim=128, groups=1, tokens=5, dtype=torch.bfloat16),
     Case(keys="vq-d8b12", values="int2-token", head_dim=80, lengths=(100,), groups=1, tokens=5, dtype=torch.bfloat16),
     Case(
@@ -74,6 +77,9 @@ SMALL_STORES = [
     (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, ties=True), [40, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37)), [40, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
+    (Case(keys="static-4-n", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70]),
+    (Case(keys="int6-token", values="int5-token", heads=1, residual=0, sink=3, outliers=True), [30, 0, 40]),
+    (Case(keys="int5-channel-g32", values="int6-channel", heads=1, head_dim=80, lengths=(5,)), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
@@ -142,7 +148,9 @@ def transformed() -> list[Case]:
 def format_names() -> list[str]:
     """Every format; of those with a free parameter its ends and what presets use."""
     groups = ("", "-g32", "-g64", "-g128")
-    affine = [f"int{bits}-{axis}{group}" for bits in (2, 4, 8) for axis in ("channel", "token") for group in groups]
+    affine = [
+        f"int{bits}-{axis}{group}" for bits in (2, 4, 5, 6, 8) for axis in ("channel", "token") for group in groups
+    ]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
     return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8"]
 
@@ -158,7 +166,12 @@ def matrix() -> list[Case]:
         dtype = (torch.float16, torch.bfloat16)[i % 2]
         cases.append(Case(keys=name, values=partner, dtype=dtype, lengths=lengths, **base))
         cases.append(Case(keys=partner, values=name, dtype=dtype, lengths=lengths, tokens=4, **base))
-    pairs = [("int4-channel", "int4-token"), ("int2-channel", "int2-token"), ("int8-token", "int8-token")]
+    pairs = [
+        ("int4-channel", "int4-token"),
+        ("int2-channel", "int2-token"),
+        ("int8-token", "int8-token"),
+        ("int6-token", "int6-token"),
+    ]
     pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token"), ("fp8", "fp8")]
     for keys, values in pairs:
         pair = {"keys": keys, "values": values}

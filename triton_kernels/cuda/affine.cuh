@@ -26,14 +26,47 @@ template <int BITS> __device__ __forceinline__ void unpack(const u32* w, u32 (*a
   }
 }
 
+// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes: HIGH bits, which are taken as 4 bits are, and LOW bits behind all
+// words of those. `code / 2^LOW` is what sums count, so scales are 2^LOW times as large.
+template <int BITS> struct Planes {
+  static constexpr int HIGH = BITS == 5 || BITS == 6 ? 4 : BITS, LOW = BITS - HIGH;
+  static constexpr float STEPS = 1 << LOW;
+  static constexpr float PART = 1 / STEPS;                                        // what a low code counts for
+};
+
+// The low codes of channels 16 c and up, as the operand h that goes with `unpack<4>`'s: theirs stand as far apart, and in operand 1
+// at four times the place. word: of these channels, or (one bit) of these and their neighbours.
+template <int LOW> __device__ __forceinline__ void unpack_low(u32 word, int c, int h, u32* a) {
+  const u32 mask = LOW == 2 ? 0x00030003u << 2 * h : 0x00010001u << 2 * h, x = LOW == 1 && (c & 1) ? word >> 1 : word, y = x >> 8;
+  a[0] = x & mask; a[1] = y & mask; a[2] = x & mask << 4; a[3] = y & mask << 4;
+}
+__device__ __forceinline__ constexpr float low_position(int h) { return h ? 4.f : 1.f; }
+
 // What a field's position multiplies its code with: by the column half of the operand, and by which of the two operands it is.
-template <int BITS> __device__ __forceinline__ constexpr float half_position(int half) { return half == 0 || BITS == 8 ? 1.f : BITS == 4 ? 16.f : 4.f; }
+template <int BITS> __device__ __forceinline__ constexpr float half_position(int half) { return half == 0 || BITS == 8 ? 1.f : BITS == 2 ? 4.f : 16.f; }
 template <int BITS> __device__ __forceinline__ constexpr float operand_position(int h) { return h && BITS == 2 ? 16.f : 1.f; }
 
 template <int BITS, int D> struct Codes {
-  static constexpr int WORDS = D / 16 * BITS / 2;                                 // of a lane, of 32 tokens
+  static constexpr int LOW_AT = D / 16 * Planes<BITS>::HIGH / 2;                   // of a lane, of 32 tokens: words of the first plane
+  static constexpr int WORDS = LOW_AT + (Planes<BITS>::LOW == 2 ? D / 16 : Planes<BITS>::LOW ? D / 32 : 0);
   static constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-  static constexpr int TILES = V / (BITS / 2);                                    // groups of 16 channels a load
+  static constexpr bool SPLIT = Planes<BITS>::LOW > 0;
+  static constexpr int TILES = SPLIT ? 1 : V / (BITS / 2);                        // groups of 16 channels a load
+  static constexpr int HELD = SPLIT ? WORDS : V;                                  // words in registers at a time
+  // The words of channels 16 k and up, of those at `words` of a lane. Loads what is not in w yet; `first` is the first k that is asked for.
+  static __device__ __forceinline__ const u32* tile(u32* w, u32 words, int k, int first) {
+    if constexpr (SPLIT) {
+      if (k == first)
+#pragma unroll
+        for (int i = 0; i < WORDS / V; i++) lds<V>(w + i * V, words + i * 128 * V);
+      return w + k * 2;
+    } else {
+      if (k == first || k % TILES == 0) lds<V>(w, words + k / TILES * 128 * V);
+      return w + k % TILES * (BITS / 2);
+    }
+  }
+  // The word with the low codes of channels 16 k and up, after `tile`.
+  static __device__ __forceinline__ u32 low(const u32* w, int k) { return w[LOW_AT + (Planes<BITS>::LOW == 1 ? k / 2 : k)]; }
   static constexpr int BYTES = 128 * WORDS;                                       // of 32 tokens
 };
 

@@ -17,6 +17,7 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
         raise ValueError(
             f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.storage_spec"
         )
+    fmt.validate(head_dim, page_size)
     channel = fmt.axis == "channel"
     group = fmt.group_size or (page_size if channel else head_dim)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
@@ -28,7 +29,7 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
     return Needs(
         f"Affine{'Values' if transposed else 'Keys'}<{arguments}>",
         f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
-        4 * head_dim * fmt.bits,
+        4 * head_dim * fmt.bits,  # of 32 tokens
         meta,
         bits=fmt.bits,
         grouped=fmt.group_size is not None,

@@ -6,6 +6,7 @@
 // the scores, in groups of channels.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
   using C = Codes<BITS, D>;
+  using P = Planes<BITS>;
   static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most, times 2^LIFT
   static constexpr int LIFT = CHANNEL && BITS == 2 ? 14 : 0;                      // and then a second time without, see `from_rows`
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
@@ -34,7 +35,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int row = 8 * n + 2 * t + e;
-        c[n][e] = size[row] * scale * TWO24;
+        c[n][e] = size[row] * scale * (TWO24 * Planes<BITS>::STEPS);
         if constexpr (!CHANNEL) {
 #pragma unroll
           for (int i = 0; i < GROUPS; i++) sum[n][2 * i + e] = size[row] * scale * sums[row * GROUPS + i];
@@ -150,7 +151,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * ((LIFT ? lifted : c)[n][e] * (1 / TWO24));
+      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * ((LIFT ? lifted : c)[n][e] * (1 / (TWO24 * Planes<BITS>::STEPS)));
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
@@ -183,35 +184,46 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
             if constexpr (GROUPS > 1) s[2 * blk + h][n][i] = 0.f;
           }
       const u32 words = slot + blk * C::BYTES + (lane) * 4 * C::V;
+      u32 w[C::HELD];
+      float less[2][NT][4] = {};                          // part of the low codes
 #pragma unroll
-      for (int load = 0; load < C::WORDS / C::V; load++) {
-        u32 w[C::V]; lds<C::V>(w, words + load * 128 * C::V);
+      for (int k = 0; k < D / 16; k++) {
+        const u32* own = C::tile(w, words, k, 0);
+        u32 a[2][4]; unpack<P::HIGH>(own, a);
 #pragma unroll
-        for (int e = 0; e < C::TILES; e++) {
-          const int k = load * C::TILES + e;
-          u32 a[2][4]; unpack<BITS>(w + e * (BITS / 2), a);
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int n = 0; n < NT; n++)
+          for (int h = 0; h < 2; h++) mma<false>(part[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
+        if constexpr (C::SPLIT) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) mma<false>(part[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
-          if constexpr (!CHANNEL)
-            if ((k + 1) * 16 % GROUP == 0) {  // a group of channels is complete: its scale and zero point
-              const int i0 = k * 16 / GROUP;
-              const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * GROUPS + i0) * 2;
-              four_halves<GROUPS>(scale, meta); four_halves<GROUPS>(zero, meta + META);
+          for (int h = 0; h < 2; h++) {
+            unpack_low<P::LOW>(C::low(w, k), k, h, a[h]);
 #pragma unroll
-              for (int n = 0; n < NT; n++)
+            for (int n = 0; n < NT; n++) {
+              mma<false>(less[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
+              if (CHANNEL ? k == D / 16 - 1 : (k + 1) * 16 % GROUP == 0)
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                  for (int i = 0; i < 4; i++) {
-                    const int j = 2 * h + (i >> 1);
-                    const float x = part[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) + sum[n][2 * i0 + (i & 1)] * zero[j];
-                    s[2 * blk + h][n][i] = GROUPS > 1 ? s[2 * blk + h][n][i] + x : x;
-                    part[h][n][i] = 0.f;
-                  }
+                for (int i = 0; i < 4; i++) { part[h][n][i] += less[h][n][i] * (P::PART / low_position(h)); less[h][n][i] = 0.f; }
             }
+          }
         }
+        if constexpr (!CHANNEL)
+          if ((k + 1) * 16 % GROUP == 0) {  // a group of channels is complete: its scale and zero point
+            const int i0 = k * 16 / GROUP;
+            const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * GROUPS + i0) * 2;
+            four_halves<GROUPS>(scale, meta); four_halves<GROUPS>(zero, meta + META);
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+              for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                  const int j = 2 * h + (i >> 1);
+                  const float x = part[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) + sum[n][2 * i0 + (i & 1)] * zero[j];
+                  s[2 * blk + h][n][i] = GROUPS > 1 ? s[2 * blk + h][n][i] + x : x;
+                  part[h][n][i] = 0.f;
+                }
+          }
       }
       if constexpr (CHANNEL) {
 #pragma unroll

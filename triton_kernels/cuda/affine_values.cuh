@@ -9,6 +9,7 @@
 // are added in float32. Per channel: scale and zero point of a group of tokens onto the product.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineValues {
   using C = Codes<BITS, D>;
+  using P = Planes<BITS>;
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
@@ -43,7 +44,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
-      scale[j] = scale[j] * (1 / position(j)) + 1e-15f;  // a scale of zero goes with codes of zero: any number will do
+      scale[j] = scale[j] * (P::STEPS / position(j)) + 1e-15f;  // a scale of zero goes with codes of zero: any number will do
     }
   }
 
@@ -58,8 +59,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int token = lane * EACH + e, j = token & 3;
-      // 1 / position(j), a power of two
-      const float inverse_position = __uint_as_float((127 - (BITS == 2 ? 2 * (j & 1) + 4 * (j >> 1) : BITS == 4 ? 4 * (j & 1) : 0)) << 23);
+      // STEPS / position(j), a power of two
+      const float inverse_position = __uint_as_float((127 + P::LOW - (BITS == 2 ? 2 * (j & 1) + 4 * (j >> 1) : BITS == 8 ? 0 : 4 * (j & 1))) << 23);
       float scale = half_to_float(e ? scales >> 16 : scales & 0xffff), zero = half_to_float(e ? zeros >> 16 : zeros & 0xffff);
       if (PARTIAL && token >= limit) { scale = 1.f; zero = 0.f; }
       scale = scale * inverse_position + 1e-15f;          // a scale of zero goes with codes of zero: any number will do
@@ -136,20 +137,40 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
       }
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
+    u32 w[C::HELD], less[2][NT][2]; lessen(p, less);
 #pragma unroll
-    for (int load = 0; load < C::WORDS / C::V; load++) {
-      if ((load + 1) * C::TILES * 16 <= group * GROUP || load * C::TILES * 16 >= (group + 1) * GROUP) continue;
-      u32 w[C::V]; lds<C::V>(w, words + load * 128 * C::V);
+    for (int k = 0; k < D / 16; k++) {
+      if (k * 16 / GROUP != group) continue;
+      const u32* own = C::tile(w, words, k, group * (GROUP / 16));
+      product(o[k], own, w, k, p, less);
+    }
+  }
+
+  // Weights for low codes, of weights p: what those count for, and their operands' places.
+  static __device__ __forceinline__ void lessen(const u32 (*p)[NT][2], u32 (*less)[NT][2]) {
+    if constexpr (C::SPLIT)
 #pragma unroll
-      for (int e = 0; e < C::TILES; e++) {
-        if ((load * C::TILES + e) * 16 / GROUP != group) continue;
-        u32 a[2][4]; unpack<BITS>(w + e * (BITS / 2), a);
+      for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) mma<false>(o[load * C::TILES + e][n], a[h], p[h][n][0], p[h][n][1]);
+          for (int i = 0; i < 2; i++) less[h][n][i] = mul2(p[h][n][i], pack_half(P::PART / low_position(h), P::PART / low_position(h)));
+  }
+
+  // Adds weighted codes of channels 16 k and up. own: their words, of w.
+  static __device__ __forceinline__ void product(float (*o)[4], const u32* own, const u32* w, int k, const u32 (*p)[NT][2], const u32 (*less)[NT][2]) {
+    u32 a[2][4]; unpack<P::HIGH>(own, a);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) mma<false>(o[n], a[h], p[h][n][0], p[h][n][1]);
+    if constexpr (C::SPLIT)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        unpack_low<P::LOW>(C::low(w, k), k, h, a[h]);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma<false>(o[n], a[h], less[h][n][0], less[h][n][1]);
       }
-    }
   }
 
   __device__ __forceinline__ void add_channel(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, int blk, int lane) {
@@ -172,28 +193,22 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += total[n][e]; total[n][e] = sum_rows(total[n][e]); }
     const u32 words = slot + blk * C::BYTES + lane * 4 * C::V;
     const u32 meta = slot + CODES + (PT > GROUP ? blk * 32 / GROUP * D * 2 : 0);
+    u32 w[C::HELD], less[2][NT][2]; lessen(p, less);
 #pragma unroll
-    for (int load = 0; load < C::WORDS / C::V; load++) {
-      u32 w[C::V]; lds<C::V>(w, words + load * 128 * C::V);
+    for (int k = 0; k < D / 16; k++) {
+      const u32* own = C::tile(w, words, k, 0);
+      float scale[2], zero[2];
 #pragma unroll
-      for (int e = 0; e < C::TILES; e++) {
-        const int k = load * C::TILES + e;
-        u32 a[2][4]; unpack<BITS>(w + e * (BITS / 2), a);
-        float scale[2], zero[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const u32 at = meta + 2 * channel_of<D>(k, j, lane >> 2), s = lds_u16(at), m = lds_u16(at + META);
-          scale[j] = half_to_float(s); zero[j] = half_to_float(m) * (1 / TWO24);  // o is in units of 2^-24
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-          float part[4] = {};
-#pragma unroll
-          for (int h = 0; h < 2; h++) mma<false>(part, a[h], p[h][n][0], p[h][n][1]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) o[k][n][i] += part[i] * scale[i >> 1] + total[n][i & 1] * zero[i >> 1];
-        }
+      for (int j = 0; j < 2; j++) {
+        const u32 at = meta + 2 * channel_of<D>(k, j, lane >> 2), s = lds_u16(at), m = lds_u16(at + META);
+        scale[j] = half_to_float(s) * P::STEPS; zero[j] = half_to_float(m) * (1 / TWO24);  // o is in units of 2^-24
       }
+      float part[NT][4] = {};
+      product(part, own, w, k, p, less);
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[k][n][i] += part[n][i] * scale[i >> 1] + total[n][i & 1] * zero[i >> 1];
     }
   }
 

@@ -43,7 +43,9 @@ __device__ __forceinline__ u32 quantized(float x, Meta m, float levels) {
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, bool TRANSPOSED> struct AffineEncoder {
   struct Space { Meta meta[PAGE / (CHANNEL ? GROUP : 1) * (CHANNEL ? D : D / GROUP)]; };
   static constexpr int LEVELS = (1 << BITS) - 1, GROUPS = CHANNEL ? PAGE / GROUP : D / GROUP;
-  static constexpr int WORDS = D / 16 * BITS / 2, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
+  using C = Codes<BITS, D>;
+  using P = Planes<BITS>;
+  static constexpr int WORDS = C::WORDS, V = C::V;
 
   // Tokens [low, high) of a page whose token 0 has index `base`; per channel all of them.
   static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew, void* space) {
@@ -72,19 +74,31 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
     u32* words = reinterpret_cast<u32*>(part);
     for (int i = low / 32 * 32 * WORDS + crew.thread; i < (high + 31) / 32 * 32 * WORDS; i += CREW) {
       const int block = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32, g = owner >> 2, t = owner & 3;
-      const int c = word / (BITS / 2), inner = word % (BITS / 2);
       u32 taken = 0, value = 0;
-#pragma unroll
-      for (int f = 0; f < 32 / BITS; f++) {
-        constexpr int PER_BYTE = 8 / BITS;
-        const int e = f / (2 * PER_BYTE), odd = f / PER_BYTE & 1, field = f % PER_BYTE;
-        const int upper = BITS == 2 ? field & 1 : BITS == 4 ? field : inner & 1, h = BITS == 2 ? field >> 1 : BITS == 4 ? inner : inner >> 1;
+      // A field of 16 channels c: element e, register 2 upper + odd, operand h; its width, where it stands, and bits of the code below it.
+      auto put = [&](int c, int e, int odd, int upper, int h, int width, int at, int below) {
         const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g, channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
         const int token = block * 32 + 4 * token_x + 2 * h + token_j, channel = channel_of<D>(c, channel_j, channel_x);
-        if (token < low || token >= high) continue;
+        if (token < low || token >= high) return;
         const Meta m = meta[CHANNEL ? token / GROUP * D + channel : token * GROUPS + channel / GROUP];
-        taken |= (u32)LEVELS << (f * BITS);
-        value |= quantized(to_float(source.token(base + token)[channel]), m, LEVELS) << (f * BITS);
+        const u32 mask = (1u << width) - 1, code = quantized(to_float(source.token(base + token)[channel]), m, LEVELS);
+        taken |= mask << at; value |= (code >> below & mask) << at;
+      };
+      if (!C::SPLIT || word < C::LOW_AT) {
+        constexpr int WIDTH = P::HIGH, PER_BYTE = 8 / WIDTH;
+        const int c = word / (WIDTH / 2), inner = word % (WIDTH / 2);
+#pragma unroll
+        for (int f = 0; f < 32 / WIDTH; f++) {
+          const int field = f % PER_BYTE, upper = WIDTH == 2 ? field & 1 : WIDTH == 4 ? field : inner & 1, h = WIDTH == 2 ? field >> 1 : WIDTH == 4 ? inner : inner >> 1;
+          put(c, f / (2 * PER_BYTE), f / PER_BYTE & 1, upper, h, WIDTH, f * WIDTH, P::LOW);
+        }
+      } else if constexpr (C::SPLIT) {
+        constexpr int EACH = 2 / P::LOW;                  // times 16 channels whose low codes share a word
+#pragma unroll
+        for (int f = 0; f < 32 / P::LOW; f++) {
+          const int at = f * P::LOW;
+          put((word - C::LOW_AT) * EACH + (EACH == 2 ? at & 1 : 0), at >> 4, at >> 3 & 1, at >> 2 & 1, at >> 1 & 1, P::LOW, at, 0);
+        }
       }
       if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
     }
