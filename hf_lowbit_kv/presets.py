@@ -75,6 +75,9 @@ _PLAIN = {
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         _eigen("eigen-2", "static-44422000", "static-2-t"),
         _eigen("eigen-3", "static-64332222", "static-3-t"),
+        # the first generation, for calibrations that were made for it: values with a mean a page
+        _eigen("eigen-2-v1", "static-44422000", "static-2-t"),
+        _eigen("eigen-3-v1", "static-64332222", "static-3-t"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-3", "vq-d4b12", "vq-d4b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),

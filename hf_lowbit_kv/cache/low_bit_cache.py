@@ -163,8 +163,9 @@ class LowBitCache(Cache, PushToHubMixin):
             index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
         }  # may differ (Gemma 4)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
+        self.calibration_remark: str | None = None
         if parameters is None:
-            parameters = calibration_lookup.parameters_for(
+            parameters, self.calibration_remark = calibration_lookup.parameters_for(
                 calibration, model_or_config, specs, self.packed_sizes, preset
             )
         elif calibration is not None:

@@ -25,6 +25,7 @@ def rows(cache: LowBitCache) -> dict[str, str]:
         " / ".join(spec.reading.streams): f"{spec.key_format} / {spec.value_format}",
         "key transform": str(spec.key_transform),
         "value transform": str(spec.value_transform),
+        **({"calibration": remark} if (remark := cache.calibration_remark) else {}),
         "window": f"sink {spec.sink}, residual {spec.residual}, page {spec.page_size} tokens",
         "layers": f"{len(layers)} packed, {len(cache.layers) - len(layers)} of transformers'",
         "capacity": f"{layers[0].length.capacity} tokens, preallocated{uncompiled}"

@@ -32,8 +32,6 @@ class Calibrator(ABC):
 
     #: whether it wants `observe_gradients`
     gradients: ClassVar[bool] = False
-    #: whether it wants weights of tokens, by the attention they get (`attention_weights`); `observe` gets those of keys alone
-    attention: ClassVar[bool] = False
     #: tokens of a window, where the user says nothing
     length: ClassVar[int] = 512
 
@@ -42,6 +40,11 @@ class Calibrator(ABC):
     ):
         self.part, self.head_dim, self.num_kv_heads = part, head_dim, num_kv_heads
         self.per_head, self.page_size = per_head, page_size
+
+    @property
+    def attention(self) -> bool:
+        """Whether it wants weights of tokens, by attention (`attention_weights`). `observe` gets those of keys alone."""
+        return self.part.weighed
 
     @property
     def pages(self) -> int:
@@ -101,7 +104,6 @@ class EigenCalibrator(Calibrator):
     """
 
     gradients = True
-    attention = True
     length = 4096  # how keys vary depends on their positions
 
     def __init__(self, part, head_dim, num_kv_heads, *options, **named):
@@ -159,7 +161,6 @@ class StaticCalibrator(Calibrator):
     """
 
     part: Static
-    attention = True
 
     @property
     def pages(self) -> int:

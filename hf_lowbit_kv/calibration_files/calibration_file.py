@@ -157,14 +157,34 @@ class Calibration:
 
     def merged(self, other: Calibration) -> Calibration:
         """With the tensors of `other`, made for the same model, put in the place of those of the same names. A run
-        of which no tensor is left has no entry in `source` any more."""
+        of which no tensor is left has no entry in `source` any more.
+
+        Raises:
+            ValueError: for different models, or a transform would change under a format whose tensors were made behind it, and
+                stay.
+        """
         if (reason := difference(self.model, other.model)) is not None:
             raise ValueError(f"calibrations for different models cannot be joined: {reason}")
+        self._check_kept(other)
         runs = [
             {**run, "tensors": [x for x in run.get("tensors", []) if x not in other.tensors]} for run in self.source
         ]
         source = [*(run for run in runs if run["tensors"]), *other.source]
         return Calibration(self.tensors | other.tensors, self.model, source, self.path)
+
+    def _check_kept(self, other: Calibration) -> None:
+        """Raise `ValueError` where `other` changes what tensors of this one stand behind."""
+        held = self.tensors
+        changed = {
+            x for x, tensor in other.tensors.items() if x in held and not torch.equal(held[x].cpu(), tensor.cpu())
+        }
+        behind = {tuple(x.split(".")[:4]): x for x in held if x not in other.tensors and len(x.split(".")) > 5}
+        for name in sorted(changed):
+            if len(parts := name.split(".")) == 5 and (kept := behind.get(tuple(parts[:4]))) is not None:
+                raise ValueError(
+                    f"{name} would change, and {kept} was made behind the one that is there: calibrate the presets of both "
+                    "together, or write another file"
+                )
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise `ValueError` where `model` (`describe_model`) is not the one it was made for."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -111,14 +111,21 @@ class _WrongTensorError(ValueError):
     """A calibration's tensor is not of the shape that the layer asks for."""
 
 
+class CalibratedParameters(NamedTuple):
+    """By layer, tensors by their full names (`LayerSpec.parameters`), and a remark for `summary()`."""
+
+    tensors: dict[int, dict[str, torch.Tensor]]
+    remark: str | None = None
+
+
 def parameters_for(
     calibration: Calibration | str | Path | Borrowed | None,
     model_or_config: Any,
     specs: Mapping[int, Any],
     sizes: Mapping[int, tuple[int | None, ...]],
     preset: str | None,
-) -> dict[int, dict[str, torch.Tensor]]:
-    """By layer, the tensors that its `LayerSpec` asks for, by their full names (`LayerSpec.parameters`).
+) -> CalibratedParameters:
+    """The tensors that each layer's `LayerSpec` asks for.
 
     Args:
         calibration: given by the user; `None`: the user's own files, then the bundled ones, are looked through.
@@ -135,20 +142,20 @@ def parameters_for(
     asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
     shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in asked}
     if calibration is None and not asked:
-        return {}
+        return CalibratedParameters({})
     model = describe_model(model_or_config, sizes)
     name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
         given = calibration if isinstance(calibration, Calibration) else load(calibration)
         given.check(model)
         try:
-            return _taken(given, asked, shapes, convert)
+            return CalibratedParameters(_taken(given, asked, shapes, convert), _remark(given, specs))
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
     reasons = []
     for found in find(model, load):
         try:
-            return _taken(found, asked, shapes, convert)
+            return CalibratedParameters(_taken(found, asked, shapes, convert), _remark(found, specs))
         except _WrongTensorError as error:
             _skip(Path(found.path or ""), str(error))
             reasons.append(str(error))
@@ -190,6 +197,20 @@ def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
             yield f"{role}_transform.{parameter.name}", side, (transform.name, parameter.name), parameter.dtype
         for parameter in fmt.parameters(64, 1):
             yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
+
+
+def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
+    """What users should know of a calibration: that it did not count tokens by attention, where layers want that."""
+    counted = {name for run in calibration.source if run.get("attention") for name in run.get("tensors", [])}
+    for layer, spec in specs.items():
+        for side, role in (("keys", "key"), ("values", "value")):
+            transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
+            for part, names in ((transform, ()), (fmt, (fmt.name,))):
+                wanted = part.parameters(64, 1) if part.weighed else ()
+                names = ("layers", str(layer), side, transform.name, *names)
+                if any(".".join((*names, parameter.name)) not in counted for parameter in wanted):
+                    return "calibrated without attention"
+    return None
 
 
 def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -71,6 +71,9 @@ class Parametrized:
     A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its inverse), it
     overrides `held` and `prepare` as well.
     """
+
+    #: whether its calibration counts tokens by the attention that they get
+    weighed: ClassVar[bool] = False
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
         """What calibration supplies for a layer of that many KV heads."""

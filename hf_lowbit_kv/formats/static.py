@@ -198,6 +198,7 @@ class Static(Format):
     `static_fragment`.
     """
 
+    weighed: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
     grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t|-tn|-n]'"
 

@@ -17,7 +17,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -236,6 +236,8 @@ class Matrix(Transform):
 @dataclass(frozen=True)
 class Eigen(Matrix):
     """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them costs."""
+
+    weighed: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

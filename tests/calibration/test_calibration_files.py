@@ -262,7 +262,50 @@ def test_files_of_before_load_and_take_a_further_run(model, tmp_path):
     found = lb.Calibration.load(path)
     assert found.source == [{"seed": 7, "presets": ["a"], "tensors": sorted(found.tensors)}]
     assert [run["seed"] for run in found.merged(run_of(model, "values", 2, seed=2)).source] == [7, 2]
-    for bundled in (Path(lb.__file__).parent / "bundled").iterdir():
+    for bundled in (Path(lb.__file__).parent / "bundled").glob("*.safetensors"):
         (run,) = lb.Calibration.load(bundled).source
         assert run["presets"]
         assert run["tensors"]
+
+
+# ---- what files say of attention, and what they keep apart -----------------------------------------------------------------
+
+
+def eigen_calibration(model, *, attention: bool | None, presets=("eigen-2",), matrix=1.0) -> lb.Calibration:
+    """Tensors of the shapes that presets ask for; `attention=None`: its source says nothing, as that of older files."""
+    described, tensors = describe_model(model, packed_sizes(model)), {}
+    for name in presets:
+        spec = lb.get_preset(name).spec()
+        shapes = {parameter.name: parameter.shape for parameter in spec.parameters(64, 64, 2)}
+        for layer in range(2):
+            for full, side, names, _ in calibration_lookup.asked_of(spec):
+                size = matrix * torch.eye(64).expand(2, 64, 64) if full.endswith("matrix") else torch.ones(shapes[full])
+                tensors[".".join(("layers", str(layer), side, *names))] = size.clone()
+    source = {"presets": list(presets), "tensors": sorted(tensors)}
+    return lb.Calibration(tensors, described, [source if attention is None else source | {"attention": attention}])
+
+
+@pytest.mark.parametrize(("attention", "said"), [(None, True), (False, True), (True, False)])
+def test_summary_says_where_attention_was_left_out(model, tmp_path, attention, said):
+    path = tmp_path / "x.safetensors"
+    eigen_calibration(model, attention=attention).save(path)
+    summary = lb.from_preset("eigen-2", model, calibration=path).summary()
+    assert ("calibrated without attention" in summary) == said
+    assert (
+        "without attention"
+        not in lb.from_preset("kivi-2", model, **OPTIONS, calibration=calibration_of(model)).summary()
+    )
+
+
+def test_steps_do_not_stay_behind_another_matrix(model):
+    first = eigen_calibration(model, attention=None, presets=("eigen-2", "eigen-3"))
+    same = eigen_calibration(model, attention=True)
+    assert first.merged(same).source[1]["attention"] is True
+    other = eigen_calibration(model, attention=True, matrix=2.0)
+    with pytest.raises(ValueError, match=r"layers.0.keys.eigen.matrix would change, and .*static-64332222.* together"):
+        first.merged(other)
+    both = eigen_calibration(model, attention=True, presets=("eigen-2", "eigen-3"), matrix=2.0)
+    merged = first.merged(both)
+    assert merged.tensors["layers.1.keys.eigen.matrix"][0, 0, 0] == 2
+    assert [run["attention"] for run in merged.source] == [True]
+    assert calibration_of(model).merged(calibration_of(model, 2.0)).tensors  # nothing stands behind these
