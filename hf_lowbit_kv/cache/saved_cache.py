@@ -214,9 +214,9 @@ def check_expected(
     if calibration is None:
         return
     specs = {index: cache.layers[index].spec for index in cache.packed_sizes}
-    wanted = calibration_lookup.parameters_for(calibration, model, specs, cache.packed_sizes, preset)
+    wanted = calibration_lookup.parameters_for(calibration, model, specs, cache.packed_sizes, preset).tensors
     for index in specs:
-        own = dict(wanted.for_layer(index) if hasattr(wanted, "for_layer") else (wanted or {}).get(index, {}))
+        own = wanted.get(index, {})
         saved = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"parameters.{index}.")}
         for name in sorted({*own, *saved}):
             if name not in own or name not in saved or digest(own[name].cpu()) != digest(saved[name].cpu()):
