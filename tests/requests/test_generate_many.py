@@ -1,15 +1,17 @@
 """`lb.generate_many`: every request writes what it writes alone, whatever else is asked."""
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 from cases import SMALL_PAGES, tiny_models
 from generation_cases import StopAt
+from letters import letters
 from pool_cases import CHUNK, one_row
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_lowbit_kv as lb
 
@@ -34,18 +36,6 @@ def models(one_thread):
 @pytest.fixture(scope="module")
 def model(models):
     return models[0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """Of letters, as bytes: token `i` is the character `chr(i)`, as far as that can be shown."""
-    shown = {chr(number): number for number in range(33, 127)}
-    others = {f"<{number}>": number for number in (*range(32), *range(127, 160))}
-    model = tokenizers.models.BPE(vocab=shown | others | {"\u0120": 32}, merges=[])
-    letters = tokenizers.Tokenizer(model)
-    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = tokenizers.decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=letters)
 
 
 @pytest.fixture
@@ -156,8 +146,8 @@ def test_logprobs_are_those_that_tokens_were_drawn_with(models, texts):
     torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_texts_messages_and_stop_strings(model, tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if extra %}{{ extra }}{% endif %}"
+def test_texts_messages_and_stop_strings(model):
+    tokenizer = letters()
     long = {"max_new_tokens": 30, "do_sample": False, "suppress_tokens": [*range(33), *range(127, 160)]}
     (plain,) = lb.generate_many(model, ["abc"], "dense", tokenizer=tokenizer, **long, **FIXED)
     assert plain.prompt_ids == [97, 98, 99]
@@ -548,3 +538,14 @@ def test_many_small_requests_do_not_grow(model):
             counts.append(held())
     assert counts[1] <= counts[0] + 20
     assert time.perf_counter() - begin < 60
+
+
+def test_the_code_of_the_page_runs(model, capsys):
+    """All blocks of docs/many-requests.md, in their order."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "many-requests.md").read_text(encoding="utf-8")
+    known = {"lb": lb, "model": model, "tokenizer": letters()}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block.replace("max_new_tokens=200", "max_new_tokens=8"), "many-requests.md", "exec"), known)
+    out = capsys.readouterr().out
+    assert all(f"q{number} " in out for number in range(4))
+    assert "does not fit" in out
