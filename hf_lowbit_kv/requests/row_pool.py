@@ -30,6 +30,8 @@ class Row:
     """tokens that are stored; the CPU counts them"""
     pages: dict[Hashable, list[int]] = field(default_factory=dict)
     """by paging, its pages in order"""
+    prefix_length: int = 0
+    """tokens that it began with: all of them stand in the sink and in pages, even where that leaves the window empty"""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class RowPool:
         self._share(row, prefix.pages)
         self.memory.set_sinks(row.slot, prefix.sinks)
         self.memory.set_length(row.slot, prefix.length)
-        row.length = prefix.length
+        row.length = row.prefix_length = prefix.length
 
     def extend(self, row: Row, tokens: int) -> None:
         """Give the row the pages that are due when it stores `tokens` more."""
@@ -174,7 +176,7 @@ class RowPool:
                 f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
             )
         self.flush()
-        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs})
+        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, row.prefix_length)
         self.rows.append(new)
         for paging, spec in self._specs.items():
             full = self.full_tokens(row, paging) // spec.page_size
@@ -197,7 +199,8 @@ class RowPool:
     def full_tokens(self, row: Row, paging: Hashable) -> int:
         """Tokens of a row that stand in full pages."""
         spec = self._specs[paging]
-        return spec.paged_after(row.length - spec.sink) // spec.page_size * spec.page_size
+        paged = max(spec.paged_after(row.length - spec.sink), row.prefix_length - spec.sink)
+        return paged // spec.page_size * spec.page_size
 
     def leave(self, row: Row) -> Row | None:
         """Take back a row's slot and pages. The row that has moved into its slot, if one has."""

@@ -57,6 +57,10 @@ KEPT = {
         Operation("enter", 1, 110), Operation("chunk", 1, 110), Operation("keep", 0, 1), Operation("end", 0, 1),
         Operation("enter", 1, 110), Operation("make room", 0, 4), Operation("chunk", 1, 100), Operation("step", 1, 3),
     ],
+    "a row is forked before its window has filled behind a prefix": [
+        Operation("enter", 1, 110), Operation("chunk", 0, 128), Operation("end", 0, 1), Operation("enter", 1, 10),
+        Operation("fork", 0, 1), Operation("chunk", 1, 40), Operation("step", 1, 3), Operation("chunk", 0, 40),
+    ],
     "a fork outlives the row it came from, whose slot another one takes": [
         Operation("enter", 1, 60), Operation("chunk", 1, 100), Operation("enter", 2, 30), Operation("fork", 0, 1),
         Operation("end", 0, 1), Operation("step", 1, 3), Operation("step", 0, 5), Operation("chunk", 1, 40),
