@@ -14,6 +14,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..machine.cache_argument import as_argument
 from ..storage.readings import causal_attention
 from ..storage.reference import plain_attention
+from ..storage.step import Chunk
 from .attention_weights import CHUNK, PageGrid, weights_of
 
 #: called with number of the window, layer, (keys, values) `[1, H, S, D]`, and weights of their tokens `[H, S]` by grid
@@ -87,8 +88,12 @@ def _watching(
     return cache
 
 
-def _step(see, grids, query, key, value, mask, scaling: float, softcap, sinks) -> torch.Tensor:
+def _step(
+    see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid], chunk: Chunk
+) -> torch.Tensor:
     """`LowBitLayer.step` for a whole window: `[1, S, Hq, Dv]`."""
+    query, key, value, scaling = chunk.queries, chunk.k, chunk.v, chunk.scaling
+    softcap, sinks = chunk.softcap, chunk.sinks
     see((key, value), weights_of(query, key, grids, scaling, softcap, sinks))
     if softcap is None and sinks is None:
         return causal_attention(query, key, value, scaling)
