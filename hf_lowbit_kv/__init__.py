@@ -20,6 +20,7 @@ from .generation.enable import disable, enable
 from .generation.generate import generate, release
 from .planning.fits import fits
 from .presets import Preset, get_preset, preset_names
+from .prompts.prefix_store import PrefixStore
 from .requests import paged_calls as _paged_calls  # noqa: F401  adds its methods to `enable`
 from .requests.generate_many import generate_many
 from .requests.result import Interrupted, Result
@@ -48,6 +49,7 @@ __all__ = [
     "LayerSpec",
     "LowBitCache",
     "MLAFP8Cache",
+    "PrefixStore",
     "Preset",
     "Result",
     "Transform",

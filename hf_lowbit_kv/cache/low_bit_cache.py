@@ -20,6 +20,7 @@ from transformers.utils import PushToHubMixin
 from ..backends import operations as ops
 from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
+from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
@@ -115,6 +116,8 @@ class LowBitCache(Cache, PushToHubMixin):
 
     #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
     text: torch.Tensor | None = None
+    #: tokens of each row that the last call of `generate` took from its prefix store
+    cached_tokens: int = 0
     #: whether it has said, since the last reset, that another attention implementation makes it slow
     _warned = False
 
@@ -339,6 +342,8 @@ class LowBitCache(Cache, PushToHubMixin):
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: it cannot be written.
         """
         folder, model = Path(save_directory), self.model.get("saved")
+        if tp_size(model) > 1:
+            raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
         if push_to_hub:
             from huggingface_hub import create_repo
 
@@ -346,7 +351,7 @@ class LowBitCache(Cache, PushToHubMixin):
             repo = create_repo(kwargs.get("repo_id", folder.name), exist_ok=True, **options).repo_id
             folder.mkdir(parents=True, exist_ok=True)
             stamps = self._get_files_timestamps(folder)
-        saved_cache.write(folder, self, cache_contents.take(self), model)
+        saved_cache.write(folder, cache_contents.take(self), saved_cache.header_of(self, fingerprint_of(model)))
         if push_to_hub:
             message, token = kwargs.get("commit_message"), kwargs.get("token")
             self._upload_modified_files(folder, repo, stamps, commit_message=message, token=token)

@@ -26,7 +26,6 @@ from ..storage.layer_spec import LayerSpec
 from ..storage.stored_tokens import StoredTokens
 from .cache_contents import CacheContents, LayerContents
 from .own_layer_contents import OwnContents
-from .served_models import tp_size
 
 FILE_NAME = "lowbit_cache.json"
 #: of the description and of the tensors' names
@@ -40,38 +39,44 @@ _SIDES = ("keys", "values")
 # ---- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, cache: Any, contents: CacheContents, model: Any, more: Mapping[str, Any] | None = None) -> None:
+def header_of(cache: Any, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of a cache and its model, and the calibration's tensors (`parameters`)."""
+    packed = {index: layer for index, layer in enumerate(cache.layers) if hasattr(layer, "spec")}
+    return {
+        "class": type(cache).__name__,
+        "preset": cache.preset,
+        "specs": {str(index): layer.spec.with_layouts("planar-1", "planar-1").key for index, layer in packed.items()},
+        "fingerprint": fingerprint,
+        "parameters": {f"{index}.{name}": x for index, layer in packed.items() for name, x in layer.parameters.items()},
+    }
+
+
+def header_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The header that a file was written with."""
+    named = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith("parameters.")}
+    return {**{name: description[name] for name in ("class", "preset", "specs", "fingerprint")}, "parameters": named}
+
+
+def write(
+    folder: Path, contents: CacheContents, header: Mapping[str, Any], more: Mapping[str, Any] | None = None
+) -> None:
     """Write what was taken out of a cache. What stood in the folder is replaced at once, or not at all.
 
     Args:
-        more: plain values to keep in the description.
+        header: see `header_of`. more: plain values to keep in the description.
     """
-    if tp_size(model) > 1:
-        raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
     tensors, described = _tensors_of(contents)
-    for index, layer in enumerate(cache.layers):
-        for name, tensor in getattr(layer, "parameters", {}).items():
-            tensors[f"parameters.{index}.{name}"] = tensor
+    tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     memory = set[int]()
     for name, tensor in tensors.items():  # safetensors takes no two views of one memory
         start = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if start in memory else tensor
+        tensors[name] = (
+            tensor.clone() if start in memory or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        )
         memory.add(start)
-    description = {
-        "format": _FORMAT,
-        "version": VERSION,
-        "class": type(cache).__name__,
-        "preset": cache.preset,
-        "specs": {
-            str(index): layer.spec.with_layouts("planar-1", "planar-1").key
-            for index, layer in enumerate(cache.layers)
-            if hasattr(layer, "spec")
-        },
-        "fingerprint": fingerprint_of(model),
-        **described,
-        "more": dict(more or {}),
-    }
+    said = {name: value for name, value in header.items() if name != "parameters"}
+    description = {"format": _FORMAT, "version": VERSION, **said, **described, "more": dict(more or {})}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
     try:

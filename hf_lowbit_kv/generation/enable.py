@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -24,6 +25,7 @@ from .decoding_loop import decoding_with, late_stop_check
 from .generate import lend_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
+from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 
 #: attribute of an enabled model: what is enabled, the one in force last
 _ENABLED = "_lowbit_enabled"
@@ -50,6 +52,10 @@ class _Call(NamedTuple):
     model: Any
     undone: contextlib.ExitStack
     """what is undone when it ends"""
+    arguments: Mapping[str, Any]
+    """of `generate`, the prompt as `input_ids`"""
+    kept: list[PrefixCall]
+    """what is to be stored when it ends"""
 
 
 #: the one that runs in this thread
@@ -74,6 +80,7 @@ class Enabled:
     preset: str
     options: dict[str, Any]
     fuse: bool = True
+    prefixes: Prefixes | None = None
     implementations: dict[str, str] = field(default_factory=dict)
     """attention implementations to restore, by sub-configuration"""
 
@@ -95,7 +102,14 @@ class Enabled:
             _take_off(self.model)
 
 
-def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cache_options: Any) -> Enabled:
+def enable(
+    model: Any,
+    preset: str = DEFAULT_PRESET,
+    *,
+    fuse: bool = True,
+    prefixes: Prefixes | None = None,
+    **cache_options: Any,
+) -> Enabled:
     """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
 
         lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
@@ -114,6 +128,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cac
         model: a causal language model; PEFT or `torch.compile` may wrap it.
         preset: see `preset_names`.
         fuse: whether recorded steps compute pieces of the model by kernels that round less often, as in `lb.generate`.
+        prefixes: a `PrefixStore`, as in `lb.generate`; used by greedy search and sampling.
         **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
 
     Raises:
@@ -122,6 +137,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cac
     """
     inner: Any = unwrap(model)
     check_fuse(fuse)
+    check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
@@ -132,7 +148,7 @@ def enable(model: Any, preset: str = DEFAULT_PRESET, *, fuse: bool = True, **cac
     from_preset(preset, inner, **cache_options)  # raises for what cannot be served
     options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
-        enabled = Enabled(inner, preset, options, fuse, selected_everywhere(inner))
+        enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
     if not stack:
@@ -187,9 +203,13 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
         )
     with contextlib.ExitStack() as stack:
-        token = _call.set(_Call(self, stack))
+        call = _Call(self, stack, _named(args, kwargs), [])
+        token = _call.set(call)
         try:
-            return original(self, "generate")(*args, **kwargs)
+            out = original(self, "generate")(*args, **kwargs)
+            for kept in call.kept:
+                kept.end(out if isinstance(out, torch.Tensor) else out.sequences)
+            return out
         finally:
             _call.reset(token)
 
@@ -212,10 +232,29 @@ def _prepare_cache_for_generation(
         or generation_mode not in _ONE_TOKEN
         or recording.graphs_for(self.device) is None
     ):
-        model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
+        growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
+        if call is not None and call.model is self and generation_mode in _ONE_TOKEN:
+            _take_prefix(enabled, call, growing, generation_config)
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
     call.undone.enter_context(late_stop_check(cache, self.device))
     call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache
+    _take_prefix(enabled, call, cache, generation_config)
+
+
+def _take_prefix(enabled: Enabled, call: _Call, cache: LowBitCache, generation_config: Any) -> None:
+    """Put what the store holds of this call's prompt into its cache, and have the rest stored when the call ends."""
+    if enabled.prefixes is None:
+        return
+    kept = PrefixCall(call.model, cache, {**call.arguments, "generation_config": generation_config}, enabled.prefixes)
+    kept.begin()
+    call.kept.append(kept)
+
+
+def _named(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`, the prompt under the name `input_ids`."""
+    named = dict(kwargs)
+    inputs = args[0] if args else named.pop("inputs", None)
+    return named if inputs is None else {**named, "input_ids": inputs}

@@ -38,6 +38,7 @@ from .call_options import (
 from .decoding_loop import decoding_with, late_stop_check
 from .kept_caches import cache_length, capacity, kept_caches
 from .prefill import check_chunk_size, read_prompt
+from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 
 
 def generate(
@@ -52,6 +53,7 @@ def generate(
     max_cache_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
     calibration: Any = None,
+    prefixes: Prefixes | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Any:
@@ -85,6 +87,8 @@ def generate(
         max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         calibration: for presets that need one, as for `LowBitCache`. Each call uses what the file, folder or object holds then.
+        prefixes: a `PrefixStore`: what it holds of the prompt is not read again, and what this call reads and writes is
+            kept there. `cached_tokens` of the cache says how many tokens of each row came from it. Not with past_key_values.
         progress: tell on stderr when a step is compiled, and when a prompt is read in chunks although nobody asked for that.
         **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
             `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a time;
@@ -107,6 +111,7 @@ def generate(
     past_key_values = cache_of(past_key_values, options)
     how = which_step(inner, step, options)
     check_fuse(fuse)
+    check_prefixes(prefixes)
     check_options(inner, options)
     check_chunk_size(setting(inner, options, "prefill_chunk_size"))
     cache_options = options_of_cache(cache_options, calibration)
@@ -122,6 +127,8 @@ def generate(
     kept = kept_caches(inner)
     with kept.lock:
         if past_key_values is not None:
+            if prefixes is not None:
+                raise ValueError("prefixes and past_key_values are both given: past_key_values holds its own prefix")
             if (cache_options, max_cache_len) != (None, None):
                 raise ValueError(
                     "cache_options, calibration and max_cache_len describe a new cache: they are not allowed with "
@@ -134,14 +141,21 @@ def generate(
             *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
         )
         try:
-            return _run(model, cache, rows, options, how, fuse, progress)
+            return _run(model, cache, rows, options, how, fuse, progress, prefixes)
         except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
             kept.give_back(cache)
             raise
 
 
 def _run(
-    model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], step: str, fuse: bool, progress: bool
+    model: Any,
+    cache: LowBitCache,
+    rows: int,
+    options: dict[str, Any],
+    step: str,
+    fuse: bool,
+    progress: bool,
+    prefixes: Prefixes | None = None,
 ) -> Any:
     """`model.generate` on this cache, its steps run as `step` says."""
     inner = unwrap(model)
@@ -162,12 +176,17 @@ def _run(
                 compiling.compile_first(inner, cache, rows * return_sequences(inner, options), options, progress)
         else:
             options["disable_compile"] = True
+        kept_prefix = None if prefixes is None else PrefixCall(inner, cache, options, prefixes)
+        if kept_prefix is not None:
+            kept_prefix.begin()
         read_prompt(inner, cache, options, _say if progress else lambda text: None)
         recorded = recording.recorded_step(cache, inner.device, fuse) if step == "recorded" else None
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**options)
     cache.check_overrun()
     _remember(cache, out, options)
+    if kept_prefix is not None:
+        kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out
 
 

@@ -138,7 +138,7 @@ class Need:
         return low * GRANULE
 
 
-class _Reader:
+class Reader:
     """Reads a prompt's tokens, which are all that the model is given, piece by piece."""
 
     def __init__(self, model: Any, cache: LowBitCache, ids: torch.Tensor, mask: torch.Tensor):
@@ -258,7 +258,7 @@ def read_prompt(
             return  # transformers may take these for padding
         mask = torch.ones_like(ids)
     # transformers repeats each row for its sequences in the same order
-    reader = _Reader(model, cache, ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0))
+    reader = Reader(model, cache, ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0))
     if size is None or size == AUTO:
         known = memory_of(model)
         if isinstance(known, str):
@@ -277,6 +277,16 @@ def read_prompt(
 
 def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -> str | None:
     """Why this module leaves the prompt to transformers, or `None`."""
+    if (reason := why_not_tokens(model, options)) is not None:
+        return reason
+    for name in ("output_hidden_states", "output_attentions"):
+        if size in (None, AUTO) and setting(model, options, name):
+            return f"{name} asks for those of all its tokens"
+    return None
+
+
+def why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
+    """Why a prompt is more than token ids and their mask, or `None`."""
     ids = options.get("input_ids")
     if ids is None:
         return "it is given as embeddings"
@@ -287,7 +297,4 @@ def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -
     if others or model.config.get_text_config(decoder=True) is not model.config:
         # which the model prepares chunk by chunk in its own way
         return f"the model is given more than tokens ({', '.join(sorted(others)) or 'images, perhaps'})"
-    for name in ("output_hidden_states", "output_attentions"):
-        if size in (None, AUTO) and setting(model, options, name):
-            return f"{name} asks for those of all its tokens"
     return None

@@ -449,6 +449,12 @@ class PagedStore(LayerStore):
         for block, own, part in parts:  # nothing is allocated between writes
             block[own] = part
 
+    def widen(self, pages_per_row: int) -> None:
+        """Give every row that many more pages, in a preallocated store too."""
+        self._add_pages(pages_per_row)
+        if self.capacity is not None:
+            self._mark_static()
+
     def take_pool(self, pool: list[torch.Tensor], table: torch.Tensor) -> None:
         """Let the rows consist of other pages: blocks, and ids int32 `[B, P]` that count through them."""
         self.state = self.state._replace(pool=pool, page_table=table.to(self.device))

@@ -219,7 +219,7 @@ def test_gpu_the_estimate_is_the_peak(family):
     ids = torch.randint(3, 160, (2, tokens), device="cuda")
     cache = lb.from_preset("kivi-4-sink", model, max_cache_len=tokens + 8)
     memory = prefill.memory_of(model)
-    reader = prefill._Reader(model, cache, ids, torch.ones_like(ids))
+    reader = prefill.Reader(model, cache, ids, torch.ones_like(ids))
     need = reader._need(memory, 128)
     assert reader.seen == 0
     for size in (tokens, 8192):

@@ -1,0 +1,121 @@
+"""What a `generate` call does with a prefix store: takes what it has of the prompt, and leaves there what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.token_counts import Padding
+from .call_options import return_sequences, setting
+from .prefill import Reader, why_not_tokens
+
+#: where a text parts from a stored one so many tokens behind what can be used, that place is stored too
+WORTH_AN_END = 64
+
+
+class Match(Protocol):
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def common(self) -> int: ...
+
+
+class Prefixes(Protocol):
+    """What `prefixes=` takes; see `prompts.PrefixStore`."""
+
+    def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match: ...
+    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None: ...
+
+
+def check_prefixes(prefixes: Any) -> None:
+    """Raise `TypeError` for what is no store."""
+    if prefixes is not None and not (hasattr(prefixes, "restore") and hasattr(prefixes, "add")):
+        raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore, or None")
+
+
+class PrefixCall:
+    """One call's part: `begin` with an empty cache, `end` with the tokens that were written."""
+
+    def __init__(self, model: Any, cache: LowBitCache, options: Mapping[str, Any], prefixes: Prefixes):
+        self.model, self.cache, self.prefixes = model, cache, prefixes
+        self.ids, self.mask = _prompt(model, options)
+        self.padded = self.mask is not None and not bool(self.mask.all())
+        if self.padded and any(not isinstance(layer, LowBitLayer) for layer in cache.layers):
+            self.ids = None  # transformers' own layers store padding
+
+    def begin(self) -> None:
+        """Put what is stored of the prompt into the cache; `cache.cached_tokens` says how many tokens of each row that is."""
+        self.cache.cached_tokens = 0
+        if self.ids is None or self.mask is None:
+            return
+        match = self.prefixes.restore(self.cache, _rows(self.ids, self.mask))
+        self.cache.cached_tokens = match.tokens
+        if match.tokens and self.padded:
+            self._read_behind(match.tokens)
+        if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
+            self._store_ends(match)
+
+    def end(self, sequences: torch.Tensor) -> None:
+        """Store what the cache holds now. sequences: int64 `[B, n]`, prompt and answer."""
+        if self.ids is None or self.mask is None:
+            return
+        held = int(self.cache.packed_layers[0].get_seq_length())
+        mask = torch.nn.functional.pad(self.mask, (0, sequences.shape[1] - self.mask.shape[1]), value=1)
+        self.prefixes.add(self.cache, _rows(sequences[:, :held], mask[:, :held]))
+
+    def _read_behind(self, tokens: int) -> None:
+        """Rows are padded on the left and each holds `tokens` tokens: read what is missing but for the last token, which
+        `generate` reads. A token that is stored stands where padding would."""
+        assert self.ids is not None
+        assert self.mask is not None
+        padding = self.mask.shape[1] - self.mask.sum(1, keepdim=True)
+        begin = tokens + int(padding.min())
+        column = torch.arange(self.mask.shape[1], device=self.mask.device)
+        unread = self.mask.bool() & (column >= padding + tokens)
+        for layer in self.cache.packed_layers:
+            layer.length.set(begin)
+            layer.taken, layer._in_tail = begin, 0
+        reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
+        reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        if reader.left > 1:
+            reader.read(reader.left - 1)
+        for layer in self.cache.packed_layers:
+            layer._padding = Padding()
+            layer._padding.note(0, self.mask[:, : reader.seen].bool())
+
+    def _store_ends(self, match: Match) -> None:
+        """Layers of transformers' own give back exact ends alone, so the prompt's end is stored, and the place where it parts
+        from a stored text: a system prompt's end, as a rule."""
+        assert self.ids is not None
+        assert self.mask is not None
+        reader = Reader(self.model, self.cache, self.ids, self.mask)
+        for end in (match.common, self.ids.shape[1] - 1):
+            if end - max(match.tokens, reader.seen) >= (WORTH_AN_END if end == match.common else 1):
+                reader.read(end - reader.seen)
+                self.prefixes.add(self.cache, _rows(self.ids[:, :end], self.mask[:, :end]))
+
+
+def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Ids and mask `[B, S]` of all rows, where the prompt is nothing but tokens, padded on the left if at all; else `None`s."""
+    if why_not_tokens(model, options) is not None:
+        return None, None
+    ids, mask = options["input_ids"], options.get("attention_mask")
+    if mask is None:
+        padding = setting(model, options, "pad_token_id")
+        if padding is not None and bool((ids == padding).any()):
+            return None, None  # transformers may take these for padding
+        mask = torch.ones_like(ids)
+    if mask.shape != ids.shape or bool((mask[:, 1:] < mask[:, :-1]).any()):
+        return None, None
+    sequences = return_sequences(model, options)
+    return ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
+
+
+def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Ids of each row without padding, on the CPU."""
+    ids, kept = ids.cpu(), mask.bool().cpu()
+    return [row[real] for row, real in zip(ids, kept, strict=True)]

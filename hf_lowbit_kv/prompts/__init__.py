@@ -1,0 +1,1 @@
+"""Prompts kept: prefixes that calls share, and conversations."""

@@ -1,0 +1,179 @@
+"""One text that the prefix store keeps: its pages, which texts that begin alike share, and its window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.cache_contents import CacheContents, LayerContents
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.own_layer_contents import OwnContents, contents_of
+from ..storage.layer_spec import LayerSpec
+from ..storage.shared_pages import Holding
+from ..storage.stored_tokens import Pair, StoredTokens, take_tokens
+
+
+class Segment:
+    """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written."""
+
+    def __init__(self, pages: dict[int, torch.Tensor]):
+        self.pages = pages
+        self._own()
+
+    def _own(self) -> None:
+        # before any cache uses them, so that none takes a page of them for free
+        self._holding = Holding()
+        for block in self.pages.values():
+            self._holding.use(block)
+
+    @property
+    def count(self) -> int:
+        """Pages of a layer, at most: with an open page layers may differ by one."""
+        return max(map(len, self.pages.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.pages.values())
+
+    def trim(self, count: int) -> None:
+        """Keep the first `count` pages."""
+        self.pages = {index: block[:count].clone() for index, block in self.pages.items()}
+        self._own()
+
+
+@dataclass
+class LayerOfPrompt:
+    """Of one packed layer of one row."""
+
+    spec: LayerSpec
+    sizes: tuple[int, tuple[int, int], torch.dtype]
+    """KV heads, widths of the two streams, dtype"""
+    paged: int
+    sink: Pair
+    tail: Pair
+
+
+@dataclass(eq=False)
+class KeptPrompt:
+    """A text and what a cache holds of it.
+
+    Attributes:
+        seed: of the model and of the kind of cache. ids: int64 `[n]` on the CPU.
+        segments: with how many of their pages are this text's, in order. own: transformers' own layers, of one row.
+    """
+
+    seed: str
+    ids: torch.Tensor
+    segments: list[tuple[Segment, int]]
+    layers: dict[int, LayerOfPrompt]
+    own: dict[int, OwnContents]
+    header: dict[str, Any]
+    """what a file of it says of model and cache"""
+
+    @property
+    def window_bytes(self) -> int:
+        pairs = [pair for layer in self.layers.values() for pair in (layer.sink, layer.tail)]
+        tensors = [x for pair in pairs for x in pair] + [x for own in self.own.values() for x in own.tensors().values()]
+        return sum(x.nbytes for x in tensors)
+
+    @property
+    def paged_end(self) -> int:
+        """Tokens up to the end of the pages, of the layer where that is furthest: behind it, all tokens are in tails."""
+        return max(layer.spec.sink + layer.paged for layer in self.layers.values())
+
+    def matches(self, ids: torch.Tensor) -> int:
+        """How many tokens this text and `ids` `[n]` begin with in common."""
+        count = min(len(self.ids), len(ids))
+        differ = (self.ids[:count] != ids[:count]).nonzero()
+        return int(differ[0, 0]) if len(differ) else count
+
+
+def usable(prompt: KeptPrompt, match: int) -> int:
+    """Tokens of a match that pages alone give back: whole pages, `residual` tokens before its end. 0 where layers' pages
+    do not end at the same tokens, or transformers' own layers need the exact end."""
+    specs = [layer.spec for layer in prompt.layers.values()]
+    if prompt.own or len({(spec.sink, spec.page_size) for spec in specs}) != 1:
+        return 0
+    sink, size = specs[0].sink, specs[0].page_size
+    stored = min(layer.paged for layer in prompt.layers.values())
+    behind = min(match - sink - max(spec.residual for spec in specs), stored) // size * size
+    return sink + behind if behind > 0 else 0
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
+def take_prompt(
+    cache: Any, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any], shared: Sequence[tuple[Segment, int]]
+) -> KeptPrompt:
+    """What a cache holds of a row, in memory of its own but for pages that stand in `shared` already."""
+    first = sum(count for _, count in shared)
+    layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
+    own = dict[int, OwnContents]()
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, LowBitLayer):
+            contents = contents_of(layer)
+            tokens = contents.tokens
+            own[index] = OwnContents(
+                contents.seen,
+                None if tokens is None else (tokens[0][row : row + 1].clone(), tokens[1][row : row + 1].clone()),
+                {name: x[row : row + 1].clone() for name, x in contents.states.items()},
+            )
+            continue
+        store = layer.store
+        assert store is not None
+        taken = take_tokens(store, [row], first)
+        pages[index] = taken.blocks[0]
+        sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
+        layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
+    segment = Segment(pages)
+    segments = [*shared, *([(segment, segment.count)] if segment.count else [])]
+    return KeptPrompt(seed, ids, segments, layers, own, header)
+
+
+def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheContents:
+    """What a cache of these rows is to hold: `tokens` of each from pages alone, or (`None`) all of each."""
+    layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
+    own = {index: _joined([prompt.own[index] for prompt in prompts]) for index in prompts[0].own}
+    return CacheContents(layers, own, None)
+
+
+def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
+    parts = [prompt.layers[index] for prompt in prompts]
+    spec, (heads, widths, dtype) = parts[0].spec, parts[0].sizes
+    paged = [part.paged if tokens is None else tokens - spec.sink for part in parts]
+    blocks: list[torch.Tensor] = []
+    first: dict[int, int] = {}
+    rows = []
+    for prompt, count in zip(prompts, paged, strict=True):
+        left, ids = -(-count // spec.page_size), []
+        for segment, pages in prompt.segments:
+            block = segment.pages[index]
+            if id(block) not in first:
+                first[id(block)] = sum(map(len, blocks))
+                blocks.append(block)
+            used = min(pages, len(block), left)
+            ids.append(torch.arange(used) + first[id(block)])
+            left -= used
+        rows.append(torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64))
+    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for row, ids_of_row in enumerate(rows):
+        table[row, : len(ids_of_row)] = ids_of_row
+    tails = [part.tail if tokens is None else (part.tail[0][:, :0], part.tail[1][:, :0]) for part in parts]
+    stored = StoredTokens(blocks, table, paged, [part.sink for part in parts], tails)
+    in_tail = min(tail[0].shape[1] for tail in tails)
+    seen = max(stored.lengths)
+    return LayerContents(spec, stored, heads, widths, dtype, seen, min(in_tail, spec.residual), "packed", [])
+
+
+def _joined(rows: Sequence[OwnContents]) -> OwnContents:
+    def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+    pairs = [row.tokens for row in rows if row.tokens is not None]
+    tokens = (joined([pair[0] for pair in pairs]), joined([pair[1] for pair in pairs])) if pairs else None
+    return OwnContents(
+        rows[0].seen, tokens, {name: joined([row.states[name] for row in rows]) for name in rows[0].states}
+    )

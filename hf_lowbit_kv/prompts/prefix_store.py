@@ -1,0 +1,250 @@
+"""`PrefixStore`: texts that were read once, and are not read again when another text begins like them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache import cache_contents, saved_cache
+from ..cache.low_bit_cache import LowBitCache
+from ..machine.byte_sizes import parse_size
+from ..machine.model_fingerprint import digest_of, fingerprint_of
+from ..machine.staleness import digest
+from .kept_prompt import KeptPrompt, Segment, contents_for, take_prompt, usable
+from .prompt_folder import PromptFolder
+
+
+class Match(NamedTuple):
+    """What `restore` put into a cache."""
+
+    tokens: int
+    """tokens of every row that need not be read"""
+    common: int
+    """tokens that the text has in common with a stored one: more than `tokens` where only exact ends can be used"""
+
+
+class PrefixStore:
+    """Keeps texts that `lb.generate` and models under `lb.enable` have read. A text that begins like a stored one is read from
+    where the two part.
+
+        store = lb.PrefixStore("8GB")
+        tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)
+
+    Only texts of the same model, in the same numbers, and of the same kind of cache (formats, window, calibration) match.
+    A match inside a stored text ends `residual` tokens early, at a page's end, and the tokens behind it are read again: they
+    attend to packed pages, so a text may differ from that of a prompt that is read whole. Models with sliding or recurrent
+    layers match at the exact end of a stored text alone.
+
+    Args:
+        max_bytes: for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used one goes first.
+        folder: where texts go then; several stores may share it. `None`: they are dropped.
+        max_folder_bytes: for the files; `None`: no limit.
+
+    Raises:
+        ValueError: a size that is not understood, or a limit without a folder.
+    """
+
+    def __init__(
+        self, max_bytes: int | str = "8GB", folder: str | Path | None = None, max_folder_bytes: int | str | None = None
+    ):
+        self.max_bytes = _bytes("max_bytes", max_bytes)
+        if folder is None and max_folder_bytes is not None:
+            raise ValueError(f"max_folder_bytes={max_folder_bytes!r} is given without folder=")
+        limit = None if max_folder_bytes is None else _bytes("max_folder_bytes", max_folder_bytes)
+        self._folder = None if folder is None else PromptFolder(Path(folder), limit)
+        self._prompts: list[KeptPrompt] = []  # the one used last stands last
+        self._lock = threading.RLock()
+        self.hits = self.misses = self.tokens_saved = 0
+
+    # ---- what it holds --------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Texts on the device."""
+        return len(self._prompts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the texts on the device; pages that several share count once."""
+        with self._lock:
+            segments = {id(segment): segment.nbytes for prompt in self._prompts for segment, _ in prompt.segments}
+            return sum(segments.values()) + sum(prompt.window_bytes for prompt in self._prompts)
+
+    def clear(self) -> None:
+        """Drop all texts, the files too."""
+        with self._lock:
+            self._prompts.clear()
+            if self._folder is not None:
+                self._folder.clear()
+
+    def __repr__(self) -> str:
+        folder = "" if self._folder is None else f", {len(self._folder)} in {str(self._folder.path)!r}"
+        used = f"{self.nbytes} of {self.max_bytes} bytes"
+        counts = f"hits={self.hits}, misses={self.misses}, tokens_saved={self.tokens_saved}"
+        return f"PrefixStore({len(self)} texts, {used}{folder}, {counts})"
+
+    # ---- what calls do with it ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match:
+        """Let an empty cache hold the longest prefix of these texts that is stored: the same number of tokens of each, and at
+        least one token less than the shortest text.
+
+        Args:
+            rows: ids int64 `[n]` on the CPU, without padding.
+        """
+        model = cache.model.get("looked up")
+        with self._lock:
+            seed = self._seed(cache, model)
+            best = [self._best(seed, ids, cache, model) for ids in rows]
+            prompts = [found for found, _ in best if found is not None]
+            common = min(match for _, match in best)
+            if len(prompts) < len(rows):
+                return self._missed(common)
+            ends = {len(prompt.ids) for prompt in prompts}
+            matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
+            whole = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
+            if whole and any(prompt.own for prompt in prompts):
+                whole = min(matches) == max(ends)
+            inside = min(usable(prompt, match) for prompt, match in zip(prompts, matches, strict=True))
+            if not whole and not inside:
+                return self._missed(common)
+            contents = contents_for(prompts, None if whole else inside)
+            cache_contents.put(cache, contents, model.device, shared=True)
+            tokens = min(matches) if whole else inside
+            if whole and (beyond := max(ends) - tokens) > 0:
+                cache.crop(-beyond)
+            for prompt in prompts:
+                self._touch(prompt)
+            self.hits += 1
+            self.tokens_saved += tokens * len(rows)
+            return Match(tokens, common)
+
+    def _missed(self, common: int) -> Match:
+        self.misses += 1
+        return Match(0, common)
+
+    @torch.no_grad()
+    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
+        """Keep what a cache holds.
+
+        Args:
+            rows: ids int64 `[n]` of each row, on the CPU, without padding. A row of which the cache holds another number of
+                tokens is left out.
+        """
+        first = cache.packed_layers[0]
+        if first.store is None:
+            return
+        model = cache.model.get("kept")
+        lengths = first.store.state.length[:, 0].tolist()
+        with self._lock:
+            seed, header = self._seed(cache, model), saved_cache.header_of(cache, self._fingerprint)
+            for row, ids in enumerate(rows):
+                if len(ids) == lengths[row] and len(ids) > 0:
+                    self._add(cache, row, ids.clone(), seed, header)
+            self._make_room()
+
+    def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any]) -> None:
+        shared: list[tuple[Segment, int]] = []
+        most = 0
+        spec = cache.packed_layers[0].spec
+        for prompt in [x for x in self._prompts if x.seed == seed]:
+            match = prompt.matches(ids)
+            if match == len(ids) and (match == len(prompt.ids) or not prompt.own):
+                self._touch(prompt)
+                return  # it is stored, or part of what is
+            pages = 0 if prompt.own else max(usable(prompt, match) - spec.sink, 0) // spec.page_size
+            if pages > most:
+                most, shared = pages, _first_pages(prompt.segments, pages)
+            if match == len(prompt.ids) and not prompt.own:
+                self._prompts.remove(prompt)  # the new text goes on from it
+        self._prompts.append(take_prompt(cache, row, ids, seed, header, shared))
+
+    # ---- in detail ------------------------------------------------------------------------------------------------
+
+    def _seed(self, cache: LowBitCache, model: Any) -> str:
+        """Of the model's numbers as they are now, and of what the cache stores."""
+        self._fingerprint: Mapping[str, Any] = fingerprint_of(model)
+        layers = [
+            (
+                layer.spec.with_layouts("planar-1", "planar-1").key,
+                [(name, digest(x).hex()) for name, x in sorted(layer.parameters.items())],
+            )
+            for layer in cache.packed_layers
+        ]
+        return digest_of({"model": digest_of(self._fingerprint), "layers": layers})
+
+    def _best(self, seed: str, ids: torch.Tensor, cache: LowBitCache, model: Any) -> tuple[KeptPrompt | None, int]:
+        """The text that gives the most tokens back, and how many tokens the two begin with."""
+        found: KeptPrompt | None = None
+        most, longest = 0, 0
+        for prompt in self._prompts:
+            if prompt.seed != seed or _device_of(prompt) != model.device:
+                continue
+            match = prompt.matches(ids)
+            longest = max(longest, match)
+            if (gain := _gain(prompt, min(match, len(ids) - 1))) > most:
+                found, most = prompt, gain
+        if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest):
+            loaded = self._folder.load(seed, ids, model.device)
+            if loaded is not None:
+                self._prompts.append(loaded)
+                self._make_room(keep=loaded)
+                match = loaded.matches(ids)
+                if _gain(loaded, min(match, len(ids) - 1)) > most:
+                    return loaded, match
+        return found, longest if found is None else found.matches(ids)
+
+    def _touch(self, prompt: KeptPrompt) -> None:
+        self._prompts.remove(prompt)
+        self._prompts.append(prompt)
+
+    def _make_room(self, keep: KeptPrompt | None = None) -> None:
+        while self._prompts and self.nbytes > self.max_bytes:
+            oldest = next((prompt for prompt in self._prompts if prompt is not keep), None)
+            if oldest is None:
+                return
+            self._prompts.remove(oldest)
+            if self._folder is not None:
+                self._folder.save(oldest)
+            self._trim(oldest)
+
+    def _trim(self, gone: KeptPrompt) -> None:
+        """Give back pages that only this text used, of segments that others use too."""
+        for segment, _ in gone.segments:
+            used = [n for prompt in self._prompts for other, n in prompt.segments if other is segment]
+            if used and max(used) < segment.count:
+                segment.trim(max(used))
+
+
+def _gain(prompt: KeptPrompt, match: int) -> int:
+    """Tokens that need not be read."""
+    if match == len(prompt.ids) or (not prompt.own and match > prompt.paged_end):
+        return match
+    return usable(prompt, match)
+
+
+def _first_pages(segments: list[tuple[Segment, int]], pages: int) -> list[tuple[Segment, int]]:
+    out = []
+    for segment, count in segments:
+        if pages > 0:
+            out.append((segment, min(count, pages)))
+            pages -= count
+    return out
+
+
+def _device_of(prompt: KeptPrompt) -> torch.device:
+    return next(iter(prompt.layers.values())).sink[0].device
+
+
+def _bytes(name: str, size: int | str) -> int:
+    try:
+        count = parse_size(size) if isinstance(size, str) else size
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError("it must be 1 byte or more")
+    except ValueError as error:
+        raise ValueError(f"{name}={size!r} is not allowed: {error}; give bytes, or text such as '8GB'") from None
+    return count

@@ -1,0 +1,124 @@
+"""Texts of a prefix store in files: a folder for each, which several stores and processes may share."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache import saved_cache
+from ..machine.staleness import ReadOnce
+from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
+
+#: descriptions that are remembered while their files do not change
+MOST_REMEMBERED = 10_000
+
+
+class PromptFolder:
+    """Each text is a saved cache in a folder of its own. What another process removes or replaces meanwhile is not there.
+
+    Args:
+        limit: bytes of all files; those that were used longest ago go first. `None`: no limit.
+    """
+
+    def __init__(self, path: Path, limit: int | None):
+        self.path, self.limit = path, limit
+        self._read: ReadOnce[tuple[str, torch.Tensor]] = ReadOnce(MOST_REMEMBERED)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._descriptions())
+
+    def _descriptions(self) -> list[Path]:
+        return sorted(self.path.glob(f"prompt-*/{saved_cache.FILE_NAME}"))
+
+    def _text(self, path: Path) -> tuple[str, torch.Tensor]:
+        """Seed and ids of a text. Raises `ValueError` where the file is damaged, `OSError` where it is gone."""
+
+        def read() -> tuple[str, torch.Tensor]:
+            more = saved_cache.read_description(path)["more"]
+            return more["seed"], torch.tensor(more["ids"], dtype=torch.int64)
+
+        return self._read.get(path, read)
+
+    def _longest(self, seed: str, ids: torch.Tensor) -> tuple[int, Path | None]:
+        best: tuple[int, Path | None] = 0, None
+        for path in self._descriptions():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                own_seed, own_ids = self._text(path)
+                if own_seed != seed:
+                    continue
+                count = min(len(own_ids), len(ids))
+                differ = (own_ids[:count] != ids[:count]).nonzero()
+                match = int(differ[0, 0]) if len(differ) else count
+                if match > best[0]:
+                    best = match, path
+        return best
+
+    def longest(self, seed: str, ids: torch.Tensor) -> int:
+        """Tokens that these ids and a text of the folder begin with in common, at most."""
+        return self._longest(seed, ids)[0]
+
+    def load(self, seed: str, ids: torch.Tensor, device: torch.device) -> KeptPrompt | None:
+        """That text; `None` where its files are gone or damaged (those are removed)."""
+        _, path = self._longest(seed, ids)
+        if path is None:
+            return None
+        try:
+            description = saved_cache.read_description(path)
+            tensors = saved_cache.read(path, description, device, None, None, str(path.parent))
+            prompt = _prompt_of(description, tensors)
+        except (OSError, ValueError):
+            shutil.rmtree(path.parent, ignore_errors=True)
+            return None
+        with contextlib.suppress(OSError):
+            path.touch()
+        return prompt
+
+    def save(self, prompt: KeptPrompt) -> None:
+        """Write a text, then remove the oldest ones beyond the limit."""
+        name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
+        folder = self.path / f"prompt-{name}"
+        more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
+        if not (folder / saved_cache.FILE_NAME).is_file():
+            saved_cache.write(folder, contents_for([prompt], None), prompt.header, more)
+        with contextlib.suppress(OSError):
+            (folder / saved_cache.FILE_NAME).touch()
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        if self.limit is None:
+            return
+        sizes = []
+        for path in self._descriptions():
+            with contextlib.suppress(OSError):
+                size = sum(file.stat().st_size for file in path.parent.iterdir())
+                sizes.append((path.stat().st_mtime_ns, size, path.parent))
+        total = sum(size for _, size, _ in sizes)
+        for _, size, folder in sorted(sizes):
+            if total <= self.limit:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            total -= size
+
+    def clear(self) -> None:
+        for path in self._descriptions():
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
+    contents, more = saved_cache.contents_in(description, tensors), description["more"]
+    layers, pages = {}, {}
+    for index, layer in contents.layers.items():
+        tokens = layer.tokens
+        pages[index] = tokens.blocks[0][tokens.table[0].to(tokens.blocks[0].device)]
+        sizes = layer.heads, layer.widths, layer.dtype
+        layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
+    segment = Segment(pages)
+    segments = [(segment, segment.count)] if segment.count else []
+    header = saved_cache.header_in(description, tensors)
+    return KeptPrompt(more["seed"], torch.tensor(more["ids"]), segments, layers, contents.own, header)

@@ -1,0 +1,370 @@
+"""The prefix store: texts that are not read again, and tokens that are those of a call without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from cases import SMALL_PAGES, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.prompts import prefix_store
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+DENSE = {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+class Counted:
+    """Tokens of a row that go through the model."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        self.hook = model.get_input_embeddings().register_forward_pre_hook(self.see)
+
+    def see(self, module, args):
+        self.tokens += args[0].shape[1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.hook.remove()
+
+
+def _generate(model, ids, store, new=12, **options):
+    options = {"max_new_tokens": new, "cache_options": DENSE, "return_dict_in_generate": True, **GREEDY, **options}
+    with Counted(model) as counted:
+        out = lb.generate(model, ids, "kivi-4", prefixes=store, **options)
+    return out.sequences, out.past_key_values.cached_tokens, counted.tokens - (new - 1)
+
+
+def _text(count, seed):
+    return torch.randint(3, 160, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.host
+def test_a_shared_beginning_is_read_once(model):
+    """100 tokens in common: the last 32 of them are read again, and pages end at 64."""
+    store = lb.PrefixStore("1GB")
+    system = _text(100, 1)
+    for turn in range(3):
+        ids = torch.cat([system, _text(130, 10 + turn)], dim=1)
+        tokens, cached, read = _generate(model, ids, store)
+        assert torch.equal(tokens, _generate(model, ids, None)[0])
+        assert (cached, read) == ((0, 230) if turn == 0 else (64, 166))
+    assert (store.hits, store.misses, store.tokens_saved, len(store)) == (2, 1, 128, 3)
+    assert "3 texts" in repr(store)
+    store.clear()
+    assert (len(store), store.nbytes) == (0, 0)
+    assert _generate(model, ids, store)[1] == 0
+
+
+@pytest.mark.host
+def test_a_text_that_goes_on_and_one_that_comes_again(model):
+    """A further turn sends what is new alone; the same prompt sends its last token."""
+    store = lb.PrefixStore()
+    ids = _text(90, 1)
+    first, *_ = _generate(model, ids, store)
+    again, cached, read = _generate(model, ids, store)
+    assert torch.equal(again, first)
+    assert (cached, read) == (89, 1)
+    turn = torch.cat([first, _text(9, 2)], dim=1)
+    tokens, cached, read = _generate(model, turn, store)
+    assert torch.equal(tokens, _generate(model, turn, None)[0])
+    assert (cached, read) == (first.shape[1] - 1, 10)
+    assert len(store) == 1  # it goes on from the first
+    short, cached, read = _generate(model, ids[:, :50], store)
+    assert torch.equal(short, _generate(model, ids[:, :50], None)[0])
+    assert cached + read == 50
+
+
+@pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "kv8", "fp8", "kivi-4-hadamard"])
+def test_packed_presets(model, preset):
+    """A text that goes on from an exact end has the tokens of a call that goes on with the cache."""
+    if preset not in lb.preset_names():
+        pytest.skip("no such preset")
+    options = {"max_new_tokens": 12, "return_dict_in_generate": True, **GREEDY}
+    store, ids = lb.PrefixStore(), _text(300, 1)
+    first = lb.generate(
+        model, ids, preset, prefixes=store, cache_options={"page_size": 32}, max_cache_len=600, **options
+    )
+    turn = torch.cat([first.sequences, _text(20, 2)], dim=1)
+    stored = lb.generate(model, turn, preset, prefixes=store, cache_options={"page_size": 32}, **options)
+    assert stored.past_key_values.cached_tokens == first.sequences.shape[1] - 1
+    assert torch.equal(
+        stored.sequences, lb.generate(model, turn, past_key_values=first.past_key_values, **options).sequences
+    )
+
+
+def test_rows_take_the_shortest_match(model):
+    store, system = lb.PrefixStore(), _text(150, 1)
+    rows = [torch.cat([system[:, :keep], _text(200 - keep, keep)], dim=1) for keep in (150, 100)]
+    _generate(model, system, store)
+    ids = torch.cat(rows)
+    tokens, cached, read = _generate(model, ids, store)
+    assert torch.equal(tokens, _generate(model, ids, None)[0])
+    assert (cached, read) == (64, 136)
+    stored = {prompt.ids.shape[0] for prompt in store._prompts}
+    assert stored == {161, 211}
+
+
+@pytest.mark.host
+def test_padded_rows_of_different_lengths(model):
+    store, system = lb.PrefixStore(), _text(110, 1)
+    _generate(model, torch.cat([system, _text(130, 5)], dim=1), store)
+    ids, mask = torch.zeros(3, 150, dtype=torch.long), torch.zeros(3, 150, dtype=torch.long)
+    for row, length in enumerate((150, 130, 141)):
+        ids[row, 150 - length :] = torch.cat([system, _text(length - 110, 20 + row)], dim=1)[0]
+        mask[row, 150 - length :] = 1
+    options = {"attention_mask": mask}
+    tokens, cached, read = _generate(model, ids, store, **options)
+    assert torch.equal(tokens, _generate(model, ids, None, **options)[0])
+    assert (cached, read) == (64, 86)
+    # what they left is what they would have left alone
+    for row, length in enumerate((150, 130, 141)):
+        turn = torch.cat([tokens[row : row + 1, 150 - length :], _text(5, 9)], dim=1)
+        again, cached, _ = _generate(model, turn, store)
+        assert torch.equal(again, _generate(model, turn, None)[0])
+        assert cached == length + 11
+    # and crop counts their padding
+    out = lb.generate(
+        *(model, ids, "kivi-4", 5),
+        prefixes=store, cache_options=DENSE, max_cache_len=300, return_dict_in_generate=True, **options, **GREEDY,
+    )  # fmt: skip
+    out.past_key_values.crop(-40)
+    assert out.past_key_values.packed_layers[0].store.state.length[:, 0].tolist() == [114, 94, 105]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_next", "jamba", "lfm2"])
+def test_models_with_sliding_or_recurrent_layers_match_exact_ends(family):
+    ours, _ = tiny_models(family)
+    store, system = lb.PrefixStore(), _text(100, 1)
+    texts = [torch.cat([system, _text(30, seed)], dim=1) for seed in (5, 6, 7)]
+    for number, ids in enumerate(texts):
+        tokens, cached, read = _generate(ours, ids, store)
+        assert torch.equal(tokens, _generate(ours, ids, None)[0])
+        # the second one shows where they part; from then on that is an end
+        assert (cached, read) == ((100, 30) if number == 2 else (0, 130))
+    again, cached, read = _generate(ours, texts[0], store)
+    assert (cached, read) == (129, 1)
+    turn = torch.cat([again, _text(9, 2)], dim=1)
+    mask = torch.ones_like(turn)  # an answer may have the id of padding in it
+    tokens, cached, _ = _generate(ours, turn, store, attention_mask=mask)
+    assert torch.equal(tokens, _generate(ours, turn, None, attention_mask=mask)[0])
+    assert cached == again.shape[1] - 1
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_enabled_models(model, sequences):
+    """Growing caches read the store's pages where they lie."""
+    model = copy.deepcopy(model)
+    store, system = lb.PrefixStore(), _text(100, 1)
+    options = {"max_new_tokens": 12, "num_return_sequences": sequences, "pad_token_id": 0}
+    options |= {"do_sample": sequences > 1}
+    for turn in range(3):
+        ids = torch.cat([system, _text(130, 10 + turn)], dim=1)
+        found = []
+        for prefixes in (store, None):
+            with lb.enable(model, "kivi-4", prefixes=prefixes, **DENSE), Counted(model) as counted:
+                torch.manual_seed(turn)
+                found.append(model.generate(ids, **options))
+            assert counted.tokens - 11 == (166 if prefixes is not None and turn else 230)
+        assert torch.equal(*found)
+    before = store.nbytes
+    gc.collect()
+    assert store.nbytes == before
+    assert store.hits == 2
+
+
+def test_what_a_cache_does_later_does_not_change_the_store(model):
+    """Growing caches that hold a stored prefix are cropped, emptied and filled again."""
+    store, ids = lb.PrefixStore(), _text(200, 1)
+    want, *_ = _generate(model, ids, store)
+    for _ in range(3):
+        cache = lb.LowBitCache(model, **DENSE)
+        assert store.restore(cache, [ids[0]]).tokens == 199
+        cache.crop(-150)
+        with torch.no_grad():
+            model(_text(120, 3), past_key_values=cache)
+            fork = cache.fork()[0]
+            cache.reset()
+            model(_text(170, 4), past_key_values=cache)
+            model(_text(170, 4), past_key_values=fork)
+        tokens, cached, _ = _generate(model, ids, store)
+        assert torch.equal(tokens, want)
+        assert cached == 199
+
+
+# ---- room ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_text_goes_first(model):
+    store = lb.PrefixStore()
+    _generate(model, _text(100, 1), store)
+    one = store.nbytes
+    store = lb.PrefixStore(int(2.5 * one))
+    for seed in (1, 2, 1, 3):
+        _generate(model, _text(100, seed), store)
+    assert len(store) == 2
+    assert store.nbytes <= 2.5 * one
+    for seed, cached in ((1, 99), (3, 99), (2, 0)):
+        assert _generate(model, _text(100, seed), store)[1] == cached
+    small = lb.PrefixStore(one // 2)
+    _generate(model, _text(100, 1), small)
+    assert (len(small), small.nbytes) == (0, 0)
+
+
+def test_texts_share_the_pages_that_they_have_in_common(model):
+    store = lb.PrefixStore()
+    system = _text(500, 1)
+    _generate(model, system, store)
+    one = store.nbytes
+    for seed in range(4):
+        _generate(model, torch.cat([system, _text(20, seed)], dim=1), store)
+    assert len(store) == 5
+    assert store.nbytes < 3 * one
+    blocks = [x for prompt in store._prompts for segment, _ in prompt.segments for x in segment.pages.values()]
+    assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in blocks}.values()) + sum(
+        prompt.window_bytes for prompt in store._prompts
+    )
+
+
+def test_folder(model, tmp_path):
+    store = lb.PrefixStore()
+    _generate(model, _text(100, 1), store)
+    limit = int(1.5 * store.nbytes)
+    store = lb.PrefixStore(limit, folder=tmp_path)
+    texts = [_text(100, seed) for seed in range(4)]
+    want = [_generate(model, ids, store)[0] for ids in texts]
+    assert len(store) == 1
+    assert len(list(tmp_path.iterdir())) == 3
+    for ids, tokens in zip(texts, want, strict=True):
+        found, cached, read = _generate(model, ids, store)
+        assert torch.equal(found, tokens)
+        assert (cached, read) == (99, 1)
+    # another process, later
+    other = lb.PrefixStore(limit, folder=tmp_path)
+    tokens, cached, _ = _generate(model, texts[0], other)
+    assert torch.equal(tokens, want[0])
+    assert cached == 99
+    other.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_have_a_limit(model, tmp_path):
+    store = lb.PrefixStore(1, folder=tmp_path)
+    _generate(model, _text(100, 0), store)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes=int(2.5 * size))
+    for seed in range(1, 6):
+        _generate(model, _text(100, seed), store)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert _generate(model, _text(100, 5), store)[1] == 99
+    assert _generate(model, _text(100, 0), store)[1] == 0
+
+
+def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
+    want = {seed: _generate(model, _text(100, seed), None)[0] for seed in range(3)}
+    for _ in range(6):
+        store = lb.PrefixStore(1, folder=tmp_path)
+        for seed in want:
+            _generate(model, _text(100, seed), store)
+        for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+            content = path.read_bytes()
+            at = random.randrange(len(content))
+            change = random.choice(("cut", "flip", "remove", "leave"))
+            if change == "remove":
+                path.unlink()
+            elif change != "leave":
+                flipped = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+                path.write_bytes(content[:at] if change == "cut" else flipped)
+        for seed, tokens in want.items():
+            assert torch.equal(_generate(model, _text(100, seed), store)[0], tokens)
+
+
+def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
+    want = {seed: _generate(model, _text(100, seed), None)[0] for seed in range(4)}
+    errors = []
+
+    def work(seed):
+        try:
+            own = copy.deepcopy(model)
+            store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes="200kB")
+            for turn in range(8):
+                number = (seed + turn) % 4
+                assert torch.equal(_generate(own, _text(100, number), store)[0], want[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+# ---- what does not match ------------------------------------------------------------------------------------------------
+
+
+def test_another_model_kind_of_cache_or_prompt(model):
+    store, ids = lb.PrefixStore(), _text(100, 1)
+    _generate(model, ids, store)
+    for options in ({"cache_options": {**DENSE, "residual": 64}}, {"cache_options": SMALL_PAGES}):
+        assert _generate(model, ids, store, **options)[1] == 0
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    tokens, cached, _ = _generate(tuned, ids, store)
+    assert cached == 0
+    assert torch.equal(tokens, _generate(tuned, ids, None)[0])
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.div_(1.5)
+    assert _generate(model, ids, store)[1] == 99
+    other = ids.clone()
+    other[0, 0] += 1
+    assert _generate(model, other, store)[1] == 0
+    holes = torch.ones_like(ids)
+    holes[0, 3] = 0
+    assert _generate(model, ids, store, attention_mask=holes)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_bytes": "8 parsecs"}, "max_bytes='8 parsecs' is not allowed"),
+        ({"max_bytes": 0}, "max_bytes=0 is not allowed"),
+        ({"max_bytes": True}, "max_bytes=True is not allowed"),
+        ({"max_folder_bytes": "1GB"}, "is given without folder="),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lb.PrefixStore(**arguments)
+
+
+def test_sizes():
+    assert lb.PrefixStore("8GB").max_bytes == 8 * 10**9
+    assert prefix_store.PrefixStore(5).max_bytes == 5
+
+
+def test_bad_calls(model):
+    with pytest.raises(TypeError, match="prefixes=8 is not allowed"):
+        lb.generate(model, _text(5, 1), prefixes=8)
+    with pytest.raises(TypeError, match="prefixes='x' is not allowed"):
+        lb.enable(model, prefixes="x")
+    first = lb.generate(model, _text(5, 1), max_new_tokens=2, max_cache_len=50, return_dict_in_generate=True, **GREEDY)
+    with pytest.raises(ValueError, match="prefixes and past_key_values are both given"):
+        lb.generate(
+            model, _text(9, 1), max_new_tokens=2, past_key_values=first.past_key_values, prefixes=lb.PrefixStore()
+        )
