@@ -84,7 +84,8 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, shared: bool = False) ->
     """
     spec, device = store.spec, store.device
     store.reserve(max(tokens.lengths))
-    if (missing := tokens.table.shape[1] - store.pages_per_row) > 0:  # pages may reach further than those of a text read at once
+    # pages may reach further than those of a text that was read at once
+    if (missing := tokens.table.shape[1] - store.pages_per_row) > 0:
         store.widen(missing)
     lasting = torch.tensor(tokens.paged)[:, None] // spec.page_size > torch.arange(tokens.table.shape[1])
     present = -(-torch.tensor(tokens.paged)[:, None] // spec.page_size) > torch.arange(tokens.table.shape[1])
