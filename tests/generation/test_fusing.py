@@ -368,6 +368,12 @@ def test_agreement():
     assert agreement(off, plain, exact).tolist() == [True, False]
     off[2, 5] = float("nan")
     assert agreement(off, plain, exact).tolist() == [False, False]
+    empty = exact.clone()
+    empty[2] = float("nan")  # a row without a token
+    assert agreement(empty.bfloat16(), empty.bfloat16(), empty).tolist() == [True, True]
+    assert agreement(off, empty.bfloat16(), empty).tolist() == [True, True]
+    assert agreement(empty.bfloat16(), plain, exact).tolist() == [False, False]
+    assert agreement(*(torch.full_like(x, float("nan")) for x in (plain, plain, exact))).tolist() == [False, True]
 
 
 def test_decorated_functions_get_other_globals():
