@@ -15,9 +15,11 @@ from collections.abc import Sequence
 PARTS = 3
 
 
-def run_part(files: Sequence[str], part: int) -> None:
-    """Run every `PARTS`-th of the files' tests for the interpreter. All must pass, and none may be skipped."""
+def run_part(files: Sequence[str], part: int, slow: bool = False) -> None:
+    """Run every `PARTS`-th of the files' tests for the interpreter, those that are slow or the others. All must pass, and none
+    may be skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "small", *files]
+    command += ["-m", "slow" if slow else "not slow"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TEST_PART": f"{part}/{PARTS}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

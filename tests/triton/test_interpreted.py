@@ -24,8 +24,9 @@ FILES = [
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_interpreted(part):
-    run_part(FILES, part)
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_interpreted(slow, part):
+    run_part(FILES, part, slow)
 
 
 def test_every_file_of_kernels_has_small_cases():

@@ -72,6 +72,7 @@ def _has_layout(case: Case, layout: str) -> bool:
 
 
 @kernels.needs_interpreter
+@pytest.mark.fast_if(wanted=lambda p: p["stretch"] == 128 or (p["stretch"] is None and p["layout"] == "triton"))
 @pytest.mark.parametrize("stretch", [None, 128, 256])
 @pytest.mark.parametrize(
     ("case", "layout"), [(case, layout) for case in SMALL for layout in LAYOUTS if _has_layout(case, layout)], ids=str
