@@ -10,7 +10,7 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 from generation_cases import StopAt
 from letters import letters
-from pool_cases import CHUNK, one_row
+from pool_cases import CHUNK, Collected, one_row
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_lowbit_kv as lb
@@ -166,22 +166,6 @@ def test_texts_messages_and_stop_strings(model):
     for result in found[1:]:
         assert result.prompt_ids == [97, 98, 99]
         assert result.generated_tokens == plain.generated_tokens
-
-
-class Collected:
-    """A streamer."""
-
-    def __init__(self, fails_at=None, error=None):
-        self.pieces, self.ended = [], False
-        self.fails_at, self.error = fails_at, error or RuntimeError("the streamer broke")
-
-    def put(self, value):
-        if len(self.pieces) == self.fails_at:
-            raise self.error
-        self.pieces.append(value.reshape(-1).tolist())
-
-    def end(self):
-        self.ended = True
 
 
 class Broken(LogitsProcessor):

@@ -9,8 +9,7 @@ import gc
 import pytest
 import torch
 from cases import FORMATS, cache_of, tiny_models
-from pool_cases import poison, read, steps_on
-from test_generate_many import Collected
+from pool_cases import Collected, poison, read, steps_on
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers

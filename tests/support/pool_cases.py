@@ -71,3 +71,19 @@ def written(steps, texts, new_tokens=20) -> list[list[int]]:
             steps.leave(rows.pop(index))
             poison(steps.pool)
     return answers
+
+
+class Collected:
+    """A streamer."""
+
+    def __init__(self, fails_at=None, error=None):
+        self.pieces, self.ended = [], False
+        self.fails_at, self.error = fails_at, error or RuntimeError("the streamer broke")
+
+    def put(self, value):
+        if len(self.pieces) == self.fails_at:
+            raise self.error
+        self.pieces.append(value.reshape(-1).tolist())
+
+    def end(self):
+        self.ended = True
