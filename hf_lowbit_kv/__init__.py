@@ -16,10 +16,11 @@ from .calibration.calibrate import calibrate
 from .calibration_files.calibration_file import Calibration
 from .doctor import doctor
 from .formats import Affine, Boosted, Codebook, Dense, Format, Fp8, parse_format
+from .formats.registered import register_format
 from .generation.enable import disable, enable
 from .generation.generate import generate, release
 from .planning.fits import fits
-from .presets import Preset, get_preset, preset_names
+from .presets import Preset, get_preset, preset_names, register_preset
 from .prompts.prefix_store import PrefixStore
 from .requests import paged_calls as _paged_calls  # noqa: F401  adds its methods to `enable`
 from .requests.generate_many import generate_many
@@ -66,5 +67,7 @@ __all__ = [
     "parse_format",
     "parse_transform",
     "preset_names",
+    "register_format",
+    "register_preset",
     "release",
 ]

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from .formats import parse_format
 from .formats.boosted import SCORES
@@ -137,6 +138,40 @@ _NAMES = (
 )
 #: what is listed; `get_preset` knows every name with suffixes besides
 PRESETS = {name: preset for name in _NAMES if (preset := _derive(name)) is not None}
+
+
+def register_preset(
+    name: str,
+    key_format: str,
+    value_format: str,
+    *,
+    sink: int = 0,
+    residual: int = 128,
+    transform: str = "none",
+    value_transform: str = "none",
+    reading: Literal["separate", "latent"] | None = None,
+    note: str = "registered",
+) -> Preset:
+    """Make a preset known: `from_preset`, `generate`, `enable` and every command take its name, with suffixes too.
+
+    Args:
+        name: not taken yet, suffixes counted. key_format, value_format, transform, value_transform: names. sink, residual:
+            tokens. reading: what layers must be read as; `None`: either. note: where it comes from, for tables.
+
+    Raises:
+        ValueError: the name is taken or empty, or a format, a transform or a number is not allowed. Nothing is registered then.
+        TypeError: the name is no string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} is not allowed; it must be a string such as 'mine-3'")
+    if not name or name != name.strip() or any(character in name for character in "|/, "):
+        raise ValueError(f"name={name!r} is not allowed; it must be a word without spaces, commas, '|' and '/'")
+    if (taken := _derive(name)) is not None:
+        raise ValueError(f"preset name {name!r} is taken (keys {taken.key_format!r}, values {taken.value_format!r})")
+    preset = Preset(name, key_format, value_format, note, sink, residual, transform, value_transform, reading)
+    preset.spec()  # raises for what is not allowed
+    _PLAIN[name] = PRESETS[name] = preset
+    return preset
 
 
 def preset_names() -> list[str]:

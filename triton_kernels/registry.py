@@ -29,7 +29,7 @@ the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the other
 from collections.abc import Iterable
 from types import ModuleType
 
-from ..formats import Format
+from ..formats import Format, registered
 from ..formats.affine import Affine
 from ..formats.boosted import Boosted
 from ..formats.codebook import Codebook
@@ -86,7 +86,8 @@ def attends_packed(spec: LayerSpec) -> bool:
 def why_not(formats: Iterable[Format]) -> str | None:
     """What keeps the kernels from these formats, or `None`."""
     for fmt in formats:
-        if type(fmt) not in KERNELS or not getattr(KERNELS[type(fmt)], "covers", lambda fmt: True)(fmt):
+        module = _module(fmt)
+        if module is None or not getattr(module, "covers", lambda fmt: True)(fmt):
             return f"cannot serve: {_no_kernels(fmt)}"
     return None
 
@@ -98,7 +99,11 @@ def _no_kernels(fmt: Format) -> str:
 
 def kernels(fmt: Format) -> ModuleType:
     """The module for `fmt`."""
-    try:
-        return KERNELS[type(fmt)]
-    except KeyError:
-        raise ValueError(_no_kernels(fmt)) from None
+    if (module := _module(fmt)) is None:
+        raise ValueError(_no_kernels(fmt))
+    return module
+
+
+def _module(fmt: Format) -> ModuleType | None:
+    """The module of a format, of this package or from outside (`register_format`)."""
+    return KERNELS.get(type(fmt)) or registered.TRITON_MODULES.get(type(fmt))

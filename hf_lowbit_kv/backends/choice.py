@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ..formats import bricks, fragment
+from ..formats.registered import without_kernels
 from ..machine.toolchain import (
     INSTALL_TRITON,
     install_bindings,
@@ -268,6 +269,8 @@ def _default_backend(served: Served) -> str:
     for name in first:
         if BACKENDS[name].why_not(served) is None:
             return name
+    if served.spec is not None and without_kernels(served.spec.formats) is not None:
+        return "torch"  # somebody's own format: a warning says that it is slow
     if (missing := BACKENDS[last].missing()) is not None:
         raise ImportError(f"on this GPU backend {last!r} is the default, and {missing}")
     return last
@@ -284,6 +287,8 @@ def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
         if triton.missing() is None and triton.why_not(served) is None:
             return f"no kernels are tested on {device.type!r}; backend='triton' may run there"
         return f"no kernels for {device.type!r}"
+    if chosen == "torch" and served.spec is not None and (fmt := without_kernels(served.spec.formats)) is not None:
+        return f"format {fmt.name!r} was registered without kernels"
     first = ON_GPU[served.reading][0]
     return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
 

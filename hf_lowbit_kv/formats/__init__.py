@@ -25,6 +25,11 @@ def _parse(name: str) -> Format:
     raise ValueError(f"format={name!r} is not known; allowed: {allowed}")
 
 
+def forget_names() -> None:
+    """A name may stand for another format from here on."""
+    _parse.cache_clear()
+
+
 def parse_format(format: str | Format) -> Format:
     """The format of that name, e.g. `"int4-channel"`, `"int2-token-g32"`, `"dense"`; a `Format` is returned as it is."""
     if not isinstance(format, (str, Format)):

@@ -4,55 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-from dataclasses import dataclass
 
 import codebook
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import formats
 from hf_lowbit_kv.backends import operations as backend
 from hf_lowbit_kv.storage.paged_store import LayerSpec, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 
-@dataclass(frozen=True, repr=False)
-class Sign(formats.Format):
-    """One bit a value: its sign, times the mean magnitude of its token."""
-
-    @property
-    def name(self) -> str:
-        return "sign"
-
-    @classmethod
-    def parse(cls, name: str):
-        return cls() if re.fullmatch("sign", name) else None
-
-    @property
-    def tokenwise(self) -> bool:
-        return True
-
-    def arrays(self, head_dim, page_size, dtype):
-        return [("codes", torch.uint8, (page_size, head_dim // 8)), ("scale", torch.float16, (page_size, 1))]
-
-    def encode_arrays(self, x, parameters=()):
-        bits = (x > 0).unflatten(-1, (-1, 8)).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
-        return {"codes": bits.sum(-1, dtype=torch.uint8), "scale": x.float().abs().mean(-1, keepdim=True).half()}
-
-    def decode_arrays(self, arrays, head_dim, parameters=()):
-        bits = (arrays["codes"].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        return (bits.flatten(-2).float() * 2 - 1) * arrays["scale"].float()
-
-
 @pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS, Sign])
-    formats._parse.cache_clear()
-    yield
-    formats._parse.cache_clear()
+def registered(registries):  # noqa: F811
+    lb.register_format(Sign)
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")

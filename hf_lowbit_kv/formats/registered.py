@@ -1,0 +1,93 @@
+"""Formats that a user adds from outside: `register_format`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+from .. import formats
+from .base import Format
+
+#: what Triton's kernels need of a format's module, see `triton_kernels/registry.py`
+NEEDED = ("params", "encode", "decode")
+#: formats that the package brings: those in front
+BUILT_IN = len(formats.FORMATS)
+#: names that a format from outside must leave alone
+FOREIGN_NAMES = (
+    "dense",
+    "int4-channel",
+    "int2-token-g32",
+    "boosted2-r0.25",
+    "vq-d4b8",
+    "fp8",
+    "static-44422000",
+    "no such format",
+)
+#: Triton's device functions of formats from outside
+TRITON_MODULES: dict[type[Format], ModuleType] = {}
+
+
+def register_format(cls: type[Format], triton: ModuleType | None = None) -> type[Format]:
+    """Make a page format known, by the names that its `parse` takes.
+
+    Works as a decorator, too. `docs/add-a-format.md` has an example. A format without kernels runs on a GPU in plain PyTorch,
+    which is slow, and a warning says so once.
+
+    Args:
+        cls: a frozen dataclass derived from `Format`. Its class method `parse(name)` returns an instance, or `None` for names
+            that are not its own. An instance without arguments must be possible.
+        triton: a module with the format's functions for Triton: `params`, `encode` and `decode`, and more to attend to packed
+            pages (see `triton_kernels/registry.py`); `None`: there are none.
+
+    Returns:
+        `cls`.
+
+    Raises:
+        TypeError: not a class derived from `Format`, or one that cannot be made without arguments.
+        ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes names of
+            other formats, or a module without one of the functions. Nothing is registered then.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Format)):
+        raise TypeError(f"cls={cls!r} is not allowed; it must be a class derived from hf_lowbit_kv.Format")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise TypeError(f"cls={cls.__name__} cannot be registered; it does not define {missing}")
+    if not callable(parse := getattr(cls, "parse", None)):
+        raise ValueError(f"cls={cls.__name__} has no class method parse(name)")
+    try:
+        example = cls()
+    except TypeError as error:
+        raise TypeError(f"cls={cls.__name__} must have a default for each of its fields: {error}") from None
+    _check_name(cls, example, parse)
+    if triton is not None and (lacking := [name for name in NEEDED if not hasattr(triton, name)]):
+        raise ValueError(f"triton={triton.__name__!r} has no {lacking[0]!r}; it must have {', '.join(NEEDED)}")
+    formats.FORMATS.append(cls)
+    if triton is not None:
+        TRITON_MODULES[cls] = triton
+    formats.forget_names()
+    return cls
+
+
+def _check_name(cls: type[Format], example: Format, parse: Callable[[str], Format | None]) -> None:
+    """Raise `ValueError` where names do not tell this format from the others."""
+    name = example.name
+    for other in formats.FORMATS:
+        if other is cls or other.parse(name) is not None:  # type: ignore[attr-defined]
+            raise ValueError(f"format name {name!r} is taken by the registered class {other.__name__}")
+    for separator in "|/":
+        if separator in name:
+            raise ValueError(f"format name {name!r} is not allowed; it may not hold {separator!r}")
+    if (parsed := parse(name)) != example or type(parsed) is not cls:
+        raise ValueError(f"{cls.__name__}.parse({name!r}) returned {parsed!r}; it must return the format of that name")
+    for taken in FOREIGN_NAMES:
+        if (parsed := parse(taken)) is not None:
+            raise ValueError(
+                f"{cls.__name__}.parse({taken!r}) returned {parsed!r}; it must return None: not its own name"
+            )
+
+
+def without_kernels(chosen: tuple[Format, ...]) -> Format | None:
+    """The first of these formats that came from outside without functions for Triton, or `None`."""
+    outside = set(formats.FORMATS[BUILT_IN:]) - TRITON_MODULES.keys()
+    return next((fmt for fmt in chosen if type(fmt) in outside), None)
