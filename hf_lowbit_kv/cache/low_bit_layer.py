@@ -280,8 +280,9 @@ class LowBitLayer(CacheLayerMixin):
         """A layer that holds what this one holds, see `PagedStore.fork`; what is only read is shared. memo: as of
         `copy.deepcopy`."""
         new = memo[id(self)] = type(self).__new__(type(self))
-        shared = ("store", "length", "parameters", "_prepared", "_padding")
+        shared = ("spec", "store", "length", "parameters", "_prepared", "_padding")
         new.__dict__.update(copy.deepcopy({name: x for name, x in self.__dict__.items() if name not in shared}, memo))
+        new.spec = self.spec
         new.parameters, new._prepared, new._padding = dict(self.parameters), self._prepared, copy.copy(self._padding)
         new.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
         new.store = None

@@ -242,10 +242,12 @@ class PagedStore(LayerStore):
         """int64 `[num_pages]`: byte offset of each page id of these blocks from the start of `pool[0]`."""
         return torch.cat([self._starts_of(block, pool) for block in pool])
 
-    def _starts_of(self, block: torch.Tensor, pool: list[torch.Tensor]) -> torch.Tensor:
-        """int64 `[pages]`: the same of the pages of one of these blocks."""
+    def _starts_of(
+        self, block: torch.Tensor, pool: list[torch.Tensor], device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """int64 `[pages]`: the same of the pages of one of these blocks. device: of the result; `None`: that of the pages."""
         first, size = block.data_ptr() - pool[0].data_ptr(), block.stride(0)
-        return torch.arange(first, first + block.shape[0] * size, size, device=self.device, dtype=torch.int64)
+        return torch.arange(first, first + block.shape[0] * size, size, device=device or self.device, dtype=torch.int64)
 
     def _refresh_addresses(self) -> None:
         """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""
@@ -292,7 +294,9 @@ class PagedStore(LayerStore):
             capacity: as for a new store. Nothing says so where a row holds more tokens already.
         """
         state, size = self.state, self.spec.page_size
-        table, full = state.page_table.cpu(), state.paged[:, 0].cpu().long() // size
+        # one copy from the device: a cache has many layers
+        told = torch.cat([state.page_table, state.paged[:, :1]], dim=1).cpu()
+        table, full = told[:, :-1], told[:, -1].long() // size
         width = int(full.max()) + self.spec.direct
         width = max(width, 1, self.spec.pages_for(capacity or 0))
         shared = torch.arange(width) < full[:, None]
@@ -320,7 +324,9 @@ class PagedStore(LayerStore):
         new.state = state._replace(
             pool=pool,
             page_table=entries.to(self.device),
-            page_address=new._page_starts(pool).cpu()[entries.long()].to(self.device),
+            page_address=torch.cat([self._starts_of(block, pool, "cpu") for block in pool])[entries.long()].to(
+                self.device
+            ),
             scratch=self._new_scratch(self.batch_size),
             **{name: getattr(state, name).clone() for name in cloned},
         )

@@ -1,0 +1,187 @@
+"""What kept prompts cost: `python -m hf_lowbit_kv.eval.benchmarks.bench_kept`.
+
+A model of 8B with random weights holds `tokens` tokens. Records, each a median of `repeats`:
+
+- `fork`: seconds of `cache.fork()`, growing and preallocated.
+- `restore`: seconds of `from_pretrained`, of the fingerprint in it, and of `raw`: reading the same file into pinned memory and
+  copying it to the GPU (page cache warm). `share`: raw / restore.
+- `save`: seconds of `save_pretrained`, and of taking the tokens out of the cache, for which the GPU is busy.
+- `first_token`: seconds of `lb.generate` of one token behind a prompt of `tokens` with 64 new ones: from the store on the
+  GPU, from its folder (main memory's page cache), and without a store.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import cache_contents
+from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
+from hf_lowbit_kv.eval.provenance import (
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
+from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.machine.checked_tensors import BUFFER
+from hf_lowbit_kv.machine.model_fingerprint import fingerprint_of
+
+console = wide_console()
+NEW_TOKENS = 64
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _median(device: torch.device, repeats: int, call: Callable[[], Any]) -> float:
+    """Seconds of a call, after one that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        begin = time.perf_counter()
+        call()
+        _wait(device)
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
+
+
+def _raw(path: Path, device: torch.device) -> None:
+    """Read a file through two buffers of pinned memory and copy it to the device."""
+    staged = device.type == "cuda"
+    target = torch.empty(path.stat().st_size, dtype=torch.uint8, device=device)
+    buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=staged) for _ in range(2)]
+    busy: list[Any] = [None, None]
+    with path.open("rb", buffering=0) as file:
+        for number, at in enumerate(range(0, len(target), BUFFER)):
+            if busy[number % 2] is not None:
+                busy[number % 2].synchronize()
+            part = target[at : at + BUFFER]
+            buffer = buffers[number % 2][: len(part)]
+            file.readinto(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+            part.copy_(buffer, non_blocking=True)
+            if staged:
+                busy[number % 2] = torch.cuda.Event()
+                busy[number % 2].record()
+
+
+@torch.no_grad()
+def _filled(model: Any, preset: str, tokens: int, max_cache_len: int | None) -> lb.LowBitCache:
+    cache = lb.from_preset(preset, model, max_cache_len=max_cache_len)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=model.device)
+    for chunk in ids.split(8192, dim=1):
+        model(chunk, **as_argument(cache), logits_to_keep=1)
+    cache.text = ids
+    return cache
+
+
+def main(
+    preset: Annotated[str, typer.Option(help="of the cache")] = "kivi-4-sink",
+    tokens: Annotated[int, typer.Option(help="tokens that are stored")] = 32768,
+    repeats: Annotated[int, typer.Option(help="of each measurement")] = 5,
+    device: Annotated[str, typer.Option()] = "cuda",
+    layers: Annotated[int, typer.Option(help="of the model")] = 32,
+    tiny: Annotated[bool, typer.Option(help="a tiny model, to try the command")] = False,
+    out: Annotated[Path | None, typer.Option(help="where records are appended")] = None,
+) -> None:
+    where = torch.device(device)
+    config = llama_8b(layers) if not tiny else _tiny(layers)
+    model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
+    model.set_attn_implementation("lowbit_kv")
+    out = out or results_path("kept", device_name(where))
+    shared = {"device": device_name(where), "preset": preset, "tokens": tokens, "layers": layers, **provenance()}
+
+    def record(kind: str, **values: Any) -> None:
+        append_record(out, {"kind": kind, **values, **shared})
+        console.print(kind, {name: round(x, 5) if isinstance(x, float) else x for name, x in values.items()})
+
+    prompt = _caches(model, preset, tokens, repeats, record)
+    with tempfile.TemporaryDirectory() as folder:
+        _first_tokens(model, preset, prompt, repeats, folder, record)
+    console.print(f"appended to {out}")
+
+
+def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable[..., None]) -> torch.Tensor:
+    """Measure forks and files. The ids that the caches held."""
+    growing = _filled(model, preset, tokens, None)
+    held = int(growing.fork()[0].nbytes)
+    record("fork", mode="growing", seconds=_median(model.device, repeats, growing.fork), nbytes=held)
+    fixed = _filled(model, preset, tokens, tokens + 1024)
+    seconds = _median(model.device, repeats, fixed.fork)
+    record("fork", mode="preallocated", seconds=seconds, nbytes=int(fixed.fork()[0].nbytes))
+    with tempfile.TemporaryDirectory() as folder:
+        taken = _median(model.device, repeats, lambda: cache_contents.take(growing))
+        record("save", seconds=_median(model.device, 2, lambda: growing.save_pretrained(folder)), gpu_seconds=taken)
+        (file,) = Path(folder).glob("*.safetensors")
+        raw = _median(model.device, repeats, lambda: _raw(file, model.device))
+        restore = _median(model.device, repeats, lambda: lb.LowBitCache.from_pretrained(folder, model))
+        looked = _median(model.device, repeats, lambda: fingerprint_of(model))
+        sizes = {"nbytes": file.stat().st_size, "in_use": int(growing.nbytes) - growing.nbytes.unused}
+        record("restore", seconds=restore, raw_seconds=raw, fingerprint_seconds=looked, share=raw / restore, **sizes)
+    assert growing.text is not None
+    return growing.text
+
+
+def _first_tokens(
+    model: Any, preset: str, prompt: torch.Tensor, repeats: int, folder: str, record: Callable[..., None]
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "progress": False, "pad_token_id": 0}
+    options |= {"cache_options": {}, "prefill_chunk_size": 8192}
+    memory, files = lb.PrefixStore("16GB"), lb.PrefixStore(1, folder=folder)
+    for filled in (memory, files):
+        lb.generate(model, prompt, preset, prefixes=filled, **options)
+    sources: dict[str, lb.PrefixStore | None] = {"gpu": memory, "folder": files, "none": None}
+    for name, store in sources.items():
+        cached: list[int] = []
+
+        def call(store: Any = store, cached: list[int] = cached) -> None:
+            new = torch.randint(3, model.config.vocab_size, (1, NEW_TOKENS), device=model.device)
+            ids = torch.cat([prompt, new], dim=1)
+            mask = torch.ones_like(ids)
+            keep = options | {"attention_mask": mask, "return_dict_in_generate": True}
+            before = None if store is None else list(store._prompts)
+            out = lb.generate(model, ids, preset, prefixes=_Reading(store), **keep)
+            cached.append(out.past_key_values.cached_tokens)
+            if before is not None:
+                store._prompts[:] = before
+
+        seconds = _median(model.device, repeats if store is not None else 2, call)
+        record("first_token", source=name, seconds=seconds, cached_tokens=min(cached), new_tokens=NEW_TOKENS)
+
+
+class _Reading:
+    """A store that is read alone: what a measured call adds would change the next one."""
+
+    def __init__(self, store: lb.PrefixStore | None):
+        self.store = store
+
+    def restore(self, cache: lb.LowBitCache, rows: list[torch.Tensor]) -> Any:
+        if self.store is None:
+            return lb.PrefixStore(1).restore(cache, rows)
+        return self.store.restore(cache, rows)
+
+    def add(self, cache: lb.LowBitCache, rows: list[torch.Tensor]) -> None:
+        pass
+
+
+def _tiny(layers: int) -> Any:
+    config = llama_8b(layers)
+    config.hidden_size, config.intermediate_size, config.vocab_size = 256, 256, 512
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
+    return config
+
+
+if __name__ == "__main__":
+    run_command(main)
