@@ -6,7 +6,7 @@
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md, its excerpts and docs/benchmarks.md from the records, in seconds
 # make docs    the site of these pages, into build/docs
-# make lint    ruff and mypy
+# make lint    ruff, mypy, and clang-format of the CUDA sources
 # make gpu-test  the tests that need a GPU
 # make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
 # make clean   removes what these made
@@ -69,6 +69,7 @@ docs: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror triton_kernels/cuda/*.cu triton_kernels/cuda/*.cuh
 	$(BIN)/mypy
 
 # the bundled model's codebooks (10 minutes on two cores), and what eigen-* need (7)

@@ -7,25 +7,27 @@
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
   using C = Codes<BITS, D>;
   using P = Planes<BITS>;
-  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most, times 2^LIFT
-  static constexpr int LIFT = CHANNEL && BITS == 2 ? 14 : 0;                      // and then a second time without, see `from_rows`
+  static constexpr bool NORMALISED = true;                    // wants q as fp16 of magnitude 1 at most, times 2^LIFT
+  static constexpr int LIFT = CHANNEL && BITS == 2 ? 14 : 0;  // and then a second time without, see `from_rows`
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
   static constexpr int SLOT = CODES + 2 * META;
-  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;                      // bytes of a page's part
-  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2, "codes, scales, zero points");
-  static constexpr int SECOND = CHANNEL && GROUP >= UNIT ? CODES : SLOT;          // of a unit's second piece, which has the first one's scales
+  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;  // bytes of a page's part
+  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2,
+                "codes, scales, zero points");
+  static constexpr int SECOND =
+      CHANNEL && GROUP >= UNIT ? CODES : SLOT;  // of a unit's second piece, which has the first one's scales
 
-  u32 q[NT][D / 8];       // right operand, scaled
+  u32 q[NT][D / 8];  // right operand, scaled
   static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
   float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
-  float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
-  float lifted[NT][2];    // the same, for the queries in use
+  float c[NT][2];             // factor of the scores of columns 2 t, 2 t + 1
+  float lifted[NT][2];        // the same, for the queries in use
   static_assert(!LIFT || GROUP >= PT, "one group of tokens a piece");
   static constexpr bool RAISED = CHANNEL && BITS != 2;  // instructions are dear at 2 bits, which have LIFT instead
-  float raised[RAISED ? BIASES : 1];  // what is to be taken back of `raise`
-  float sum[NT][2 * GROUPS];  // per token: c times the sum of q over each group of channels
+  float raised[RAISED ? BIASES : 1];                    // what is to be taken back of `raise`
+  float sum[NT][2 * GROUPS];                            // per token: c times the sum of q over each group of channels
 
   // rows: normalised queries in shared memory; size: what they were divided by; sums: [ROWS][GROUPS]
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
@@ -52,11 +54,13 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       u32 s[4] = {};
-      if (b < D / 32) lds<4>(s, meta + 64 * b + 16 * t); else lds<2>(s, meta + 64 * b + 8 * t);
+      if (b < D / 32) lds<4>(s, meta + 64 * b + 16 * t);
+      else lds<2>(s, meta + 64 * b + 8 * t);
 #pragma unroll
       for (int i = 0; i < 4; i++) most = max2(most, s[i]);
     }
-    most = max2(most, __shfl_xor_sync(~0u, most, 1)); most = max2(most, __shfl_xor_sync(~0u, most, 2));
+    most = max2(most, __shfl_xor_sync(~0u, most, 1));
+    most = max2(most, __shfl_xor_sync(~0u, most, 2));
     const int k = min(max(29 - (int)(max(most & 0xffff, most >> 16) >> 10), 0), 15);
     raised[which] = __uint_as_float((127 - k) << 23);
     return (15 + k) * 0x04000400u;
@@ -66,7 +70,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   // no scale of the group is 2 or more, which the exponent's first bit tells. Returns where they are.
   __device__ __forceinline__ u32 from_rows(u32 rows, u32 meta, int lane) {
     constexpr int V = D > 128 ? 4 : 2;
-    u32 s[V]; lds<V>(s, meta + min(4 * V * lane, 2 * D - 4 * V));
+    u32 s[V];
+    lds<V>(s, meta + min(4 * V * lane, 2 * D - 4 * V));
     u32 all = s[0] | s[1];
     if constexpr (V == 4) all |= s[2] | s[3];
     const bool large = __any_sync(~0u, (all & 0x40004000u) != 0);
@@ -139,11 +144,13 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
       u32 z[4] = {};
-      if (b < WHOLE) lds<4>(z, meta + 64 * b + 16 * t); else lds<2>(z, meta + 64 * b + 8 * t);
+      if (b < WHOLE) lds<4>(z, meta + 64 * b + 16 * t);
+      else lds<2>(z, meta + 64 * b + 8 * t);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 x[4] = {};
-        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
+        else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
         mma<false>(acc[0][n], z, x[0], x[2]);
         mma<false>(acc[1][n], z, x[1], x[3]);
       }
@@ -151,13 +158,16 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) bias[which][n][e] = (acc[0][n][e] + acc[1][n][2 + e]) * ((LIFT ? lifted : c)[n][e] * (1 / (TWO24 * Planes<BITS>::STEPS)));
+      for (int e = 0; e < 2; e++)
+        bias[which][n][e] =
+            (acc[0][n][e] + acc[1][n][2 + e]) * ((LIFT ? lifted : c)[n][e] * (1 / (TWO24 * Planes<BITS>::STEPS)));
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * C::BYTES, lane);
     const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
-    if (!CHANNEL || fresh || token % GROUP == 0) copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
+    if (!CHANNEL || fresh || token % GROUP == 0)
+      copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
   // Whether `scores` finds new scales in this piece; returns where the queries are that these go with.
@@ -185,11 +195,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
           }
       const u32 words = slot + blk * C::BYTES + (lane) * 4 * C::V;
       u32 w[C::HELD];
-      float less[2][NT][4] = {};                          // part of the low codes
+      float less[2][NT][4] = {};  // part of the low codes
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         const u32* own = C::tile(w, words, k, 0);
-        u32 a[2][4]; unpack<P::HIGH>(own, a);
+        u32 a[2][4];
+        unpack<P::HIGH>(own, a);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -203,7 +214,10 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
               mma<false>(less[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
               if (CHANNEL ? k == D / 16 - 1 : (k + 1) * 16 % GROUP == 0)
 #pragma unroll
-                for (int i = 0; i < 4; i++) { part[h][n][i] += less[h][n][i] * (P::PART / low_position(h)); less[h][n][i] = 0.f; }
+                for (int i = 0; i < 4; i++) {
+                  part[h][n][i] += less[h][n][i] * (P::PART / low_position(h));
+                  less[h][n][i] = 0.f;
+                }
             }
           }
         }
@@ -211,7 +225,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
           if ((k + 1) * 16 % GROUP == 0) {  // a group of channels is complete: its scale and zero point
             const int i0 = k * 16 / GROUP;
             const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * GROUPS + i0) * 2;
-            four_halves<GROUPS>(scale, meta); four_halves<GROUPS>(zero, meta + META);
+            four_halves<GROUPS>(scale, meta);
+            four_halves<GROUPS>(zero, meta + META);
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -219,7 +234,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                   const int j = 2 * h + (i >> 1);
-                  const float x = part[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) + sum[n][2 * i0 + (i & 1)] * zero[j];
+                  const float x = part[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) +
+                                  sum[n][2 * i0 + (i & 1)] * zero[j];
                   s[2 * blk + h][n][i] = GROUPS > 1 ? s[2 * blk + h][n][i] + x : x;
                   part[h][n][i] = 0.f;
                 }
@@ -238,9 +254,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 
   // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
   __device__ __forceinline__ float factor(int n, int tile, int e) const {
-    if constexpr (RAISED) return c[n][e] * (raised[BIASES > 1 ? tile * 16 / GROUP : 0] * (1 / operand_position<BITS>(tile & 1)));
+    if constexpr (RAISED)
+      return c[n][e] * (raised[BIASES > 1 ? tile * 16 / GROUP : 0] * (1 / operand_position<BITS>(tile & 1)));
     return CHANNEL ? lifted[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f;
   }
   // What is to be added then.
-  __device__ __forceinline__ float offset(int n, int tile, int e) const { return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f; }
+  __device__ __forceinline__ float offset(int n, int tile, int e) const {
+    return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f;
+  }
 };

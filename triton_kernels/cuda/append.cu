@@ -10,7 +10,8 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
   const int bh = blockIdx.x, b = bh / a.heads, h = bh % a.heads;
   // all is loaded before the first branch, so that one memory latency is waited for
   constexpr int EACH_K = (DK + 255) / 256, EACH_V = (DV + 255) / 256;
-  const u16 *k = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h, *v = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
+  const u16 *k = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h,
+            *v = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
   u16 new_k[EACH_K], new_v[EACH_V];
 #pragma unroll
   for (int j = 0; j < EACH_K; j++) new_k[j] = k[min(j * 256 + (int)threadIdx.x, DK - 1)];
@@ -23,15 +24,21 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
     return;
   }
   if (kept(a, n)) {
-    u16 *place_k = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored), *place_v = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
+    u16 *place_k = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored),
+        *place_v = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
 #pragma unroll
-    for (int j = 0; j < EACH_K; j++) if (place_k && j * 256 + threadIdx.x < DK) place_k[j * 256 + threadIdx.x] = new_k[j];
+    for (int j = 0; j < EACH_K; j++)
+      if (place_k && j * 256 + threadIdx.x < DK) place_k[j * 256 + threadIdx.x] = new_k[j];
 #pragma unroll
-    for (int j = 0; j < EACH_V; j++) if (place_v && j * 256 + threadIdx.x < DV) place_v[j * 256 + threadIdx.x] = new_v[j];
+    for (int j = 0; j < EACH_V; j++)
+      if (place_v && j * 256 + threadIdx.x < DV) place_v[j * 256 + threadIdx.x] = new_v[j];
   }
   __syncthreads();  // all have read the counters, and written the token
   pack_due(a, n, bh, Crew{(int)threadIdx.x, 0}, space);
-  if (threadIdx.x == 0) { a.length[bh] = n.stored + 1; a.paged[bh] = n.after; }
+  if (threadIdx.x == 0) {
+    a.length[bh] = n.stored + 1;
+    a.paged[bh] = n.after;
+  }
 }
 
 // Grid (row * head, page that is due, side).
@@ -39,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(CREW) append_pages(const __grid_con
   __shared__ u64 space[SPACE / 8 + 1];
   const Counts n(a, blockIdx.x);
   const int page = n.before / PAGE + blockIdx.y;
-  if (n.after > n.before && page * PAGE < n.after) pack(a, n, blockIdx.x, page, blockIdx.z, Crew{(int)threadIdx.x, 0}, space);
+  if (n.after > n.before && page * PAGE < n.after)
+    pack(a, n, blockIdx.x, page, blockIdx.z, Crew{(int)threadIdx.x, 0}, space);
 }
 
 // Grid (row * head, 32 tokens); a warp takes a token.
@@ -50,8 +58,10 @@ extern "C" __global__ void __launch_bounds__(CREW) append_window(const __grid_co
     const int place = n.stored + i;
     if (place >= a.sink && place - a.sink < n.after) continue;
     const i64 number = a.order ? a.order[(i64)b * a.tokens + i] : i;
-    keep<DK>(a, a.sink_k, a.tail_k, bh, place, reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane);
-    keep<DV>(a, a.sink_v, a.tail_v, bh, place, reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane);
+    keep<DK>(a, a.sink_k, a.tail_k, bh, place,
+             reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane);
+    keep<DV>(a, a.sink_v, a.tail_v, bh, place,
+             reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane);
   }
 }
 
@@ -59,6 +69,7 @@ extern "C" __global__ void append_counters(const __grid_constant__ AppendArgs a,
   const int bh = blockIdx.x * blockDim.x + threadIdx.x;
   if (bh >= count) return;
   const Counts n(a, bh);
-  a.length[bh] = n.stored + n.fits; a.paged[bh] = n.after;
+  a.length[bh] = n.stored + n.fits;
+  a.paged[bh] = n.after;
   if (n.missing) a.lost[bh] += n.missing;
 }

@@ -44,11 +44,12 @@ __device__ __forceinline__ int warps_for_window(int blocks, int units) {
 
 extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const __grid_constant__ StepArgs a) {
   DYNAMIC_SHARED(memory);
-  __shared__ int lasts[TEAMS], takens[TEAMS];             // see `last_of_row` and `Pages`
+  __shared__ int lasts[TEAMS], takens[TEAMS];  // see `last_of_row` and `Pages`
   __shared__ Due dues[DUES];
   __shared__ Part parts[TEAMS];
   __shared__ Share shares[TEAMS];
-  const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS, lane = threadIdx.x & 31;
+  const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS,
+            lane = threadIdx.x & 31;
   const int thread = warp * 32 + lane, here = blockIdx.x * TEAMS + team;  // of the team; of all teams
   u8* smem = memory + team * TEAM_BYTES;
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
@@ -68,7 +69,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     meet(team);
     part = parts[team];
   }
-  if constexpr (TABLES && SHARED_TABLES) { wait<0>(); __syncthreads(); }
+  if constexpr (TABLES && SHARED_TABLES) {
+    wait<0>();
+    __syncthreads();
+  }
   if (!part.some) {
     if (warp == 0) TokenStore::leave_unused(a, lane);
     return;
@@ -79,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   const u32 slots = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
   const float* size = reinterpret_cast<const float*>(smem + Q_BYTES);
   Warp w;
-  find_table(w.keys, tables, lane); find_table(w.values, tables + KEY_TABLE, lane);
-  int books = -1;                                         // of which KV head codebooks are in shared memory
+  find_table(w.keys, tables, lane);
+  find_table(w.values, tables + KEY_TABLE, lane);
+  int books = -1;  // of which KV head codebooks are in shared memory
   while (true) {
     if (thread == 0) takens[team] = 0;
     const Row row = part.row;
@@ -94,12 +99,17 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     token.begin(dues, team, thread);
 
     // copies are begun, and queries brought to where products take them from
-    if (asked) queries.settle(); else queries.load(a, row.b, row.h, row_block, warp, lane);
+    if (asked) queries.settle();
+    else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &takens[team], lane);
     if (both) transform_chunk(a, row, w0 + warp, w1, few, lane);
     const bool other = TABLES && !SHARED_TABLES && books != row.h;
-    if (other) { fill_tables(a, tables, row.h, thread); books = row.h; }
-    if (both) window.start(); else pages.start(w, item, slots);
+    if (other) {
+      fill_tables(a, tables, row.h, thread);
+      books = row.h;
+    }
+    if (both) window.start();
+    else pages.start(w, item, slots);
     if (!asked) queries.settle();
     asked = false;
     queries.put(a, smem, row.h, warp, lane);

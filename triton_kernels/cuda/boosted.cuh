@@ -8,8 +8,14 @@
 // 4 q' is then q' as it is, in both halves.
 __device__ __forceinline__ void unpack_high(u32 w, u32 (*a)[4]) {
   const u32 x = w << 2, y = w >> 6, z = w >> 8;
-  a[0][0] = x & 0x000c000cu; a[0][1] = y & 0x000c000cu; a[0][2] = w & 0x000c000cu; a[0][3] = z & 0x000c000cu;
-  a[1][0] = x & 0x00c000c0u; a[1][1] = y & 0x00c000c0u; a[1][2] = w & 0x00c000c0u; a[1][3] = z & 0x00c000c0u;
+  a[0][0] = x & 0x000c000cu;
+  a[0][1] = y & 0x000c000cu;
+  a[0][2] = w & 0x000c000cu;
+  a[0][3] = z & 0x000c000cu;
+  a[1][0] = x & 0x00c000c0u;
+  a[1][1] = y & 0x00c000c0u;
+  a[1][2] = w & 0x00c000c0u;
+  a[1][3] = z & 0x00c000c0u;
 }
 
 template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT> struct BoostedKeys {
@@ -17,13 +23,16 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   using C = Codes<2, COLUMNS>;
   static constexpr bool NORMALISED = Low::NORMALISED;
   static constexpr int GROUPS = Low::GROUPS, LIFT = Low::LIFT;
-  static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS, SECOND = SLOT;  // of a slot, in bytes
-  static constexpr int PART = MAP_AT + COLUMNS;           // bytes of a page's part
+  static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS,
+                       SECOND = SLOT;            // of a slot, in bytes
+  static constexpr int PART = MAP_AT + COLUMNS;  // bytes of a page's part
 
   Low low;
   u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand of the high bits, scaled
 
-  __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) { low.begin(rows, size, sums, scale, lane); }
+  __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
+    low.begin(rows, size, sums, scale, lane);
+  }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     low.copy(slot, part, token, fresh, limit, lane);
@@ -63,10 +72,12 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
     for (int blk = 0; blk < PT / 32; blk++)
 #pragma unroll
       for (int load = 0; load < C::WORDS / C::V; load++) {
-        u32 w[C::V]; lds<C::V>(w, slot + HIGH + blk * C::BYTES + (load * 32 + lane) * 4 * C::V);
+        u32 w[C::V];
+        lds<C::V>(w, slot + HIGH + blk * C::BYTES + (load * 32 + lane) * 4 * C::V);
 #pragma unroll
         for (int e = 0; e < C::V; e++) {
-          u32 a[2][4]; unpack_high(w[e], a);
+          u32 a[2][4];
+          unpack_high(w[e], a);
           const int k = load * C::V + e;
 #pragma unroll
           for (int n = 0; n < NT; n++)

@@ -6,8 +6,12 @@
 #pragma once
 #include "common.cuh"
 
-template <int X> struct Log2 { static constexpr int value = 1 + Log2<X / 2>::value; };
-template <> struct Log2<1> { static constexpr int value = 0; };
+template <int X> struct Log2 {
+  static constexpr int value = 1 + Log2<X / 2>::value;
+};
+template <> struct Log2<1> {
+  static constexpr int value = 0;
+};
 
 template <int DIM, int BITS, int REPLICAS> struct Table {
   static constexpr int ENTRY = 2 * DIM, SHIFT = Log2<ENTRY * REPLICAS>::value, BYTES = ENTRY * REPLICAS << BITS;
@@ -39,7 +43,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
 // A lane's stream of indices for 32 tokens.
 template <int DIM, int BITS, int D> struct Stream {
   static constexpr int WORDS = D / DIM * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-  static constexpr int BYTES = 128 * WORDS;               // of all lanes
+  static constexpr int BYTES = 128 * WORDS;  // of all lanes
   static_assert(D / DIM * BITS % 32 == 0, "formats.Codebook.in_lanes");
 
   u32 w[WORDS];
@@ -52,14 +56,17 @@ template <int DIM, int BITS, int D> struct Stream {
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr bool NORMALISED = true;                // wants q as fp16 of magnitude 1 at most
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES;
+  static constexpr bool NORMALISED = true;  // wants q as fp16 of magnitude 1 at most
+  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES,
+                       PART = PAGE / 32 * S::BYTES;
 
-  u32 q[NT][D / 8];       // right operand
-  float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
-  u32 table;              // the lane's replica
+  u32 q[NT][D / 8];  // right operand
+  float c[NT][2];    // factor of the scores of columns 2 t, 2 t + 1
+  u32 table;         // the lane's replica
 
-  static __device__ __forceinline__ void fill(u32 at, const u8* codebook, int thread, int threads) { T::fill(at, codebook, thread, threads); }
+  static __device__ __forceinline__ void fill(u32 at, const u8* codebook, int thread, int threads) {
+    T::fill(at, codebook, thread, threads);
+  }
   __device__ __forceinline__ void find(u32 at, int lane) { table = at + lane % REPLICAS * T::ENTRY; }
 
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float*, float scale, int lane) {
@@ -87,11 +94,17 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
 #pragma unroll
         for (int i = 0; i < 2; i++) lds<1>(a + 2 * i + j, T::entry(table, s.w, (2 * c + i) * 4 + 2 * h + j));
       } else if constexpr (DIM == 4) {
-        u32 x[2]; lds<2>(x, T::entry(table, s.w, c * 4 + 2 * h + j));
-        a[j] = x[0]; a[2 + j] = x[1];
-      } else {                                            // of this c and of the next one
-        u32 x[4]; lds<4>(x, T::entry(table, s.w, c / 2 * 4 + 2 * h + j));
-        a[j] = x[0]; a[2 + j] = x[1]; a[4 + j] = x[2]; a[6 + j] = x[3];
+        u32 x[2];
+        lds<2>(x, T::entry(table, s.w, c * 4 + 2 * h + j));
+        a[j] = x[0];
+        a[2 + j] = x[1];
+      } else {  // of this c and of the next one
+        u32 x[4];
+        lds<4>(x, T::entry(table, s.w, c / 2 * 4 + 2 * h + j));
+        a[j] = x[0];
+        a[2 + j] = x[1];
+        a[4 + j] = x[2];
+        a[6 + j] = x[3];
       }
     }
   }
@@ -100,20 +113,24 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
     constexpr int STEP = DIM == 8 ? 2 : 1;
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
-      S stream; stream.load(slot + blk * S::BYTES, lane);
+      S stream;
+      stream.load(slot + blk * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int n = 0; n < NT; n++) s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
+        for (int n = 0; n < NT; n++)
+          s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
 #pragma unroll
       for (int c = 0; c < D / 16; c += STEP)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          u32 a[4 * STEP]; operand(a, stream, c, h);
+          u32 a[4 * STEP];
+          operand(a, stream, c, h);
 #pragma unroll
           for (int i = 0; i < STEP; i++)
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma<false>(s[2 * blk + h][n], a + 4 * i, q[n][2 * (c + i)], q[n][2 * (c + i) + 1]);
+            for (int n = 0; n < NT; n++)
+              mma<false>(s[2 * blk + h][n], a + 4 * i, q[n][2 * (c + i)], q[n][2 * (c + i) + 1]);
         }
     }
   }
@@ -127,13 +144,18 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES;
+  static constexpr float SUM_UNIT = 1.f;
   static constexpr bool OWN_ORDER = true;
-  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return k / (DIM / 2) * 8 * DIM + DIM * g + k % (DIM / 2) * 2 + j; }
+  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) {
+    return k / (DIM / 2) * 8 * DIM + DIM * g + k % (DIM / 2) * 2 + j;
+  }
 
   u32 table;
 
-  static __device__ __forceinline__ void fill(u32 at, const u8* codebook, int thread, int threads) { T::fill(at, codebook, thread, threads); }
+  static __device__ __forceinline__ void fill(u32 at, const u8* codebook, int thread, int threads) {
+    T::fill(at, codebook, thread, threads);
+  }
   __device__ __forceinline__ void find(u32 at, int lane) { table = at + lane % REPLICAS * T::ENTRY; }
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
@@ -142,10 +164,12 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
 
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int,
+                                      int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
-      S stream; stream.load(slot + blk * S::BYTES, lane);
+      S stream;
+      stream.load(slot + blk * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         u32 p[NT][2];
@@ -153,8 +177,12 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
         for (int n = 0; n < NT; n++) {
           float w[4] = {};
 #pragma unroll
-          for (int i = 0; i < 4; i += EVERY) { w[i] = ex2(x[2 * blk + h][n][i]); l[n][i & 1] += w[i]; }
-          p[n][0] = transposed(pack_half(w[0], w[1])); p[n][1] = transposed(pack_half(w[2], w[3]));
+          for (int i = 0; i < 4; i += EVERY) {
+            w[i] = ex2(x[2 * blk + h][n][i]);
+            l[n][i & 1] += w[i];
+          }
+          p[n][0] = transposed(pack_half(w[0], w[1]));
+          p[n][1] = transposed(pack_half(w[2], w[3]));
         }
 #pragma unroll
         for (int u = 0; u < D / (8 * DIM); u++) {
@@ -165,7 +193,8 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
             for (int e = 0; e < 2; e++) lds<DIM / 2>(y[j][e], T::entry(table, stream.w, 8 * u + 4 * h + 2 * j + e));
 #pragma unroll
           for (int m = 0; m < DIM / 2; m++) {
-            const u32 a[4] = {low_halves(y[0][0][m], y[0][1][m]), high_halves(y[0][0][m], y[0][1][m]), low_halves(y[1][0][m], y[1][1][m]), high_halves(y[1][0][m], y[1][1][m])};
+            const u32 a[4] = {low_halves(y[0][0][m], y[0][1][m]), high_halves(y[0][0][m], y[0][1][m]),
+                              low_halves(y[1][0][m], y[1][1][m]), high_halves(y[1][0][m], y[1][1][m])};
 #pragma unroll
             for (int n = 0; n < NT; n++) mma<false>(o[u * (DIM / 2) + m][n], a, p[n][0], p[n][1]);
           }

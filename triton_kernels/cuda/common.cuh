@@ -21,7 +21,8 @@ using u64 = unsigned long long;
 // instructions in a cache, and waits for what it comes by.
 #define COLD __device__ __noinline__
 
-constexpr int ROWS = 8 * NT;        // columns of products for query rows (heads x tokens), of which a team of warps attends for as many
+constexpr int ROWS =
+    8 * NT;  // columns of products for query rows (heads x tokens), of which a team of warps attends for as many
 // SPREAD: at most four query rows, in every other column. A lane then has one row's scores, where side by side half of the lanes
 // had two and the others none that count. COLUMNS_USED: of a lane's two columns; EVERY: step over a lane's four numbers.
 constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
@@ -33,36 +34,42 @@ constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
 // (from another's place), because what has no weight must be numbers.
 __device__ __forceinline__ bool in_unit(int limit) { return limit > -PT; }
 #endif
-constexpr float LOWEST = -1e30f;    // stands for a maximum over nothing: finite, so that a difference is never NaN
+constexpr float LOWEST = -1e30f;  // stands for a maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float TWO24 = 16777216.f; // masked bits read as fp16 are subnormal: code x position x 2^-24
+constexpr float TWO24 = 16777216.f;  // masked bits read as fp16 are subnormal: code x position x 2^-24
 #define INF __int_as_float(0x7f800000)
 
 // A parameter of a layer: of KV head h, `stride * h` bytes from `data` on.
-struct Parameter { const u8* data; i64 stride; };
+struct Parameter {
+  const u8* data;
+  i64 stride;
+};
 
 struct Args {
   const u8 *q, *k, *v, *mask, *sinks, *pool;
-  const i64* address;               // [B, pages]: bytes from pool
+  const i64* address;  // [B, pages]: bytes from pool
   const u8 *sink_k, *sink_v, *tail_k, *tail_v;
-  const int *length, *paged;        // [B, H]
-  u8* out;                          // [B, S, Hq, DV]
+  const int *length, *paged;  // [B, H]
+  u8* out;                    // [B, S, Hq, DV]
   float* partial;
-  int* counters;                    // [row blocks, B * H], zero before and after
+  int* counters;                                                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
-  int batch, heads, groups, tokens, pages, sink, tail, teams, split;  // split: teams / (B * H) where that is whole, else 0
+  int batch, heads, groups, tokens, pages, sink, tail, teams,
+      split;  // split: teams / (B * H) where that is whole, else 0
   float scaling, softcap;
-  const u8* raw_k;                  // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
-  const float *q_scale, *k_scale;   // factors of channels, of KV head h at h * scale_h
+  const u8* raw_k;                 // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
+  const float *q_scale, *k_scale;  // factors of channels, of KV head h at h * scale_h
   i64 raw_b, raw_h, raw_s, scale_h;
-  Parameter tables[2];              // codebooks of keys and values, or null
+  Parameter tables[2];  // codebooks of keys and values, or null
 };
 
 #include "ptx.cuh"
 
 // the model's dtype
 __device__ __forceinline__ float to_float(u32 x) { return BF16 ? bf16_to_float(x) : half_to_float(x); }
-__device__ __forceinline__ u32 pack_model(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
+__device__ __forceinline__ u32 pack_model(float low, float high) {
+  return BF16 ? pack_bf16(low, high) : pack_half(low, high);
+}
 
 // Sum over the eight lanes that hold the same columns of an accumulator.
 __device__ __forceinline__ float sum_rows(float x) {
@@ -82,7 +89,8 @@ __device__ __forceinline__ float eleven_bits(float x) { return __fmul_rn(x, 8193
 
 // Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
 template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int j, int x) {
-  return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1) : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
+  return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
+                        : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
 }
 
 // Copy `BYTES` consecutive bytes, the warp together; or, where they are not real, nothing.
@@ -94,10 +102,12 @@ template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 
 }
 
 // Two arrays of `BYTES` bytes each, one behind the other.
-template <int BYTES> __device__ __forceinline__ void copy_pair(bool real, u32 target, const u8* first, const u8* second, int lane) {
+template <int BYTES>
+__device__ __forceinline__ void copy_pair(bool real, u32 target, const u8* first, const u8* second, int lane) {
 #pragma unroll
   for (int at = 0; at < 2 * BYTES; at += 512) {
     const int mine = at + lane * 16;
-    cp16_if(real && (at + 512 <= 2 * BYTES || mine < 2 * BYTES), target + mine, mine < BYTES ? first + mine : second + (mine - BYTES));
+    cp16_if(real && (at + 512 <= 2 * BYTES || mine < 2 * BYTES), target + mine,
+            mine < BYTES ? first + mine : second + (mine - BYTES));
   }
 }

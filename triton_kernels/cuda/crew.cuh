@@ -10,6 +10,6 @@ __device__ __forceinline__ void meet(int team) {
 }
 
 struct Crew {
-  int thread, team;                 // number among them; which of the block's teams they are
+  int thread, team;  // number among them; which of the block's teams they are
   __device__ __forceinline__ void meet() const { ::meet(team); }
 };

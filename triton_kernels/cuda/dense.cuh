@@ -6,7 +6,7 @@
 #include "common.cuh"
 
 template <int D> struct Dense {
-  static constexpr int BLOCK = 32 * D * 2;                                        // bytes of 32 tokens
+  static constexpr int BLOCK = 32 * D * 2;  // bytes of 32 tokens
   static constexpr int CHUNKS = D / 32;
 
   // row(j): the lane's token 4 g + j of the block, and whether to keep it (else zeros).
@@ -17,7 +17,8 @@ template <int D> struct Dense {
       bool keep;
       const u8* source = row(j, keep);
 #pragma unroll
-      for (int b = 0; b < CHUNKS; b++) cp16(target + ((j * CHUNKS + b) * 32 + lane) * 16, source + 64 * b + 16 * t, keep);
+      for (int b = 0; b < CHUNKS; b++)
+        cp16(target + ((j * CHUNKS + b) * 32 + lane) * 16, source + 64 * b + 16 * t, keep);
       if constexpr (D % 32) cp8(target + 4 * CHUNKS * 512 + (j * 32 + lane) * 8, source + 64 * CHUNKS + 8 * t, keep);
     }
   }
@@ -40,11 +41,13 @@ template <int D> struct Dense {
       for (int n = 0; n < NT; n++) s[h][n][0] = s[h][n][1] = s[h][n][2] = s[h][n][3] = 0.f;
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
-      u32 x[4][4]; load(x, block, b, lane);
+      u32 x[4][4];
+      load(x, block, b, lane);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 q[4];
-        if (b < CHUNKS) lds<4>(q, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(q, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+        if (b < CHUNKS) lds<4>(q, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
+        else lds<2>(q, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
 #pragma unroll
         for (int u = 0; u < (b < CHUNKS ? 2 : 1); u++)
 #pragma unroll
@@ -65,12 +68,17 @@ template <int D> struct Dense {
       for (int n = 0; n < NT; n++) {
         float w[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i += EVERY) { w[i] = ex2(x[h][n][i]); l[n][i & 1] += w[i]; }
-        p[h][n][0] = transposed(pack_model(w[0], w[1])); p[h][n][1] = transposed(pack_model(w[2], w[3]));
+        for (int i = 0; i < 4; i += EVERY) {
+          w[i] = ex2(x[h][n][i]);
+          l[n][i & 1] += w[i];
+        }
+        p[h][n][0] = transposed(pack_model(w[0], w[1]));
+        p[h][n][1] = transposed(pack_model(w[2], w[3]));
       }
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
-      u32 y[4][4]; load(y, block, b, lane);
+      u32 y[4][4];
+      load(y, block, b, lane);
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -96,11 +104,14 @@ template <int D> struct DenseKeys {
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++)
-      Dense<D>::copy(slot + blk * Dense<D>::BLOCK, [&](int j, bool& keep) {
-        const int i = blk * 32 + lane / 4 * 4 + j;
-        keep = i < limit;
-        return part + (i64)(token + i) * D * 2;
-      }, lane);
+      Dense<D>::copy(
+          slot + blk * Dense<D>::BLOCK,
+          [&](int j, bool& keep) {
+            const int i = blk * 32 + lane / 4 * 4 + j;
+            keep = i < limit;
+            return part + (i64)(token + i) * D * 2;
+          },
+          lane);
   }
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
@@ -112,7 +123,8 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * D * 2; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * D * 2;
+  static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
@@ -120,7 +132,8 @@ template <int D> struct DenseValues {
   }
   __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int,
+                                      int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
   }

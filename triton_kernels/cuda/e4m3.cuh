@@ -9,7 +9,7 @@ constexpr float CODE = CONVERT ? 1.f : 256.f;
 // A half of a word, two numbers, as two of fp16, 1 / CODE of their size.
 __device__ __forceinline__ u32 e4m3_pair(u32 x, bool upper) {
   if constexpr (CONVERT) return e4m3_to_half(upper ? x >> 16 : x);
-  const u32 y = permuted(x, upper ? 0x3020 : 0x1000);     // to the upper bytes of the halves; the lower ones go
+  const u32 y = permuted(x, upper ? 0x3020 : 0x1000);  // to the upper bytes of the halves; the lower ones go
   return (y & 0x80008000u) | (y >> 1 & 0x3f803f80u);
 }
 
@@ -29,5 +29,6 @@ __device__ __forceinline__ float e4m3_size(float x) { return fabsf(x) < INF ? fa
 
 // The scale of a token whose largest magnitude that is: it becomes 448.
 __device__ __forceinline__ float e4m3_scale(float most) {
-  return most < INF ? fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f) : __uint_as_float(0x7fc00000u);  // 2^-60: `LEAST_SCALE`
+  return most < INF ? fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f)
+                    : __uint_as_float(0x7fc00000u);  // 2^-60: `LEAST_SCALE`
 }

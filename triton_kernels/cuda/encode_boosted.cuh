@@ -7,18 +7,28 @@ enum Score { MAGNITUDE, VARIANCE, RANGE, RANDOM };
 // even and over odd tokens. Rounded after every addition.
 template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int offset) {
   if constexpr (STRIDE >= PAGE) return f(offset);
-  else { const float even = fold<2 * STRIDE>(f, offset), odd = fold<2 * STRIDE>(f, offset + STRIDE); return __fadd_rn(even, odd); }
+  else {
+    const float even = fold<2 * STRIDE>(f, offset), odd = fold<2 * STRIDE>(f, offset + STRIDE);
+    return __fadd_rn(even, odd);
+  }
 }
 
 // MurmurHash3's finaliser
-__device__ __forceinline__ u32 mixed(u32 x) { x = (x ^ x >> 16) * 0x85ebca6bu; x = (x ^ x >> 13) * 0xc2b2ae35u; return x ^ x >> 16; }
+__device__ __forceinline__ u32 mixed(u32 x) {
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
 
-template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT, int SCORE, u32 SEED> struct BoostedEncoder {
+template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT, int SCORE, u32 SEED>
+struct BoostedEncoder {
   static_assert(CREW >= D, "a thread for every channel");
   static constexpr int PARTS = CREW / D >= 4 ? 4 : CREW / D >= 2 ? 2 : 1;  // threads of a channel
 
   // What a thread finds in its share of a channel's tokens, and all of them together.
-  struct Found { float low[PARTS][D], high[PARTS][D], sum[PARTS][D]; };
+  struct Found {
+    float low[PARTS][D], high[PARTS][D], sum[PARTS][D];
+  };
   struct Space {
     const u16* tokens[PAGE];
     Found found;
@@ -34,19 +44,29 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
   }
 
   // The score of channel `c` as a number that orders as it does. Every thread comes here.
-  static __device__ __forceinline__ int score(Found& found, const u16* const* tokens, int c, int p, float low, float high, const Crew& crew) {
+  static __device__ __forceinline__ int score(Found& found, const u16* const* tokens, int c, int p, float low,
+                                              float high, const Crew& crew) {
     float x = 0.f;
-    if constexpr (SCORE == MAGNITUDE) { if (p == 0) x = total(found.sum, c); }
+    if constexpr (SCORE == MAGNITUDE) {
+      if (p == 0) x = total(found.sum, c);
+    }
     if constexpr (SCORE == VARIANCE) {
       float mean = 0.f;
       if (p < PARTS) mean = total(found.sum, c) * (1.f / PAGE);
       crew.meet();
-      if (p < PARTS) found.sum[p][c] = fold<PARTS>([&](int n) { const float off = to_float(tokens[n][c]) - mean; return __fmul_rn(off, off); }, p);
+      if (p < PARTS)
+        found.sum[p][c] = fold<PARTS>(
+            [&](int n) {
+              const float off = to_float(tokens[n][c]) - mean;
+              return __fmul_rn(off, off);
+            },
+            p);
       crew.meet();
       if (p == 0) x = total(found.sum, c);
     }
     if constexpr (SCORE == RANGE) x = high - low;
-    if constexpr (SCORE == RANDOM) x = (float)(mixed(__float_as_uint(low + 0.f) ^ (u32)c * 0x9e3779b1u ^ SEED * 0x27d4eb2fu) >> 8);
+    if constexpr (SCORE == RANDOM)
+      x = (float)(mixed(__float_as_uint(low + 0.f) ^ (u32)c * 0x9e3779b1u ^ SEED * 0x27d4eb2fu) >> 8);
     return __float_as_int(x + 0.f);  // 0 or more: ordered as its bits are
   }
 
@@ -54,11 +74,15 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
   template <int WIDTH, class F> static __device__ __forceinline__ void pack(u32* words, const Crew& crew, F code) {
     using C = Codes<2, WIDTH ? WIDTH : 16>;
     for (int i = crew.thread; i < PAGE * WIDTH / 16; i += CREW) {
-      const int block = i / (32 * C::WORDS), c = i / (32 * C::V) % (C::WORDS / C::V) * C::V + i % C::V, owner = i / C::V % 32, g = owner >> 2, t = owner & 3;
+      const int block = i / (32 * C::WORDS), c = i / (32 * C::V) % (C::WORDS / C::V) * C::V + i % C::V,
+                owner = i / C::V % 32, g = owner >> 2, t = owner & 3;
       u32 word = 0;
 #pragma unroll
-      for (int f = 0; f < 16; f++)  // field f: element f >> 3 of register 2 (f & 1) + (f >> 2 & 1) of operand f >> 1 & 1
-        word |= code(block * 32 + 4 * g + 2 * (f >> 1 & 1) + (f >> 2 & 1), channel_of<WIDTH>(c, f & 1, 2 * t + (f >> 3))) << 2 * f;
+      for (int f = 0; f < 16;
+           f++)  // field f: element f >> 3 of register 2 (f & 1) + (f >> 2 & 1) of operand f >> 1 & 1
+        word |=
+            code(block * 32 + 4 * g + 2 * (f >> 1 & 1) + (f >> 2 & 1), channel_of<WIDTH>(c, f & 1, 2 * t + (f >> 3)))
+            << 2 * f;
       words[i] = word;
     }
   }
@@ -76,24 +100,31 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
     crew.meet();
     if (p < PARTS) {
       float low = INF, high = -INF;
-      found.sum[p][c] = fold<PARTS>([&](int n) {
-        const float x = to_float(tokens[n][c]);
-        low = fminf(low, x); high = fmaxf(high, x);
-        return SCORE == MAGNITUDE ? fabsf(x) : x;
-      }, p);
-      found.low[p][c] = low; found.high[p][c] = high;
+      found.sum[p][c] = fold<PARTS>(
+          [&](int n) {
+            const float x = to_float(tokens[n][c]);
+            low = fminf(low, x);
+            high = fmaxf(high, x);
+            return SCORE == MAGNITUDE ? fabsf(x) : x;
+          },
+          p);
+      found.low[p][c] = low;
+      found.high[p][c] = high;
     }
     crew.meet();
     float low = found.low[0][c], high = found.high[0][c];
 #pragma unroll
-    for (int i = 1; i < PARTS; i++) { low = fminf(low, found.low[i][c]); high = fmaxf(high, found.high[i][c]); }
+    for (int i = 1; i < PARTS; i++) {
+      low = fminf(low, found.low[i][c]);
+      high = fmaxf(high, found.high[i][c]);
+    }
     bool boosted = false;
     if constexpr (COUNT > 0) {
       const int key = score(found, tokens, c, p, low, high, crew);
       if (p == 0) keys[c] = key;
       for (int i = crew.thread; i < COLUMNS; i += CREW) map[i] = 0;
       crew.meet();
-      int ahead = 0;                                        // channels that come before this one
+      int ahead = 0;  // channels that come before this one
       if (p == 0)
 #pragma unroll 8
         for (int i = 0; i < D; i++) ahead += keys[i] > key || (keys[i] == key && i < c);
@@ -110,9 +141,12 @@ template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT,
       fit(part + SCALE_AT, part + ZERO_AT, meta, c, low, high, levels[c]);
     }
     crew.meet();
-    auto code = [&](int token, int channel) { return quantized(to_float(tokens[token][channel]), meta[channel], levels[channel]); };
+    auto code = [&](int token, int channel) {
+      return quantized(to_float(tokens[token][channel]), meta[channel], levels[channel]);
+    };
     pack<D>(reinterpret_cast<u32*>(part), crew, [&](int token, int channel) { return code(token, channel) & 3; });
-    pack<COLUMNS>(reinterpret_cast<u32*>(part + HIGH_AT), crew, [&](int token, int column) { return column < COUNT ? code(token, map[column]) >> 2 : 0u; });
+    pack<COLUMNS>(reinterpret_cast<u32*>(part + HIGH_AT), crew,
+                  [&](int token, int column) { return column < COUNT ? code(token, map[column]) >> 2 : 0u; });
     for (int i = crew.thread; i < COLUMNS; i += CREW) part[MAP_AT + i] = map[i];
     crew.meet();
   }

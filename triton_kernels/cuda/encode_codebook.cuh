@@ -10,12 +10,14 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
   static constexpr int ENTRIES = 1 << BITS, VECTORS = ENTRIES >= 1024 ? 64 : 32, N = VECTORS / 8, MINE = VECTORS / 32;
   static constexpr int TILES = ENTRIES >= 1024 ? 8 : ENTRIES >= 128 ? 4 : 1;
   static_assert(32 * COUNT % VECTORS == 0, "a warp's share of 32 tokens");
-  struct Space { u16 codes[32 * COUNT]; };
+  struct Space {
+    u16 codes[32 * COUNT];
+  };
 
   // Sixteen entries as a left operand: rows are entries, the first DIM of 16 columns channels.
   struct Entries {
     u32 a[4];
-    float half_square[2];                                 // |c|^2 / 2 of the lane's two rows
+    float half_square[2];  // |c|^2 / 2 of the lane's two rows
     __device__ __forceinline__ Entries(const u8* book, int first, int g, int t) {
       a[2] = a[3] = 0;
 #pragma unroll
@@ -25,7 +27,8 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
         if (2 * t < DIM && entry < ENTRIES) ldg<1>(a + j, book + 2 * DIM * entry + 4 * t);
         const float low = half_to_float(a[j] & 0xffff), high = half_to_float(a[j] >> 16);
         float x = low * low + high * high;
-        x += __shfl_xor_sync(~0u, x, 1); x += __shfl_xor_sync(~0u, x, 2);
+        x += __shfl_xor_sync(~0u, x, 1);
+        x += __shfl_xor_sync(~0u, x, 2);
         half_square[j] = entry < ENTRIES ? 0.5f * x : INF;
       }
     }
@@ -36,7 +39,9 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   };
 
-  static __device__ __forceinline__ const u16* vector(const Source& source, int base, int i) { return source.token(base + i / COUNT) + i % COUNT * DIM; }
+  static __device__ __forceinline__ const u16* vector(const Source& source, int base, int i) {
+    return source.token(base + i / COUNT) + i % COUNT * DIM;
+  }
 
   struct Vector {
     float x[DIM];
@@ -51,11 +56,13 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       return sum;
     }
     __device__ __forceinline__ float distance(const u8* entry) const {
-      u32 w[DIM / 2]; ldg<DIM / 2>(w, entry);
+      u32 w[DIM / 2];
+      ldg<DIM / 2>(w, entry);
       float sum = 0.f;
 #pragma unroll
       for (int c = 0; c < DIM; c++) {
-        const float off = __fsub_rn(x[c], half_to_float(c & 1 ? w[c / 2] >> 16 : w[c / 2] & 0xffff)), square = __fmul_rn(off, off);
+        const float off = __fsub_rn(x[c], half_to_float(c & 1 ? w[c / 2] >> 16 : w[c / 2] & 0xffff)),
+                    square = __fmul_rn(off, off);
         sum = c ? __fadd_rn(sum, square) : square;
       }
       return sum;
@@ -68,12 +75,18 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     float best = INF;
     int code = 0;
     for (int e = lane; e < ENTRIES; e += 32)
-      if (const float d = vector.distance(book + 2 * DIM * e); d < best) { best = d; code = e; }  // not NaN
+      if (const float d = vector.distance(book + 2 * DIM * e); d < best) {
+        best = d;
+        code = e;
+      }  // not NaN
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
       const float x = __shfl_xor_sync(~0u, best, d);
       const int other = __shfl_xor_sync(~0u, code, d);
-      if (x < best || (x == best && other < code)) { best = x; code = other; }
+      if (x < best || (x == best && other < code)) {
+        best = x;
+        code = other;
+      }
     }
     return code;
   }
@@ -86,7 +99,10 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     for (int j = 0; j < 2 * TILES; j++) {
       const int entry = class_ + 8 * j;
       if (ENTRIES < 16 && entry >= ENTRIES) break;
-      if (const float d = vector.distance(book + 2 * DIM * entry); d < best) { best = d; code = entry; }
+      if (const float d = vector.distance(book + 2 * DIM * entry); d < best) {
+        best = d;
+        code = entry;
+      }
     }
     return code;
   }
@@ -116,7 +132,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     const int g = lane >> 2, t = lane & 3;
     u32 b[N];
     float largest = 0.f;
-    Nearest found[N][2];                                  // of sub-vectors 8 * n + 2 * t and the next
+    Nearest found[N][2];  // of sub-vectors 8 * n + 2 * t and the next
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const u16* x = vector(source, base, first + 8 * n + g);
@@ -131,12 +147,15 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
         const Entries entries(source.table, e + 16 * tile, g, t);
 #pragma unroll
         for (int n = 0; n < N; n++) {
-          float d[4]; entries.nearness(d, b[n]);
+          float d[4];
+          entries.nearness(d, b[n]);
 #pragma unroll
-          for (int i = 0; i < 2; i++) nearest[n][i] = tile ? fmaxf(nearest[n][i], fmaxf(d[i], d[i + 2])) : fmaxf(d[i], d[i + 2]);
+          for (int i = 0; i < 2; i++)
+            nearest[n][i] = tile ? fmaxf(nearest[n][i], fmaxf(d[i], d[i + 2])) : fmaxf(d[i], d[i + 2]);
         }
 #pragma unroll
-        for (int j = 0; j < 2; j++) if (e + 16 * tile + g + 8 * j < ENTRIES) largest = fmaxf(largest, entries.half_square[j]);
+        for (int j = 0; j < 2; j++)
+          if (e + 16 * tile + g + 8 * j < ENTRIES) largest = fmaxf(largest, entries.half_square[j]);
       }
 #pragma unroll
       for (int n = 0; n < N; n++)
@@ -174,7 +193,8 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     return (4 * g + n % 4) * COUNT + (channel / 8 * 32 + 8 * t + channel % 8) / DIM;
   }
 
-  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew, void* space) {
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew,
+                                void* space) {
     u16* codes = static_cast<Space*>(space)->codes;
     for (int block = low / 32; 32 * block < high; block++) {
       for (int first = (crew.thread >> 5) * VECTORS; first < 32 * COUNT; first += WARPS * VECTORS)

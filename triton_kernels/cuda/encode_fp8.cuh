@@ -3,10 +3,13 @@
 #include "e4m3.cuh"
 
 template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
-  struct Space { float scale[PAGE]; };
+  struct Space {
+    float scale[PAGE];
+  };
 
   // Tokens [low, high) of a page whose token 0 has index `base`.
-  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew, void* space) {
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew,
+                                void* space) {
     float* scale = static_cast<Space*>(space)->scale;
     const int lane = crew.thread & 31;
     for (int i = low + (crew.thread >> 5); i < high; i += WARPS) {
@@ -18,20 +21,24 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
       if (lane == 0) reinterpret_cast<float*>(part + SCALE_AT)[i] = scale[i] = e4m3_scale(most);
     }
     crew.meet();
-    constexpr int WORDS = D / 4;                            // of a lane, of 32 tokens
+    constexpr int WORDS = D / 4;  // of a lane, of 32 tokens
     u32* words = reinterpret_cast<u32*>(part);
     for (int i = low / 32 * 32 * WORDS + crew.thread; i < (high + 31) / 32 * 32 * WORDS; i += CREW) {
-      const int block = i / (32 * WORDS), c = i / 128 % (D / 16), inner = i % 4, owner = i / 4 % 32, g = owner >> 2, t = owner & 3;
+      const int block = i / (32 * WORDS), c = i / 128 % (D / 16), inner = i % 4, owner = i / 4 % 32, g = owner >> 2,
+                t = owner & 3;
       const int h = inner >> 1, upper = inner & 1;
       u32 taken = 0, value = 0;
 #pragma unroll
       for (int f = 0; f < 4; f++) {
         const int e = f & 1, odd = f >> 1;
-        const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g, channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
+        const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g,
+                  channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
         const int token = block * 32 + 4 * token_x + 2 * h + token_j;
         if (token < low || token >= high) continue;
         taken |= 0xffu << (8 * f);
-        value |= to_e4m3(__fdiv_rn(to_float(source.token(base + token)[channel_of<D>(c, channel_j, channel_x)]), scale[token])) << (8 * f);
+        value |= to_e4m3(__fdiv_rn(to_float(source.token(base + token)[channel_of<D>(c, channel_j, channel_x)]),
+                                   scale[token]))
+                 << (8 * f);
       }
       if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
     }

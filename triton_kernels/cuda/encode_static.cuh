@@ -8,17 +8,22 @@ template <u32... X> struct Thresholds {
 };
 
 template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class T, class... W> struct StaticEncoder {
-  static constexpr int PARTS = 4;                         // threads of a channel, for sums over a page
-  static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2 ? LANE : LANE <= 4 ? 4 : 8;  // channels of a lane; to a power of two
+  static constexpr int PARTS = 4;  // threads of a channel, for sums over a page
+  static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2   ? LANE
+                                                    : LANE <= 4 ? 4
+                                                                : 8;  // channels of a lane; to a power of two
   struct Space {
     const u16* tokens[PAGE];
-    float center[D], step[D], off[D], sum[PARTS][D];      // off: what the page's mean takes from a channel
-    u8 codes[32 * D], k[32];                              // of a block of tokens
+    float center[D], step[D], off[D], sum[PARTS][D];  // off: what the page's mean takes from a channel
+    u8 codes[32 * D], k[32];                          // of a block of tokens
   };
 
   // 2^((k - 8) / 4), rounded once.
   static __device__ __forceinline__ float scale_of(int k) {
-    const float part = (k & 3) == 0 ? 1.f : (k & 3) == 1 ? 1.189207115002721f : (k & 3) == 2 ? 1.4142135623730951f : 1.681792830507429f;
+    const float part = (k & 3) == 0   ? 1.f
+                       : (k & 3) == 1 ? 1.189207115002721f
+                       : (k & 3) == 2 ? 1.4142135623730951f
+                                      : 1.681792830507429f;
     return part * __uint_as_float((125 + (k >> 2)) << 23);
   }
 
@@ -28,7 +33,9 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
   }
 
   // What one of `Columns` says about channel c.
-  template <class F> static __device__ __forceinline__ void of_channel(int c, const F& f) { Columns<D, W...>::of_group(c, f); }
+  template <class F> static __device__ __forceinline__ void of_channel(int c, const F& f) {
+    Columns<D, W...>::of_group(c, f);
+  }
 
   static __device__ void means(u8* part, Space& own, const Crew& crew) {
     if constexpr (MEAN_AT < 0) {
@@ -36,7 +43,8 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
       crew.meet();
       return;
     }
-    for (int i = crew.thread; i < PARTS * D; i += CREW) own.sum[i / D][i % D] = fold<PARTS>([&](int n) { return steps(own, n, i % D); }, i / D);
+    for (int i = crew.thread; i < PARTS * D; i += CREW)
+      own.sum[i / D][i % D] = fold<PARTS>([&](int n) { return steps(own, n, i % D); }, i / D);
     crew.meet();
     for (int c = crew.thread; c < D; c += CREW) {
       const float total = __fadd_rn(__fadd_rn(own.sum[0][c], own.sum[2][c]), __fadd_rn(own.sum[1][c], own.sum[3][c]));
@@ -60,7 +68,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
       square[i] = __fmul_rn(x[i], x[i]);
     }
     float scale = 1.f;
-    if constexpr (SCALED) {                               // in the order of `fold_sum` over channels
+    if constexpr (SCALED) {  // in the order of `fold_sum` over channels
 #pragma unroll
       for (int half = EACH / 2; half > 0; half /= 2)
 #pragma unroll
@@ -78,7 +86,8 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
       if (c < D)
         of_channel(c, [&](auto width) {
           using X = decltype(width);
-          own.codes[n * D + c] = (u8)fminf(fmaxf(floorf(SCALED ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MOST);
+          own.codes[n * D + c] =
+              (u8)fminf(fmaxf(floorf(SCALED ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MOST);
         });
     }
   }
@@ -93,9 +102,10 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
         const Octet o = X::octet(n);
         if (o.at / 4 != word) continue;
 #pragma unroll
-        for (int f = 0; f < 8; f++) {                     // field f: element f >> 2, row half f & 1 of operand f >> 1 & 1
+        for (int f = 0; f < 8; f++) {  // field f: element f >> 2, row half f & 1 of operand f >> 1 & 1
           const u32 code = own.codes[(4 * g + 2 * (f >> 1 & 1) + (f & 1)) * D + o.channel + 2 * t + (f >> 2)];
-          value |= (code >> o.shift & (1u << o.width) - 1) << (16 * (f >> 2) + 8 * (f & 1) + 4 * (f >> 1 & 1) + o.at % 4);
+          value |= (code >> o.shift & (1u << o.width) - 1)
+                   << (16 * (f >> 2) + 8 * (f & 1) + 4 * (f >> 1 & 1) + o.at % 4);
         }
       }
       words[i] = value;
@@ -104,33 +114,42 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
 
   // The same of values: the plane of 4 or 2 bits as in `AffineEncoder`, behind it that of the lowest bit.
   template <class X> static __device__ void pack_values(u32* words, const Space& own, const Crew& crew) {
-    constexpr int BITS = X::HIGH, PER_TILE = BITS / 2, LOW_AT = D / 16 * PER_TILE, WORDS = LOW_AT + (X::LOW ? D / 32 : 0);
+    constexpr int BITS = X::HIGH, PER_TILE = BITS / 2, LOW_AT = D / 16 * PER_TILE,
+                  WORDS = LOW_AT + (X::LOW ? D / 32 : 0);
     constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
     for (int i = crew.thread; i < 32 * WORDS; i += CREW) {
       const int word = i / (32 * V) * V + i % V, owner = i / V % 32, g = owner >> 2, t = owner & 3;
-      auto code = [&](int e, int upper, int h, int c, int odd) { return (u32)own.codes[(4 * (2 * t + e) + 2 * h + upper) * D + channel_of<D>(c, odd, g)]; };
+      auto code = [&](int e, int upper, int h, int c, int odd) {
+        return (u32)own.codes[(4 * (2 * t + e) + 2 * h + upper) * D + channel_of<D>(c, odd, g)];
+      };
       u32 value = 0;
       if (word < LOW_AT)
 #pragma unroll
-        for (int f = 0; f < 32 / BITS; f++) {             // field f % PER_BYTE of byte f / PER_BYTE
+        for (int f = 0; f < 32 / BITS; f++) {  // field f % PER_BYTE of byte f / PER_BYTE
           constexpr int PER_BYTE = 8 / BITS;
           const int byte = f / PER_BYTE, upper = f % PER_BYTE & 1, h = BITS == 2 ? f % PER_BYTE >> 1 : word % PER_TILE;
           value |= code(byte >> 1, upper, h, word / PER_TILE, byte & 1) >> X::LOW << f * BITS;
         }
       else
 #pragma unroll
-        for (int f = 0; f < 32; f++) value |= (code(f >> 4, f >> 1 & 1, f >> 2 & 1, 2 * (word - LOW_AT) + (f & 1), f >> 3 & 1) & 1) << f;
+        for (int f = 0; f < 32; f++)
+          value |= (code(f >> 4, f >> 1 & 1, f >> 2 & 1, 2 * (word - LOW_AT) + (f & 1), f >> 3 & 1) & 1) << f;
       words[i] = value;
     }
   }
-  template <class X, class...> struct First { using Type = X; };
+  template <class X, class...> struct First {
+    using Type = X;
+  };
 
   // A whole page.
   static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
     Space& own = *static_cast<Space*>(space);
     const float* record = reinterpret_cast<const float*>(source.table);
     for (int i = crew.thread; i < PAGE; i += CREW) own.tokens[i] = source.token(base + i);
-    for (int c = crew.thread; c < D; c += CREW) { own.center[c] = record[c]; own.step[c] = record[D + c]; }
+    for (int c = crew.thread; c < D; c += CREW) {
+      own.center[c] = record[c];
+      own.step[c] = record[D + c];
+    }
     crew.meet();
     means(part, own, crew);
     for (int block = 0; block < PAGE / 32; block++) {
@@ -141,7 +160,8 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
         pack_values<X>(reinterpret_cast<u32*>(part) + block * D * X::BITS, own, crew);
       } else pack_keys(reinterpret_cast<u32*>(part) + block * 32 * Columns<D, W...>::WORDS, own, crew);
       if constexpr (SCALED)
-        for (int i = crew.thread; i < 16; i += CREW) part[SCALE_AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+        for (int i = crew.thread; i < 16; i += CREW)
+          part[SCALE_AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
       crew.meet();
     }
   }

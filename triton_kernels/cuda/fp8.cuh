@@ -17,7 +17,8 @@ template <int D, int SCALE_AT> struct Fp8 {
   }
   // Two operands (16 tokens each) over 16 channels of a block.
   static __device__ __forceinline__ void load(u32 (*a)[4], u32 slot, int blk, int c, int lane) {
-    u32 w[4]; lds<4>(w, slot + blk * C::BYTES + (c * 32 + lane) * 16);
+    u32 w[4];
+    lds<4>(w, slot + blk * C::BYTES + (c * 32 + lane) * 16);
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -33,11 +34,11 @@ template <int D, int SCALE_AT> struct Fp8 {
 
 template <int D, int SCALE_AT> struct Fp8Keys {
   using F = Fp8<D, SCALE_AT>;
-  static constexpr bool NORMALISED = true;                                        // wants q as fp16 of magnitude 1 at most
+  static constexpr bool NORMALISED = true;  // wants q as fp16 of magnitude 1 at most
   static constexpr int LIFT = 0, GROUPS = 1, SLOT = F::SLOT, SECOND = SLOT, PART = F::PART;
 
-  u32 q[NT][D / 8];       // right operand
-  float c[NT][2];         // factor of the scores of columns 2 t, 2 t + 1
+  u32 q[NT][D / 8];  // right operand
+  float c[NT][2];    // factor of the scores of columns 2 t, 2 t + 1
 
   // rows: normalised queries in shared memory; size: what they were divided by
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float*, float scale, int lane) {
@@ -52,7 +53,9 @@ template <int D, int SCALE_AT> struct Fp8Keys {
       if constexpr (D % 32) lds<2>(&q[n][D / 32 * 4], row + D / 32 * 64 + 8 * t);
     }
   }
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const { F::copy(slot, part, token, limit, lane); }
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
+    F::copy(slot, part, token, limit, lane);
+  }
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32, int lane) {
@@ -61,7 +64,8 @@ template <int D, int SCALE_AT> struct Fp8Keys {
       float part[2][NT][4] = {}, scale[4];
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        u32 a[2][4]; F::load(a, slot, blk, k, lane);
+        u32 a[2][4];
+        F::load(a, slot, blk, k, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -82,12 +86,15 @@ template <int D, int SCALE_AT> struct Fp8Keys {
 
 template <int D, int SCALE_AT> struct Fp8Values {
   using F = Fp8<D, SCALE_AT>;
-  static constexpr int SLOT = F::SLOT, SCRATCH = 0, PART = F::PART; static constexpr float SUM_UNIT = 1.f;
+  static constexpr int SLOT = F::SLOT, SCRATCH = 0, PART = F::PART;
+  static constexpr float SUM_UNIT = 1.f;
 
   float shift[PT / 32][4];  // added to the exponents of the lane's tokens
 
   __device__ __forceinline__ void begin() {}
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const { F::copy(slot, part, token, limit, lane); }
+  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
+    F::copy(slot, part, token, limit, lane);
+  }
 
   static __device__ __forceinline__ void scales(float* x, u32 slot, int blk, int limit, int lane) {
     F::scales(x, slot, blk, lane);
@@ -102,7 +109,8 @@ template <int D, int SCALE_AT> struct Fp8Values {
     for (int at = 0; at < PT / 32 * D / 16; at++) {
       const int left = limit - at / (D / 16) * 32 - 8 * (lane & 3);
       const u32 place = slot + (at * 32 + lane) * 16;
-      u32 w[4]; lds<4>(w, place);
+      u32 w[4];
+      lds<4>(w, place);
 #pragma unroll
       for (int k = 0; k < 4; k++) w[k] &= (k < left ? 0x00ff00ffu : 0u) | (k + 4 < left ? 0xff00ff00u : 0u);
       sts4(place, w);
@@ -119,13 +127,17 @@ template <int D, int SCALE_AT> struct Fp8Values {
       for (int j = 0; j < 4; j++) shift[blk][j] = lg2(shift[blk][j]);
     }
   }
-  __device__ __forceinline__ float exponent(int tile, int i) const { return shift[tile >> 1][2 * (tile & 1) + (i >> 1)]; }
+  __device__ __forceinline__ float exponent(int tile, int i) const {
+    return shift[tile >> 1][2 * (tile & 1) + (i >> 1)];
+  }
 
   // x: scores plus `exponent`, minus the maximum. Adds weights to l, and weighted values to o.
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int limit, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int limit,
+                                      int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
-      float scale[4]; scales(scale, slot, blk, limit, lane);
+      float scale[4];
+      scales(scale, slot, blk, limit, lane);
       u32 p[2][NT][2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -134,13 +146,18 @@ template <int D, int SCALE_AT> struct Fp8Values {
         for (int n = 0; n < NT; n++) {
           float w[4] = {};
 #pragma unroll
-          for (int i = 0; i < 4; i += EVERY) { w[i] = ex2(x[2 * blk + h][n][i]); l[n][i & 1] += w[i] * inverse[i >> 1]; }
-          p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
+          for (int i = 0; i < 4; i += EVERY) {
+            w[i] = ex2(x[2 * blk + h][n][i]);
+            l[n][i & 1] += w[i] * inverse[i >> 1];
+          }
+          p[h][n][0] = transposed(pack_half(w[0], w[1]));
+          p[h][n][1] = transposed(pack_half(w[2], w[3]));
         }
       }
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        u32 a[2][4]; F::load(a, slot, blk, k, lane);
+        u32 a[2][4];
+        F::load(a, slot, blk, k, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll

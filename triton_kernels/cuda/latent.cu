@@ -14,10 +14,12 @@
 #include "latent_merge.cuh"
 
 constexpr int BLOCK = 64;
-constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + BLOCK * 4;
+constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2,
+              STAGE_BYTES = CODE_BYTES + ROPE_BYTES + BLOCK * 4;
 constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
-constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4, STAGES_AT = SCALES_AT + 64;
-constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
+constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
+              STAGES_AT = SCALES_AT + 64;
+constexpr int TILES = RANK / 16 / WARPS;  // of 16 channels, that a warp weighs
 static_assert(PAGE_TOKENS % BLOCK == 0, "");
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;
@@ -39,21 +41,24 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   float* size = reinterpret_cast<float*>(smem + SCALES_AT);
   u32 content[EACH][WORDS], rope[EACH][MORE];
 #pragma unroll
-  for (int j = 0; j < EACH; j++) {                        // all is asked for before anything is used
+  for (int j = 0; j < EACH; j++) {  // all is asked for before anything is used
     const int row = tile * 16 + warp + j * WARPS;
     const bool real = row < a.heads * a.tokens;
-    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0));
+    const u32* source =
+        reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0));
 #pragma unroll
     for (int k = 0; k < WORDS; k++) content[j][k] = real ? ask(source + 32 * k + lane) : 0u;
 #pragma unroll
-    for (int k = 0; k < MORE; k++) rope[j][k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+    for (int k = 0; k < MORE; k++)
+      rope[j][k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
   }
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
     const int i = warp + j * WARPS;
     float most = 0.f;
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) most = fmaxf(most, fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
+    for (int k = 0; k < WORDS; k++)
+      most = fmaxf(most, fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
     const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 240u);  // the next power of two
@@ -62,11 +67,11 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
     u8* target = smem + (i & 7) * 64 + (i >> 3) * 8;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
-      const int x = 64 * k + 2 * lane, y = x & 3;         // channels x and x + 1
+      const int x = 64 * k + 2 * lane, y = x & 3;  // channels x and x + 1
       u8* at = target + x / 16 * 512 + x % 16 / 4 * 16;
       const u32 pair = pack_half(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
       if constexpr (CONVERT) *reinterpret_cast<u32*>(at + 2 * y) = pair;
-      else {                                              // 0, 2, 1, 3
+      else {  // 0, 2, 1, 3
         *reinterpret_cast<u16*>(at + y) = (u16)pair;
         *reinterpret_cast<u16*>(at + y + 4) = (u16)(pair >> 16);
       }
@@ -74,13 +79,16 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
 #pragma unroll
     for (int k = 0; k < MORE; k++) {
       const int x = 64 * k + 2 * lane;
-      if (x < ROPE) *reinterpret_cast<u32*>(target + (CHUNKS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) = rope[j][k];
+      if (x < ROPE)
+        *reinterpret_cast<u32*>(target + (CHUNKS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) = rope[j][k];
     }
   }
 }
 
 // Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
-__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) { return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS); }
+__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
+  return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
+}
 
 // Begins to copy a block of tokens, in the order of the page: 16 bytes of eight tokens lie in different banks.
 __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int thread) {
@@ -91,14 +99,16 @@ __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage,
 #pragma unroll
   for (int i = 0; i < BLOCK * CHUNKS / THREADS; i++) cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
 #pragma unroll
-  for (int i = 0; i < BLOCK * ROPE_CHUNKS / THREADS; i++) cp16(target + CODE_BYTES + i * THREADS * 16, rope + i * THREADS * 16);
+  for (int i = 0; i < BLOCK * ROPE_CHUNKS / THREADS; i++)
+    cp16(target + CODE_BYTES + i * THREADS * 16, rope + i * THREADS * 16);
   if (thread < BLOCK / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
 }
 
 // q.k of the warp's 16 tokens: content and RoPE part.
-__device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32 stage, u32 queries, int warp, int lane) {
+__device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32 stage, u32 queries, int warp,
+                                      int lane) {
   const int token = 16 * warp + (lane & 15), side = lane >> 4;
-  float sums[2][2][4] = {};                               // two chains of products for each tile of rows
+  float sums[2][2][4] = {};  // two chains of products for each tile of rows
 #pragma unroll 4
   for (int p = 0; p < RANK / 32; p++) {
     u32 x[4], q[4], k[4];
@@ -106,8 +116,10 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       lds<4>(q, queries + (2 * p + half) * 512 + lane * 16);
-      k[0] = decoded_key(x[2 * half], false); k[1] = decoded_key(x[2 * half + 1], false);
-      k[2] = decoded_key(x[2 * half], true); k[3] = decoded_key(x[2 * half + 1], true);
+      k[0] = decoded_key(x[2 * half], false);
+      k[1] = decoded_key(x[2 * half + 1], false);
+      k[2] = decoded_key(x[2 * half], true);
+      k[3] = decoded_key(x[2 * half + 1], true);
       mma<false>(sums[half][0], k, q[0], q[1]);
       mma<false>(sums[half][1], k, q[2], q[3]);
     }
@@ -136,14 +148,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
   const i64 slot = ((i64)b * gridDim.z + tile) * a.splits + split;
   float* sums = a.sums + slot * 32;
   if (first >= stop) {
-    if (thread < 16) { sums[thread] = LOWEST; sums[16 + thread] = 0.f; }
+    if (thread < 16) {
+      sums[thread] = LOWEST;
+      sums[16 + thread] = 0.f;
+    }
     return;
   }
-  const u32 queries = shared_address(memory), weights = queries + WEIGHTS_AT, maxima = queries + MAXIMA_AT, stages = queries + STAGES_AT;
-  copy_block(a.pool + ask_page(a, b, first), first, stages, thread); commit();
+  const u32 queries = shared_address(memory), weights = queries + WEIGHTS_AT, maxima = queries + MAXIMA_AT,
+            stages = queries + STAGES_AT;
+  copy_block(a.pool + ask_page(a, b, first), first, stages, thread);
+  commit();
   i64 page = first + 1 < stop ? ask_page(a, b, first + 1) : 0;  // of the next block
   put_queries(a, b, tile, memory, warp, lane);
-  float o[TILES][2][4] = {}, m[2][2], l[2][2] = {}, m_rows[2] = {LOWEST, LOWEST};  // rows 2 t + e + 8 n, and rows g + 8 n
+  float o[TILES][2][4] = {}, m[2][2], l[2][2] = {},
+        m_rows[2] = {LOWEST, LOWEST};  // rows 2 t + e + 8 n, and rows g + 8 n
 #pragma unroll
   for (int n = 0; n < 2; n++) m[n][0] = m[n][1] = LOWEST;
   float size[2][2];
@@ -153,7 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
     const u32 stage = stages + ((block - first) & 1) * STAGE_BYTES;
     wait<0>();
     BARRIER(block_ready, __syncthreads());
-    if (block + 1 < stop) copy_block(a.pool + page, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
+    if (block + 1 < stop)
+      copy_block(a.pool + page, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
     commit();
     if (block + 2 < stop) page = ask_page(a, b, block + 2);
     if (block == first)
@@ -201,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
     }
     BARRIER(weights_ready, __syncthreads());
 
-    u32 factors[2][WARPS];                                // of the weights of each warp's tokens, rows g + 8 n, twice in a word
+    u32 factors[2][WARPS];  // of the weights of each warp's tokens, rows g + 8 n, twice in a word
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       u32 bits[4];
@@ -209,7 +228,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
 #pragma unroll
       for (int w = 0; w < WARPS; w++) m_rows[n] = fmaxf(m_rows[n], __uint_as_float(bits[w]));
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) { const float f = ex2(__uint_as_float(bits[w]) - m_rows[n]); factors[n][w] = pack_half(f, f); }
+      for (int w = 0; w < WARPS; w++) {
+        const float f = ex2(__uint_as_float(bits[w]) - m_rows[n]);
+        factors[n][w] = pack_half(f, f);
+      }
     }
 #pragma unroll
     for (int n = 0; n < 2; n++)
@@ -224,7 +246,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
         l[n][e] = l[n][e] * decay + sum[n][e] * ex2(top[n][e] - top_of_all);
         m[n][e] = top_of_all;
 #pragma unroll
-        for (int k = 0; k < TILES; k++) { o[k][n][e] *= decay; o[k][n][2 + e] *= decay; }
+        for (int k = 0; k < TILES; k++) {
+          o[k][n][e] *= decay;
+          o[k][n][2 + e] *= decay;
+        }
       }
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -233,9 +258,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
 #pragma unroll
       for (int i = 0; i < 4; i++) p[i] = mul2(p[i], factors[i >> 1][w]);
       const int token = 16 * w + (lane & 15);
-      auto weigh = [&](int k, int half) {                 // 16 channels
-        v[0] = decoded(x[2 * half], false); v[1] = decoded(x[2 * half], true);
-        v[2] = decoded(x[2 * half + 1], false); v[3] = decoded(x[2 * half + 1], true);
+      auto weigh = [&](int k, int half) {  // 16 channels
+        v[0] = decoded(x[2 * half], false);
+        v[1] = decoded(x[2 * half], true);
+        v[2] = decoded(x[2 * half + 1], false);
+        v[3] = decoded(x[2 * half + 1], true);
         mma<false>(o[k][0], v, p[0], p[1]);
         mma<false>(o[k][1], v, p[2], p[3]);
       };
@@ -262,9 +289,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
       for (int e = 0; e < 2; e++) {
         const int row = 2 * t + e + 8 * n, channel = (warp * TILES + k) * 16 + 2 * g;
         float* at = partial + row * RANK + channel;
-        at[0] = o[k][n][e] * CODE; at[1] = o[k][n][2 + e] * CODE;
+        at[0] = o[k][n][e] * CODE;
+        at[1] = o[k][n][2 + e] * CODE;
       }
-  __syncthreads();                                        // maxima have been read
+  __syncthreads();  // maxima have been read
   float* shared_sums = reinterpret_cast<float*>(memory + MAXIMA_AT);
 #pragma unroll
   for (int n = 0; n < 2; n++)

@@ -16,18 +16,21 @@
 constexpr int BLOCK = 32;
 constexpr int CONTENT_BYTES = BLOCK * RANK * 2, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
 constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // behind the weights
-constexpr int TILES = RANK / 16 / WARPS;                  // of 16 channels, that a warp weighs
-constexpr int STEPS = (RANK + ROPE) / 16;                 // products of a score
-constexpr float GROWTH = 8.f;                             // weights are at most 2^GROWTH, which fp16 holds
+constexpr int TILES = RANK / 16 / WARPS;                                       // of 16 channels, that a warp weighs
+constexpr int STEPS = (RANK + ROPE) / 16;                                      // products of a score
+constexpr float GROWTH = 8.f;  // weights are at most 2^GROWTH, which fp16 holds
 static_assert(PAGE_TOKENS % BLOCK == 0 && STAGES >= 2, "");
 
 extern "C" __device__ int latent_dense_shared_bytes = STAGES_AT + STAGES * STAGE_BYTES;
 
 // Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
-__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) { return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS); }
+__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
+  return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
+}
 
 // Begins to copy `BYTES` of a block's stream, in the order of the page; `chunks` of 16 bytes a token.
-template <int BYTES, int CHUNKS_OF> __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
+template <int BYTES, int CHUNKS_OF>
+__device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
 #pragma unroll
   for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; i++) {
     const int at = i * THREADS + thread, token = at / 8 / CHUNKS_OF * 8 + at % 8;
@@ -42,28 +45,34 @@ __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage,
 }
 
 // Grid (share, sequence, tile of 16 query rows).
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_attend(const __grid_constant__ LatentArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    latent_dense_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int part = warp & 1, side = warp >> 1;            // of scores: which 16 tokens, which eight query rows
+  const int part = warp & 1, side = warp >> 1;  // of scores: which 16 tokens, which eight query rows
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
   const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
   const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
   const i64 slot = ((i64)b * gridDim.z + tile) * a.splits + split;
   float* sums = a.sums + slot * 32;
   if (first >= stop) {
-    if (thread < 16) { sums[thread] = LOWEST; sums[16 + thread] = 0.f; }
+    if (thread < 16) {
+      sums[thread] = LOWEST;
+      sums[16 + thread] = 0.f;
+    }
     return;
   }
   const u32 weights = shared_address(memory), maxima = weights + MAXIMA_AT, stages = weights + STAGES_AT;
-  i64 pages[STAGES];                                      // of the first blocks
+  i64 pages[STAGES];  // of the first blocks
 #pragma unroll
   for (int i = 0; i < STAGES; i++) pages[i] = first + i < stop ? ask_page(a, b, first + i) : 0;
-  u32 q[STEPS][2];                                        // right operands
+  u32 q[STEPS][2];  // right operands
   {
     const int row = tile * 16 + 8 * side + g;
     const bool real = row < a.heads * a.tokens;
-    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0)) + t;
+    const u32* source =
+        reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0)) +
+        t;
 #pragma unroll
     for (int p = 0; p < STEPS; p++)
 #pragma unroll
@@ -71,14 +80,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
   }
 #pragma unroll
   for (int i = 0; i + 1 < STAGES; i++) {
-    if (first + i < stop) copy_block(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * BLOCK, thread);
+    if (first + i < stop)
+      copy_block(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * BLOCK, thread);
     commit();
   }
-  i64 page = pages[STAGES - 1];                           // of the next block to copy
-  float o[TILES][2][4] = {}, m[2][2], own[2] = {LOWEST, LOWEST}, l[2] = {};  // references: of rows 2 t + e + 8 n, and of those it scores
+  i64 page = pages[STAGES - 1];  // of the next block to copy
+  float o[TILES][2][4] = {}, m[2][2], own[2] = {LOWEST, LOWEST},
+        l[2] = {};  // references: of rows 2 t + e + 8 n, and of those it scores
   m[0][0] = m[0][1] = m[1][0] = m[1][1] = LOWEST;
   const float factor = a.scaling * LOG2E;
-  int here = 0;                                           // stage of the block
+  int here = 0;  // stage of the block
 
 #pragma unroll 1
   for (int block = first; block < stop; block++) {
@@ -86,18 +97,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
     wait<STAGES - 2>();
     BARRIER(block_ready, __syncthreads());
     const int ahead = block + STAGES - 1;
-    if (ahead < stop) copy_block(a.pool + page, ahead, stages + (here ? here - 1 : STAGES - 1) * STAGE_BYTES, length - ahead * BLOCK, thread);
+    if (ahead < stop)
+      copy_block(a.pool + page, ahead, stages + (here ? here - 1 : STAGES - 1) * STAGE_BYTES, length - ahead * BLOCK,
+                 thread);
     commit();
     if (ahead + 1 < stop) page = ask_page(a, b, ahead + 1);
     here = here + 1 < STAGES ? here + 1 : 0;
 
-    float chains[4][4] = {}, s[4];                        // of products, which wait for each other
+    float chains[4][4] = {}, s[4];  // of products, which wait for each other
     {
       const int token = 16 * part + (lane & 15), half = lane >> 4;
 #pragma unroll
       for (int p = 0; p < STEPS; p++) {
         u32 k[4];
-        ldmatrix4(k, p < RANK / 16 ? stage + brick(CHUNKS, token, 2 * p + half) : stage + CONTENT_BYTES + brick(ROPE_CHUNKS, token, 2 * p - RANK / 8 + half));
+        ldmatrix4(k, p < RANK / 16 ? stage + brick(CHUNKS, token, 2 * p + half)
+                                   : stage + CONTENT_BYTES + brick(ROPE_CHUNKS, token, 2 * p - RANK / 8 + half));
         mma<BF16>(chains[p & 3], k, q[p][0], q[p][1]);
       }
     }
@@ -119,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
       }
     };
     hand_on();
-    if (__syncthreads_or(grew)) {                         // weights are there, unless one is too great
+    if (__syncthreads_or(grew)) {  // weights are there, unless one is too great
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float top = max_rows(fmaxf(s[e], s[2 + e]));
@@ -133,16 +147,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
           u32 top[2];
 #pragma unroll
           for (int i = 0; i < 2; i++) lds<1>(&top[i], maxima + (16 * i + 8 * n + 2 * t + e) * 4);
-          const float x = fmaxf(m[n][e], fmaxf(__uint_as_float(top[0]), __uint_as_float(top[1]))), decay = ex2(m[n][e] - x);
+          const float x = fmaxf(m[n][e], fmaxf(__uint_as_float(top[0]), __uint_as_float(top[1]))),
+                      decay = ex2(m[n][e] - x);
           m[n][e] = x;
-          if (n == side) { own[e] = x; l[e] *= decay; }
+          if (n == side) {
+            own[e] = x;
+            l[e] *= decay;
+          }
 #pragma unroll
-          for (int k = 0; k < TILES; k++) { o[k][n][e] *= decay; o[k][n][2 + e] *= decay; }
+          for (int k = 0; k < TILES; k++) {
+            o[k][n][e] *= decay;
+            o[k][n][2 + e] *= decay;
+          }
         }
       hand_on();
       BARRIER(renewed_weights_ready, __syncthreads());
     }
-    l[0] += p[0] + p[2]; l[1] += p[1] + p[3];
+    l[0] += p[0] + p[2];
+    l[1] += p[1] + p[3];
 
 #pragma unroll
     for (int w = 0; w < 2; w++) {
@@ -165,14 +187,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_dense_atten
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) partial[(2 * t + (i & 1) + 8 * n) * RANK + (warp * TILES + k) * 16 + g + 8 * (i >> 1)] = o[k][n][i];
+      for (int i = 0; i < 4; i++)
+        partial[(2 * t + (i & 1) + 8 * n) * RANK + (warp * TILES + k) * 16 + g + 8 * (i >> 1)] = o[k][n][i];
   float* shared_sums = reinterpret_cast<float*>(memory + MAXIMA_AT);
   if (g == 0 && warp == 0)
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) sums[2 * t + e + 8 * n] = m[n][e];
-  __syncthreads();                                        // maxima have been read
+  __syncthreads();  // maxima have been read
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float all = sum_rows(l[e]);

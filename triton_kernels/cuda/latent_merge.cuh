@@ -8,7 +8,10 @@ constexpr int WARPS = 4, THREADS = 128;
 // Of all threads of a block; `space`: a number a warp.
 template <bool MOST> __device__ __forceinline__ float reduce(float x, float* space, int thread) {
 #pragma unroll
-  for (int d = 1; d < 32; d <<= 1) { const float y = __shfl_xor_sync(~0u, x, d); x = MOST ? fmaxf(x, y) : x + y; }
+  for (int d = 1; d < 32; d <<= 1) {
+    const float y = __shfl_xor_sync(~0u, x, d);
+    x = MOST ? fmaxf(x, y) : x + y;
+  }
   __syncthreads();
   if ((thread & 31) == 0) space[thread >> 5] = x;
   __syncthreads();
@@ -39,10 +42,13 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
   if (thread == 0) reinterpret_cast<float*>(page + SCALE_AT)[row] = scale;
 #endif
   const u16* rope = reinterpret_cast<const u16*>(a.r) + b * a.r_b + from * a.r_s;
-  for (int x = thread; x < ROPE; x += THREADS) *reinterpret_cast<u16*>(page + ROPE_AT + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[x];
+  for (int x = thread; x < ROPE; x += THREADS)
+    *reinterpret_cast<u16*>(page + ROPE_AT + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[x];
 }
 
-__device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) { return a.mask && !a.mask[b * a.mask_b + token * a.mask_s]; }
+__device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) {
+  return a.mask && !a.mask[b * a.mask_b + token * a.mask_s];
+}
 
 // A block stores the chunk of sequence b.
 __device__ __forceinline__ void store_chunk(const LatentArgs& a, int b, float* space, int thread) {
@@ -52,8 +58,11 @@ __device__ __forceinline__ void store_chunk(const LatentArgs& a, int b, float* s
     if (place < a.room) store_token(a, b, token, place++, space, thread);
     else lost++;
   }
-  __syncthreads();                                        // all have read the length
-  if (thread == 0) { a.length[b] = a.paged[b] = place; if (lost) a.lost[b] += lost; }
+  __syncthreads();  // all have read the length
+  if (thread == 0) {
+    a.length[b] = a.paged[b] = place;
+    if (lost) a.lost[b] += lost;
+  }
 }
 
 constexpr int SLICE = RANK % 128 == 0 ? 128 : 64, LANES = SLICE / 4, GROUPS = THREADS / LANES;
@@ -69,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   const int token = row / a.heads, head = row % a.heads, tiles = (rows + 15) / 16;
   const i64 slot = ((i64)b * tiles + row / 16) * a.splits, q = b * a.q_b + head * a.q_h + token * a.q_s;
   float most = LOWEST;
-  for (int j = 0; j <= token; j++) {                      // the chunk's own tokens
+  for (int j = 0; j <= token; j++) {  // the chunk's own tokens
     float s = 0.f;
     if (!padding(a, b, j)) {
       const i64 c = b * a.c_b + j * a.c_s, r = b * a.r_b + j * a.r_s;
@@ -89,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
     factor[i] = some > 0.f ? f : 0.f;
     l += f * some;
   }
-  l = reduce<false>(l, space, thread);                    // and factors are there
+  l = reduce<false>(l, space, thread);  // and factors are there
   const int group = thread / LANES, channel = blockIdx.z * SLICE + thread % LANES * 4;
   float o[4] = {};
 #pragma unroll 8
@@ -97,7 +106,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
     const float f = factor[i];
     if (f > 0.f) {
       const float4 x = *reinterpret_cast<const float4*>(a.partial + ((slot + i) * 16 + row % 16) * RANK + channel);
-      o[0] += f * x.x; o[1] += f * x.y; o[2] += f * x.z; o[3] += f * x.w;
+      o[0] += f * x.x;
+      o[1] += f * x.y;
+      o[2] += f * x.z;
+      o[3] += f * x.w;
     }
   }
 #pragma unroll
@@ -119,10 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
 #if RANK % 128 == 0
 // The same where there are many query rows: a warp takes a whole row. Grid (four query rows, sequence), and with `stores` one block more.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __grid_constant__ LatentArgs a) {
-  constexpr int PARTS = RANK / 128;                       // of 128 channels, of which a lane has four neighbours
+  constexpr int PARTS = RANK / 128;  // of 128 channels, of which a lane has four neighbours
   __shared__ float space[WARPS];
-  const int thread = threadIdx.x, lane = thread & 31, b = blockIdx.y, rows = a.heads * a.tokens, row = blockIdx.x * WARPS + (thread >> 5);
-  if (blockIdx.x * WARPS >= rows) { store_chunk(a, b, space, thread); return; }
+  const int thread = threadIdx.x, lane = thread & 31, b = blockIdx.y, rows = a.heads * a.tokens,
+            row = blockIdx.x * WARPS + (thread >> 5);
+  if (blockIdx.x * WARPS >= rows) {
+    store_chunk(a, b, space, thread);
+    return;
+  }
   if (row >= rows) return;
   const int token = row / a.heads, head = row % a.heads, tiles = (rows + 15) / 16;
   const i64 slot = ((i64)b * tiles + row / 16) * a.splits;
@@ -130,14 +146,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
   const u16* q = reinterpret_cast<const u16*>(a.q) + b * a.q_b + head * a.q_h + token * a.q_s;
   auto four = [&](const u16* p, float* x) {
     const u32 low = reinterpret_cast<const u32*>(p)[0], high = reinterpret_cast<const u32*>(p)[1];
-    x[0] = to_float(low & 0xffff); x[1] = to_float(low >> 16); x[2] = to_float(high & 0xffff); x[3] = to_float(high >> 16);
+    x[0] = to_float(low & 0xffff);
+    x[1] = to_float(low >> 16);
+    x[2] = to_float(high & 0xffff);
+    x[3] = to_float(high >> 16);
   };
   float o[PARTS][4] = {}, query[PARTS][4], m = LOWEST, l = 0.f;
 #pragma unroll
   for (int k = 0; k < PARTS; k++) four(q + 128 * k + 4 * lane, query[k]);
-  for (int j = 0; j <= token; j++) {                      // the chunk's own tokens
+  for (int j = 0; j <= token; j++) {  // the chunk's own tokens
     if (padding(a, b, j)) continue;
-    const u16 *c = reinterpret_cast<const u16*>(a.c) + b * a.c_b + j * a.c_s, *r = reinterpret_cast<const u16*>(a.r) + b * a.r_b + j * a.r_s;
+    const u16 *c = reinterpret_cast<const u16*>(a.c) + b * a.c_b + j * a.c_s,
+              *r = reinterpret_cast<const u16*>(a.r) + b * a.r_b + j * a.r_s;
     float value[PARTS][4], s = 0.f;
 #pragma unroll
     for (int k = 0; k < PARTS; k++) {
@@ -150,15 +170,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
     for (int d = 1; d < 32; d <<= 1) s += __shfl_xor_sync(~0u, s, d);
     s *= a.scaling * LOG2E;
     const float top = fmaxf(m, s), decay = ex2(m - top), p = ex2(s - top);
-    m = top; l = l * decay + p;
+    m = top;
+    l = l * decay + p;
 #pragma unroll
     for (int k = 0; k < PARTS; k++)
 #pragma unroll
       for (int i = 0; i < 4; i++) o[k][i] = o[k][i] * decay + p * value[k][i];
   }
-  for (int from = 0; from < a.splits; from += 32) {       // a lane's share of the sequence, then share by share
+  for (int from = 0; from < a.splits; from += 32) {  // a lane's share of the sequence, then share by share
     const int count = min(a.splits - from, 32);
-    const float mine = lane < count ? sums[(from + lane) * 32] : LOWEST, some = lane < count ? sums[(from + lane) * 32 + 16] : 0.f;
+    const float mine = lane < count ? sums[(from + lane) * 32] : LOWEST,
+                some = lane < count ? sums[(from + lane) * 32 + 16] : 0.f;
     float top = fmaxf(m, mine);
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -166,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
     float part = factor * some;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) part += __shfl_xor_sync(~0u, part, d);
-    m = top; l = l * decay + part;
+    m = top;
+    l = l * decay + part;
 #pragma unroll
     for (int k = 0; k < PARTS; k++)
 #pragma unroll
@@ -175,11 +198,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
     for (int i = 0; i < count; i++) {
       const float f = __shfl_sync(~0u, factor, i);
       const float* at = a.partial + ((slot + from + i) * 16 + row % 16) * RANK + 4 * lane;
-      if (f > 0.f) {                                      // else nothing may have been written
+      if (f > 0.f) {  // else nothing may have been written
 #pragma unroll
         for (int k = 0; k < PARTS; k++) {
           const float4 x = *reinterpret_cast<const float4*>(at + 128 * k);
-          o[k][0] += f * x.x; o[k][1] += f * x.y; o[k][2] += f * x.z; o[k][3] += f * x.w;
+          o[k][0] += f * x.x;
+          o[k][1] += f * x.y;
+          o[k][2] += f * x.z;
+          o[k][3] += f * x.w;
         }
       }
     }

@@ -16,15 +16,15 @@
 
 constexpr int HALF = 64, THREADS = 256, WARPS = 8;
 constexpr int CODE_BYTES = HALF * RANK, ROPE_BYTES = HALF * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + HALF * 4;
-constexpr int TILES = RANK / 128;                         // of 64 channels, that a warpgroup weighs
-constexpr int EACH = COLUMNS / 4;                         // columns of which a lane has scores, of two tokens each
-constexpr int GROUP_BYTES = COLUMNS * 16;                 // weights of 16 tokens
+constexpr int TILES = RANK / 128;          // of 64 channels, that a warpgroup weighs
+constexpr int EACH = COLUMNS / 4;          // columns of which a lane has scores, of two tokens each
+constexpr int GROUP_BYTES = COLUMNS * 16;  // weights of 16 tokens
 constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
 constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // of the queries' scales, a float a column
-constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;       // of the block, ordered as integers
-constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;    // twice: in powers of two, less LIFT
-constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;      // twice: maximum so far, less LIFT
-constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;            // of each warp
+constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;           // of the block, ordered as integers
+constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;        // twice: in powers of two, less LIFT
+constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;          // twice: maximum so far, less LIFT
+constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;                // of each warp
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
 // A weight at the reference is 2^LIFT. One that is 3.7 powers of two greater is e4m3 still, so maxima may grow for long before they
 // outgrow the reference. Renewed, it becomes the block's maximum where that is greater, or SHRINKAGE smaller. After it has jumped by JUMP the
@@ -37,7 +37,10 @@ static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 &&
 extern "C" __device__ int latent_wide_shared_bytes = BARRIERS_AT + STAGES * 8;
 
 // Floats in the order of integers.
-__device__ __forceinline__ int ordered(float x) { const int i = __float_as_int(x); return i ^ (i >> 31 & 0x7fffffff); }
+__device__ __forceinline__ int ordered(float x) {
+  const int i = __float_as_int(x);
+  return i ^ (i >> 31 & 0x7fffffff);
+}
 __device__ __forceinline__ float unordered(int i) { return __int_as_float(i ^ (i >> 31 & 0x7fffffff)); }
 __device__ __forceinline__ float2 pair_at(u32 address) {
   u32 x[2];
@@ -52,9 +55,10 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   float* factors = reinterpret_cast<float*>(smem + FACTORS_AT);
   u32 content[OWN][WORDS], rope[OWN][MORE];
 #pragma unroll
-  for (int j = 0; j < OWN; j++) {                         // all is asked for before anything is used
+  for (int j = 0; j < OWN; j++) {                                  // all is asked for before anything is used
     const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // behind the last one: read, and replaced by zeros
-    const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
+    const u32* source =
+        reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
 #pragma unroll
     for (int k = 0; k < WORDS; k++) content[j][k] = ask(source + 32 * k + lane);
 #pragma unroll
@@ -69,7 +73,8 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
 #pragma unroll
     for (int k = 0; k < MORE; k++) rope[j][k] = real ? rope[j][k] : 0u;
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
+    for (int k = 0; k < WORDS; k++)
+      most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
   }
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1)
@@ -78,25 +83,28 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const int row = warp + j * WARPS;
-    const float scale = fmaxf(most[j] * (1.f / 448.f), 8.673617379884035e-19f), inverse = rcp(scale);  // 2^-60: `formats.fp8.LEAST_SCALE`
+    const float scale = fmaxf(most[j] * (1.f / 448.f), 8.673617379884035e-19f),
+                inverse = rcp(scale);  // 2^-60: `formats.fp8.LEAST_SCALE`
     if (lane == 0) factors[row] = scale * a.scaling * LOG2E;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
       const int x = 64 * k + 2 * lane;
-      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) = (u16)pack_e4m3(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
+      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) =
+          (u16)pack_e4m3(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
     }
 #pragma unroll
     for (int k = 0; k < MORE; k++) {
       const int x = 64 * k + 2 * lane;
-      if (x < ROPE) *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[j][k];
+      if (x < ROPE)
+        *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[j][k];
     }
   }
 }
 
 // The halves of a share of a sequence, and where the next one goes: one thread begins the copies.
 struct Halves {
-  int next, stop;                                         // halves of the sequence
-  i64 page;                                               // where the page of `next` starts, asked for early
+  int next, stop;  // halves of the sequence
+  i64 page;        // where the page of `next` starts, asked for early
   __device__ __forceinline__ void ask_page(const LatentArgs& a, int b) {
     if (next < stop) page = ask(a.address + (i64)b * a.pages + next * HALF / PAGE_TOKENS);
   }
@@ -137,14 +145,19 @@ template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, in
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(smem);
   // The compiler learns that all lanes have the same `warp`: descriptors of products stay in uniform registers.
-  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, g = lane >> 2, t = lane & 3, group = warp >> 2, part = warp & 3;
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, g = lane >> 2,
+            t = lane & 3, group = warp >> 2, part = warp & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z, tiles = (a.heads * a.tokens + 15) / 16;
   const int length = a.length[b], blocks = (length + 2 * HALF - 1) / (2 * HALF);
   const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
   auto slot_of = [&](int row) { return ((i64)b * tiles + tile * (COLUMNS / 16) + row / 16) * a.splits + split; };
   auto is_real = [&](int row) { return tile * (COLUMNS / 16) + row / 16 < tiles; };
   if (first >= stop) {
-    if (thread < COLUMNS && is_real(thread)) { float* at = a.sums + slot_of(thread) * 32 + thread % 16; at[0] = LOWEST; at[16] = 0.f; }
+    if (thread < COLUMNS && is_real(thread)) {
+      float* at = a.sums + slot_of(thread) * 32 + thread % 16;
+      at[0] = LOWEST;
+      at[16] = 0.f;
+    }
     return;
   }
   const u32 memory = shared_address(smem), weights = memory + WEIGHTS_AT;
@@ -153,12 +166,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int i = 0; i < STAGES; i++) barrier_init(memory + BARRIERS_AT + 8 * i);
     barrier_init_done();
-    i64 pages[STAGES];                                    // all are asked for before one is used
+    i64 pages[STAGES];  // all are asked for before one is used
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) { halves.next = 2 * first + i; halves.ask_page(a, b); pages[i] = halves.page; }
+    for (int i = 0; i < STAGES; i++) {
+      halves.next = 2 * first + i;
+      halves.ask_page(a, b);
+      pages[i] = halves.page;
+    }
     halves.next = 2 * first;
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) { halves.page = pages[i]; halves.copy(a, b, memory, i); }
+    for (int i = 0; i < STAGES; i++) {
+      halves.page = pages[i];
+      halves.copy(a, b, memory, i);
+    }
     halves.ask_page(a, b);
   }
   if (thread < COLUMNS) {
@@ -180,12 +200,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
   const float factor = a.scaling * LOG2E;
   const u64 queries = matrix(memory, 128, RANK * 8), rope_queries = matrix(memory + COLUMNS * RANK, 128, ROPE * 16);
   const u64 weight_rows = matrix(weights, GROUP_BYTES, 128);
-  int turn = 0, slot = 0, phase = 0;                      // slot: of the block's first half; phase: of that slot
-  bool again = false;                                     // renew, because the reference has just jumped
+  int turn = 0, slot = 0, phase = 0;  // slot: of the block's first half; phase: of that slot
+  bool again = false;                 // renew, because the reference has just jumped
 
 #pragma unroll 1
   for (int block = first; block < stop; block++) {
-    const bool whole = 2 * block + 1 < halves.stop;       // else there is no second half, and the first stands for it
+    const bool whole = 2 * block + 1 < halves.stop;  // else there is no second half, and the first stands for it
     const int next = slot + 1 == STAGES ? 0 : slot + 1, next_phase = phase ^ (slot + 1 == STAGES);
     const u32 stages = memory + STAGES_AT, mine = stages + (group && whole ? next : slot) * STAGE_BYTES;
     barrier_wait(memory + BARRIERS_AT + slot * 8, phase);
@@ -195,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     float s[COLUMNS / 2], r[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) s[i] = r[i] = 0.f;
-    keep<COLUMNS / 2>(s); keep<COLUMNS / 2>(r);
+    keep<COLUMNS / 2>(s);
+    keep<COLUMNS / 2>(r);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROPE / 16; k++)
@@ -205,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       wgmma_e4m3<COLUMNS>(s, further(keys, k * 256), further(queries, k * 256), k > 0);
     wgmma_commit();
 
-    float scale[2], inverse[2], logarithm[2];             // of tokens g and g + 8 of the warp's 16
+    float scale[2], inverse[2], logarithm[2];  // of tokens g and g + 8 of the warp's 16
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = 16 * part + g + 8 * i;
@@ -213,11 +234,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       u32 bits;
       lds<1>(&bits, mine + CODE_BYTES + ROPE_BYTES + token * 4);
       scale[i] = real ? __uint_as_float(bits) : 1.f;
-      logarithm[i] = real ? lg2(scale[i]) : -INF;         // a token that is not there has no weight
+      logarithm[i] = real ? lg2(scale[i]) : -INF;  // a token that is not there has no weight
       inverse[i] = rcp(scale[i]);
     }
     wgmma_wait<0>();
-    keep<COLUMNS / 2>(s); keep<COLUMNS / 2>(r);
+    keep<COLUMNS / 2>(s);
+    keep<COLUMNS / 2>(r);
 
     // Scores become exponents of weights, relative to the reference so far.
 #pragma unroll
@@ -229,13 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int x = 4 * j + 2 * i + e;
-          s[x] = s[x] * (scale[i] * (e ? size.y : size.x)) + (r[x] * factor + (logarithm[i] - (e ? reference.y : reference.x)));
+          s[x] = s[x] * (scale[i] * (e ? size.y : size.x)) +
+                 (r[x] * factor + (logarithm[i] - (e ? reference.y : reference.x)));
         }
     }
     const int count = block - first;
     bool renew = again || (count & (count - 1)) == 0 || count % RENEWAL == 0;
     u32 codes[COLUMNS / 8];
-    auto put_weights = [&]() {                            // 16 tokens of a warp: first, ninth, second, ...
+    auto put_weights = [&]() {  // 16 tokens of a warp: first, ninth, second, ...
       constexpr int AT_ONCE = COLUMNS >= 32 ? 4 : 2;
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j += AT_ONCE)
@@ -259,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     load(0);
     if (!renew) {
       float sum[EACH];
-      u32 greatest = 0;                                   // a byte has its highest bit: that weight is 0x7e, the greatest code, or saturated
+      u32 greatest = 0;  // a byte has its highest bit: that weight is 0x7e, the greatest code, or saturated
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
         u32 pair[2];
@@ -289,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       for (int i = 0; i < (EACH + 7) / 8; i++) {
         const int c = column + i;
         if (EACH >= 8 || !(g & (8 / EACH - 1)))
-          atomicMax(reinterpret_cast<int*>(smem + MAXIMA_AT) + 8 * (c >> 1) + 2 * t + (c & 1), ordered(fmaxf(top[i], LOWEST)));
+          atomicMax(reinterpret_cast<int*>(smem + MAXIMA_AT) + 8 * (c >> 1) + 2 * t + (c & 1),
+                    ordered(fmaxf(top[i], LOWEST)));
       }
       BARRIER(maxima_ready, __syncthreads());
       bool moved = false, jumped = false;
@@ -297,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
         const u32 at = (8 * j + 2 * t) * 4, old = at + turn * COLUMNS * 4;
-        const float2 most = pair_at(memory + MAXIMA_AT + at), reference = pair_at(memory + REFERENCES_AT + old), high = pair_at(memory + TOPS_AT + old);
+        const float2 most = pair_at(memory + MAXIMA_AT + at), reference = pair_at(memory + REFERENCES_AT + old),
+                     high = pair_at(memory + TOPS_AT + old);
         float now[2], tops[2];
         u32 pair[2];
 #pragma unroll
@@ -309,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
           jumped |= excess > JUMP && known != LOWEST;
           now[e] = moves ? fmaxf(m, tops[e] - DEPTH) : before;
           moved |= moves;
-          const float d = known == LOWEST ? 0.f : ex2(before - now[e]), p0 = ex2(s[4 * j + e] + (before - now[e])), p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
+          const float d = known == LOWEST ? 0.f : ex2(before - now[e]), p0 = ex2(s[4 * j + e] + (before - now[e])),
+                      p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
           decay[2 * j + e] = d;
           l[2 * j + e] = l[2 * j + e] * d + (p0 * inverse[0] + p1 * inverse[1]);
           pair[e] = pack_e4m3(p0, p1);
@@ -321,10 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         }
       }
       put_weights();
-      BARRIER(renewed_weights_ready, __syncthreads());                                    // weights are there
+      BARRIER(renewed_weights_ready, __syncthreads());  // weights are there
       if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
       turn ^= 1;
-      again = __any_sync(~0u, jumped);                    // in all warps alike
+      again = __any_sync(~0u, jumped);  // in all warps alike
       if (__any_sync(~0u, moved)) {
 #pragma unroll
         for (int k = 0; k < TILES; k++)
@@ -338,10 +364,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     for (int step = 0; step < 4; step++) {
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < TILES; k++) wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], further(weight_rows, 2 * step * GROUP_BYTES));
+      for (int k = 0; k < TILES; k++)
+        wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], further(weight_rows, 2 * step * GROUP_BYTES));
       wgmma_commit();
       if (step < 3) {
-        if (step) wgmma_wait<1>();                        // registers of the next are free
+        if (step) wgmma_wait<1>();  // registers of the next are free
         load(step + 1);
       }
     }
@@ -349,10 +376,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
 
-    BARRIER(stages_free, __syncthreads());                                      // the block's bytes are used up
+    BARRIER(stages_free, __syncthreads());  // the block's bytes are used up
     if (thread == 0) {
-      halves.copy(a, b, memory, slot); halves.ask_page(a, b);
-      halves.copy(a, b, memory, next); halves.ask_page(a, b);
+      halves.copy(a, b, memory, slot);
+      halves.ask_page(a, b);
+      halves.copy(a, b, memory, next);
+      halves.ask_page(a, b);
     }
     phase ^= slot + 2 >= STAGES;
     slot = slot + 2 >= STAGES ? slot + 2 - STAGES : slot + 2;
@@ -366,7 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       for (int e = 0; e < 2; e++) {
         const int row = 8 * j + 2 * t + e;
         if (is_real(row))
-          *reinterpret_cast<float2*>(a.partial + (slot_of(row) * 16 + row % 16) * RANK + ((group * TILES + k) * 4 + part) * 16 + 2 * g) =
+          *reinterpret_cast<float2*>(a.partial + (slot_of(row) * 16 + row % 16) * RANK +
+                                     ((group * TILES + k) * 4 + part) * 16 + 2 * g) =
               float2{o[k][4 * j + e], o[k][4 * j + 2 + e]};
       }
   float* shared_sums = reinterpret_cast<float*>(smem + SUMS_AT);

@@ -18,7 +18,11 @@ template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane)
   for (int step = 1; step < WORDS; step *= 2)
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
-      if (!(k & step)) { const float low = o[k], high = o[k + step]; o[k] = low + high; o[k + step] = low - high; }
+      if (!(k & step)) {
+        const float low = o[k], high = o[k + step];
+        o[k] = low + high;
+        o[k + step] = low - high;
+      }
 #pragma unroll
   for (int k = 0; k < WORDS; k++) o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
 }
@@ -27,9 +31,12 @@ template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane)
 __device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, int channel, float o, float l, float m) {
   const int head = h * a.groups + r % a.groups;
   if constexpr (SINKS) {
-    const float x = (SINKS == 2 ? reinterpret_cast<const float*>(a.sinks)[head] : to_float(reinterpret_cast<const u16*>(a.sinks)[head])) * LOG2E;
+    const float x = (SINKS == 2 ? reinterpret_cast<const float*>(a.sinks)[head]
+                                : to_float(reinterpret_cast<const u16*>(a.sinks)[head])) *
+                    LOG2E;
     const float top = fmaxf(m, x), decay = ex2(m - top);
-    l = l * decay + ex2(x - top); o *= decay;
+    l = l * decay + ex2(x - top);
+    o *= decay;
   }
   const float value = l > 0.f ? __fdividef(o, l) : 0.f;
   const i64 at = (((i64)b * a.tokens + r / a.groups) * (a.heads * a.groups) + head) * DV + channel;
@@ -38,7 +45,7 @@ __device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, i
 
 // The query rows of a block of them that one row (sequence x KV head) has, and where its results go.
 struct Target {
-  int b, h, first, count;                                 // of the sequence's rows the first, and how many are real
+  int b, h, first, count;  // of the sequence's rows the first, and how many are real
 
   __device__ __forceinline__ void put(const Args& a, int i, int channel, float o, float l, float m) const {
     put_output(a, b, h, first + i, channel, o, l, m);
@@ -47,7 +54,7 @@ struct Target {
 
 // What the warps of a team have summed up, each where its copies were: sums `o` row by row, then maxima, then weights `l`.
 struct WarpSums {
-  float* memory;                                          // of the first warp
+  float* memory;  // of the first warp
   static constexpr int STRIDE = WARP_BYTES / 4, MAXIMA = ROWS * MERGE_STRIDE, WEIGHTS = MAXIMA + ROWS;
 
   __device__ __forceinline__ void put(Warp& w, int warp, int lane) const {
@@ -61,7 +68,8 @@ struct WarpSums {
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i += EVERY) mine[row_of(i & 1) * MERGE_STRIDE + out_channel(k, i >> 1, g)] = w.o[k][n][i];
+        for (int i = 0; i < 4; i += EVERY)
+          mine[row_of(i & 1) * MERGE_STRIDE + out_channel(k, i >> 1, g)] = w.o[k][n][i];
       if (g == 0)
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) {
@@ -74,22 +82,28 @@ struct WarpSums {
   // Of row i and a channel, over all warps: o and l, both relative to 2^m.
   __device__ __forceinline__ float merged(int i, int channel, float& m, float& l) const {
     float o = 0.f;
-    m = LOWEST; l = 0.f;
+    m = LOWEST;
+    l = 0.f;
 #pragma unroll
     for (int k = 0; k < WARPS; k++) m = fmaxf(m, memory[k * STRIDE + MAXIMA + i]);
 #pragma unroll
     for (int k = 0; k < WARPS; k++) {
       const float* other = memory + k * STRIDE;
       const float f = ex2(other[MAXIMA + i] - m);
-      l += f * other[WEIGHTS + i]; o += f * other[i * MERGE_STRIDE + channel];
+      l += f * other[WEIGHTS + i];
+      o += f * other[i * MERGE_STRIDE + channel];
     }
     return o;
   }
 
   // A team's results: outputs, where no other team has a part of the row, else `slot` gets them.
-  __device__ __forceinline__ void merge(const Args& a, const Target& target, bool alone, float* slot, int thread) const {
+  __device__ __forceinline__ void merge(const Args& a, const Target& target, bool alone, float* slot,
+                                        int thread) const {
     if constexpr (RESTORED)
-      if (alone) { merge_and_restore(a, target, thread >> 5, thread & 31); return; }
+      if (alone) {
+        merge_and_restore(a, target, thread >> 5, thread & 31);
+        return;
+      }
     for (int x = thread; x < target.count * DV; x += WARPS * 32) {
       const int i = x / DV;
       float m, l;
@@ -97,7 +111,10 @@ struct WarpSums {
       if (alone) target.put(a, i, x % DV, o, l, m);
       else {
         slot[x] = o;
-        if (x % DV == 0) { slot[ROWS * DV + i] = m; slot[ROWS * DV + ROWS + i] = l; }
+        if (x % DV == 0) {
+          slot[ROWS * DV + i] = m;
+          slot[ROWS * DV + ROWS + i] = l;
+        }
       }
     }
   }
@@ -119,7 +136,7 @@ struct WarpSums {
 __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last, int thread, int team) {
   meet(team);
   if (thread == 0) {
-    __threadfence();                                      // what the whole team wrote comes first: it was written before the barrier
+    __threadfence();  // what the whole team wrote comes first: it was written before the barrier
     last = atomicAdd(counter, 1) == others;
   }
   meet(team);
@@ -127,10 +144,11 @@ __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last,
 }
 
 // Outputs of a row that the teams `first` to `final` share. partial: of team c, + c * SLOT_FLOATS.
-__device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first, int final, int warp, int lane) {
+__device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first,
+                                            int final, int warp, int lane) {
   __threadfence();
   for (int i = warp; i < target.count; i += WARPS) {
-    constexpr int BATCH = 8, WORDS = (DV + 31) / 32;      // loads in flight, and a lane's channels
+    constexpr int BATCH = 8, WORDS = (DV + 31) / 32;  // loads in flight, and a lane's channels
     float m = LOWEST, l = 0.f, o[WORDS] = {};
     for (int c0 = first; c0 <= final; c0 += BATCH) {
       float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
@@ -138,7 +156,8 @@ __device__ __forceinline__ void merge_teams(const Args& a, const Target& target,
       for (int j = 0; j < BATCH; j++) {
         const bool there = c0 + j <= final;
         const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
-        ms[j] = there ? __ldcg(slot + ROWS * DV + i) : -INF; ls[j] = __ldcg(slot + ROWS * DV + ROWS + i);
+        ms[j] = there ? __ldcg(slot + ROWS * DV + i) : -INF;
+        ls[j] = __ldcg(slot + ROWS * DV + ROWS + i);
 #pragma unroll
         for (int k = 0; k < WORDS; k++)
           os[j][k] = DV % 32 == 0 || k * 32 + lane < DV ? __ldcg(slot + i * DV + k * 32 + lane) : 0.f;
@@ -146,7 +165,8 @@ __device__ __forceinline__ void merge_teams(const Args& a, const Target& target,
 #pragma unroll
       for (int j = 0; j < BATCH; j++) top = fmaxf(top, ms[j]);
       const float decay = ex2(m - top);
-      m = top; l *= decay;
+      m = top;
+      l *= decay;
 #pragma unroll
       for (int k = 0; k < WORDS; k++) o[k] *= decay;
 #pragma unroll

@@ -5,9 +5,11 @@
 // Units [first, first + units) of a row's pages, which the warps of a team take as they get done (older warps are served first and
 // run ahead).
 struct Work {
-  int first, units, end;                                  // end: where tokens end
+  int first, units, end;  // end: where tokens end
   __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
-    first = begin; units = stop - begin; end = min(stop * UNIT, row.paged);
+    first = begin;
+    units = stop - begin;
+    end = min(stop * UNIT, row.paged);
   }
 };
 
@@ -15,27 +17,32 @@ struct Work {
 // a piece lies and what belongs to it is then known to the compiler. Copies run ahead of what is computed: while a unit's piece 0 is
 // weighed, the next unit's keys 0 and this one's values 1 are copied; while piece 1 is, the next one's keys 1 and values 0.
 struct Pages {
-  static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT}, VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
-  static constexpr int NONE = -2 * UNIT;                  // tokens of a unit that is not there: `in_unit` of neither piece
+  static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT},
+                       VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
+  static constexpr int NONE = -2 * UNIT;  // tokens of a unit that is not there: `in_unit` of neither piece
   static_assert(PAGE % UNIT == 0 || UNIT % PAGE == 0, "a piece lies in one page");
   static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
 
   // Where a unit lies, and what of it holds tokens.
   struct Place {
-    i64 page[EACH];                                       // bytes from `pool`
-    int token, left;                                      // of piece 0: place in its page; tokens from there on, or NONE
-    __device__ __forceinline__ u32 at(int piece) const { return PAGE < UNIT ? piece * PT % PAGE : PAGE == UNIT ? piece * PT : token + piece * PT; }
+    i64 page[EACH];   // bytes from `pool`
+    int token, left;  // of piece 0: place in its page; tokens from there on, or NONE
+    __device__ __forceinline__ u32 at(int piece) const {
+      return PAGE < UNIT ? piece * PT % PAGE : PAGE == UNIT ? piece * PT : token + piece * PT;
+    }
   };
 
   const i64* table;
   const u8* pool;
   Work work;
-  int* taken;                                             // units that the team has taken beyond the first two of each warp
-  int pending, lane;                                      // the next unit to take, less the first two of each warp (of lane 0)
+  int* taken;         // units that the team has taken beyond the first two of each warp
+  int pending, lane;  // the next unit to take, less the first two of each warp (of lane 0)
   Place here, next;
 
-  __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_) : work(work_), taken(taken_), lane(lane_) {
-    table = a.address + (i64)row.b * a.pages; pool = opaque(a.pool + (i64)row.h * PAGE_BYTES);
+  __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_)
+      : work(work_), taken(taken_), lane(lane_) {
+    table = a.address + (i64)row.b * a.pages;
+    pool = opaque(a.pool + (i64)row.h * PAGE_BYTES);
   }
 
   __device__ __forceinline__ Place place(int unit) const {
@@ -43,38 +50,52 @@ struct Pages {
     const bool real = unit < work.units;
     const u32 token = (u32)(work.first + (real ? unit : 0)) * UNIT;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) out.page[i] = i == 0 || token + i * PAGE < (u32)work.end ? ask(table + token / PAGE + i) : out.page[0];
+    for (int i = 0; i < EACH; i++)
+      out.page[i] = i == 0 || token + i * PAGE < (u32)work.end ? ask(table + token / PAGE + i) : out.page[0];
     out.token = token % PAGE;
     out.left = real ? PARTIAL ? work.end - (int)token : UNIT : NONE;
     return out;
   }
-  template <int PIECE> __device__ __forceinline__ const u8* part(const Place& x) const { return pool + x.page[PIECE * PT / PAGE % EACH]; }
-  template <int PIECE> __device__ __forceinline__ void copy_keys(const Keys& keys, const Place& x, u32 slots) const {
-    keys.copy(slots + KEYS[PIECE], part<PIECE>(x), x.at(PIECE), PIECE == 0, PARTIAL ? x.left - PIECE * PT : x.left, lane);
+  template <int PIECE> __device__ __forceinline__ const u8* part(const Place& x) const {
+    return pool + x.page[PIECE * PT / PAGE % EACH];
   }
-  template <int PIECE> __device__ __forceinline__ void copy_values(const Values& values, const Place& x, u32 slots) const {
-    values.copy(slots + VALUES[PIECE], part<PIECE>(x) + VALUE_AT, x.at(PIECE), PARTIAL ? x.left - PIECE * PT : x.left, lane);
+  template <int PIECE> __device__ __forceinline__ void copy_keys(const Keys& keys, const Place& x, u32 slots) const {
+    keys.copy(slots + KEYS[PIECE], part<PIECE>(x), x.at(PIECE), PIECE == 0, PARTIAL ? x.left - PIECE * PT : x.left,
+              lane);
+  }
+  template <int PIECE>
+  __device__ __forceinline__ void copy_values(const Values& values, const Place& x, u32 slots) const {
+    values.copy(slots + VALUES[PIECE], part<PIECE>(x) + VALUE_AT, x.at(PIECE), PARTIAL ? x.left - PIECE * PT : x.left,
+                lane);
   }
 
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
-    here = place(unit); next = place(unit + WARPS);
-    if (here.left == NONE) return;                        // nothing is begun that nobody would wait for
-    pending = unit - WARPS;                               // ORDERED
-    copy_keys<0>(w.keys, here, slots); commit();
-    copy_keys<1>(w.keys, here, slots); copy_values<0>(w.values, here, slots); commit();
+    here = place(unit);
+    next = place(unit + WARPS);
+    if (here.left == NONE) return;  // nothing is begun that nobody would wait for
+    pending = unit - WARPS;         // ORDERED
+    copy_keys<0>(w.keys, here, slots);
+    commit();
+    copy_keys<1>(w.keys, here, slots);
+    copy_values<0>(w.values, here, slots);
+    commit();
   }
 
   // Asks for one more unit, where the one before it was there.
   __device__ __forceinline__ void claim() {
-    if (ORDERED) pending += WARPS; else count_up(lane == 0 && next.left != NONE, taken, pending);
+    if (ORDERED) pending += WARPS;
+    else count_up(lane == 0 && next.left != NONE, taken, pending);
   }
 
   // One piece: its weights from its scores s and its values, and the scores of the piece behind it.
-  template <int PIECE> __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
+  template <int PIECE>
+  __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
     const u32 values = slots + VALUES[PIECE], scratch = slots + KEYS[1] + Keys::SECOND;
-    wait<0>(); __syncwarp();
+    wait<0>();
+    __syncwarp();
     copy_keys<PIECE>(w.keys, next, slots);
-    if constexpr (PIECE == 0) copy_values<1>(w.values, here, slots); else copy_values<0>(w.values, next, slots);
+    if constexpr (PIECE == 0) copy_values<1>(w.values, here, slots);
+    else copy_values<0>(w.values, next, slots);
     commit();
     const int limit = PARTIAL ? here.left - PIECE * PT : 0;
     w.values.weigh(values, scratch, limit, lane);
@@ -84,7 +105,8 @@ struct Pages {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
-          s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) + w.values.exponent(k, i);
+          s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) +
+                       w.values.exponent(k, i);
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
     w.subtract_maximum<TILES>(s);
@@ -106,20 +128,24 @@ struct Pages {
 
   __device__ __forceinline__ void attend(Warp& w, u32 rows, u32 slots, float cap) {
     if (here.left == NONE) return;
-    wait<1>(); __syncwarp();
+    wait<1>();
+    __syncwarp();
     claim();
     float s[TILES][NT][4];
     w.keys.refresh(slots, rows, here.at(0), true, lane);
     w.keys.scores(s, slots, rows, lane);
 #pragma unroll 1
     while (true) {
-      const Place behind = place(2 * WARPS + __shfl_sync(~0u, pending, 0));  // the unit after the next: its page is asked for a unit ahead
+      const Place behind = place(
+          2 * WARPS + __shfl_sync(~0u, pending, 0));  // the unit after the next: its page is asked for a unit ahead
       claim();
       attend_piece<0>(w, s, rows, slots, cap);
       attend_piece<1>(w, s, rows, slots, cap);
-      here = next; next = behind;
+      here = next;
+      next = behind;
       if (here.left == NONE) break;
     }
-    wait<0>(); __syncwarp();
+    wait<0>();
+    __syncwarp();
   }
 };

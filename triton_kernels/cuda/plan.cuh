@@ -9,9 +9,9 @@
 // A team's part of a row. Bounds: from and to.
 struct alignas(16) Part {
   Row row;
-  int blocks[2], units[2];                                // of the window and of the pages
-  int teams[2];                                           // the first and the last team that share the row
-  int some, last;                                         // whether there is a part, and whether it is the team's last one
+  int blocks[2], units[2];  // of the window and of the pages
+  int teams[2];             // the first and the last team that share the row
+  int some, last;           // whether there is a part, and whether it is the team's last one
 
   // Of `count` units or blocks, where of the row's work `x` is done. All teams that share a row come to the same bounds.
   static __device__ __forceinline__ int bound(u32 x, int count, u32 cost) {
@@ -21,7 +21,7 @@ struct alignas(16) Part {
 
 // Lengths of 32 sequences, one a lane.
 struct Lengths {
-  int base, length, paged;                                // of sequence base + lane
+  int base, length, paged;  // of sequence base + lane
   __device__ __forceinline__ void load(const Args& a, int first, int lane) {
     base = first;
     const bool real = base + lane < a.batch;
@@ -29,7 +29,9 @@ struct Lengths {
     paged = real ? a.paged[(base + lane) * a.heads] : 0;
   }
   __device__ __forceinline__ Row row(const Args& a, int row_block, int b, int h) const {
-    Row out; out.b = b; out.h = h;
+    Row out;
+    out.b = b;
+    out.h = h;
     out.count(a, row_block, __shfl_sync(~0u, length, b - base), __shfl_sync(~0u, paged, b - base));
     return out;
   }
@@ -38,28 +40,37 @@ struct Lengths {
 // The row of a team where each row has `a.split` teams of its own: before anything is known of lengths.
 __device__ __forceinline__ bool even_row(const Args& a, int team, int& b, int& h) {
   const int r = (int)__fdividef(team + 0.5f, (float)a.split);
-  b = (int)__fdividef(r + 0.5f, (float)a.heads); h = r - b * a.heads;
+  b = (int)__fdividef(r + 0.5f, (float)a.heads);
+  h = r - b * a.heads;
   return a.split && a.batch <= 32 && b < a.batch;
 }
 
 // The team's part of that row; false where rows are not of one length, or too short for all their teams.
 __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team, int b, int h, int lane, Part& out) {
-  Lengths lengths; lengths.load(a, 0, lane);
+  Lengths lengths;
+  lengths.load(a, 0, lane);
   const int r = b * a.heads + h, c = team - r * a.split;
   out.row = lengths.row(a, row_block, b, h);
   const bool same = lane >= a.batch || (lengths.length == out.row.length && lengths.paged == out.row.paged);
   const u32 cost = out.row.cost();
   if (__any_sync(~0u, !same) || cost < (u32)a.split * WARPS * UNIT_COST) return false;
-  const u32 low = __fdividef((float)cost * c, (float)a.split), high = c + 1 == a.split ? cost : (u32)__fdividef((float)cost * (c + 1), (float)a.split);
-  out.blocks[0] = Part::bound(low, out.row.blocks, cost); out.blocks[1] = Part::bound(high, out.row.blocks, cost);
-  out.units[0] = Part::bound(low, out.row.units, cost); out.units[1] = Part::bound(high, out.row.units, cost);
-  out.teams[0] = r * a.split; out.teams[1] = out.teams[0] + a.split - 1;
+  const u32 low = __fdividef((float)cost * c, (float)a.split),
+            high = c + 1 == a.split ? cost : (u32)__fdividef((float)cost * (c + 1), (float)a.split);
+  out.blocks[0] = Part::bound(low, out.row.blocks, cost);
+  out.blocks[1] = Part::bound(high, out.row.blocks, cost);
+  out.units[0] = Part::bound(low, out.row.units, cost);
+  out.units[1] = Part::bound(high, out.row.units, cost);
+  out.teams[0] = r * a.split;
+  out.teams[1] = out.teams[0] + a.split - 1;
   out.some = out.last = 1;
   return true;
 }
 
 // What is still to be done of a share, from row to row: from `at` to `stop`, of row (b, h) that begins at `start`.
-struct Share { u32 total, shares, at, stop, start; int b, h; };
+struct Share {
+  u32 total, shares, at, stop, start;
+  int b, h;
+};
 
 // Works out a share, in one warp.
 struct Plan : Share {
@@ -70,44 +81,58 @@ struct Plan : Share {
   // Of all heads of the lane's sequence.
   __device__ __forceinline__ u32 cost() const {
     if (lengths.base + lane >= a.batch) return 0;
-    Row row; row.count(a, row_block, lengths.length, lengths.paged);
+    Row row;
+    row.count(a, row_block, lengths.length, lengths.paged);
     return row.cost() * a.heads;
   }
 
-  __device__ __forceinline__ Plan(const Args& a_, int row_block_, int team, int lane_) : a(a_), row_block(row_block_), lane(lane_) {
+  __device__ __forceinline__ Plan(const Args& a_, int row_block_, int team, int lane_)
+      : a(a_), row_block(row_block_), lane(lane_) {
     total = 0;
-    for (int first = (a.batch - 1) & -32; first >= 0; first -= 32) { lengths.load(a, first, lane); total += __reduce_add_sync(~0u, cost()); }
+    for (int first = (a.batch - 1) & -32; first >= 0; first -= 32) {
+      lengths.load(a, first, lane);
+      total += __reduce_add_sync(~0u, cost());
+    }
     // as many as get something for each of their warps; of rows that get more than one, all the same number, so that few teams have
     // parts of two rows, one after the other
     shares = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
     if (const u32 rows = a.batch * a.heads; shares > rows && shares < (u32)a.teams)
       shares = min(shares / rows + 1, (u32)a.teams / rows) * rows;
-    at = stop = start = 0; b = h = 0;
+    at = stop = start = 0;
+    b = h = 0;
     if (team >= (int)shares) return;
     // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
     // (total x / shares, and back; 64-bit divisions take half a microsecond each)
     const u32 each = total / shares, rest = total - each * shares;
     const u32 x = team + (lane & 1), border = each * x + rest * x / shares;
-    at = __shfl_sync(~0u, border, 0); stop = __shfl_sync(~0u, border, 1);
-    while (true) {                                        // the sequence in which the share begins
+    at = __shfl_sync(~0u, border, 0);
+    stop = __shfl_sync(~0u, border, 1);
+    while (true) {  // the sequence in which the share begins
       const u32 own = cost();
       u32 before = own;
 #pragma unroll
-      for (int d = 1; d < 32; d <<= 1) { const u32 y = __shfl_up_sync(~0u, before, d); if (lane >= d) before += y; }
+      for (int d = 1; d < 32; d <<= 1) {
+        const u32 y = __shfl_up_sync(~0u, before, d);
+        if (lane >= d) before += y;
+      }
       const u32 behind = __ballot_sync(~0u, start + before > at);
       if (behind) {
         b = __ffs(behind) - 1;
         const u32 cost = __shfl_sync(~0u, own, b) / a.heads;
         start += __shfl_sync(~0u, before - own, b);
         h = (at - start) / cost;
-        start += cost * h; b += lengths.base;
+        start += cost * h;
+        b += lengths.base;
         return;
       }
       start += __shfl_sync(~0u, before, 31);
       lengths.load(a, lengths.base + 32, lane);
     }
   }
-  __device__ __forceinline__ Plan(const Args& a_, int row_block_, const Share& share, int lane_) : Share(share), a(a_), row_block(row_block_), lane(lane_) { lengths.load(a, b & -32, lane); }
+  __device__ __forceinline__ Plan(const Args& a_, int row_block_, const Share& share, int lane_)
+      : Share(share), a(a_), row_block(row_block_), lane(lane_) {
+    lengths.load(a, b & -32, lane);
+  }
 
   // The first and the last team of a row are those that have its first and its last unit.
   __device__ __forceinline__ int owner(u32 x) const {
@@ -124,11 +149,19 @@ struct Plan : Share {
     const u32 cost = row.cost(), low = at - start, high = min(stop - start, cost);
     // the same part of the row's units and of its window, so that no team has the whole window
     const int bound = Part::bound(lane & 1 ? high : low, lane & 2 ? row.units : row.blocks, cost);
-    __syncwarp();                                         // all lanes have read what is overwritten now
+    __syncwarp();  // all lanes have read what is overwritten now
     if (lane < 4) (lane & 2 ? out.units : out.blocks)[lane & 1] = bound;
     else if (lane < 6) out.teams[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
     at = start += cost;
-    if (++h == a.heads) { h = 0; b++; }
-    if (lane == 0) { out.row = row; out.some = 1; out.last = at >= stop; left = *this; }
+    if (++h == a.heads) {
+      h = 0;
+      b++;
+    }
+    if (lane == 0) {
+      out.row = row;
+      out.some = 1;
+      out.last = at >= stop;
+      left = *this;
+    }
   }
 };

@@ -7,8 +7,8 @@
 
 struct ProjectArgs {
   const u8 *q, *k, *v;
-  u8 *q_out, *k_out, *v_out;        // contiguous
-  const float *q_matrix, *k_matrix; // of KV head h at h * matrix_h; rows are channels as the model made them
+  u8 *q_out, *k_out, *v_out;         // contiguous
+  const float *q_matrix, *k_matrix;  // of KV head h at h * matrix_h; rows are channels as the model made them
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
   i64 matrix_h;
   int batch, q_heads, heads, tokens;
@@ -18,14 +18,22 @@ constexpr int SHARES = THREADS / 32, SPAN = DIM / SHARES, SLICES = (DIM + COLUMN
 static_assert(DIM % (2 * SHARES) == 0, "every warp has as many channels");
 static_assert(COLUMNS == 32, "a lane for each");
 
-struct Space { float x[EACH][DIM], part[SHARES][EACH][COLUMNS]; };
+struct Space {
+  float x[EACH][DIM], part[SHARES][EACH][COLUMNS];
+};
 
 // Rows first, ... of `rows` of a KV head, head by head and token by token, times a slice of a matrix; each: heads of q, or 1.
-__device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice, i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows, int tokens) {
-  auto &x = space.x;
-  auto &part = space.part;
+__device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice,
+                                             i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows,
+                                             int tokens) {
+  auto& x = space.x;
+  auto& part = space.part;
   const int share = threadIdx.x >> 5, lane = threadIdx.x & 31, column = COLUMNS * slice + lane;
-  auto place = [&](int r, int& b, int& head, int& token) { token = r % tokens; head = h * each + r / tokens % each; b = r / tokens / each; };
+  auto place = [&](int r, int& b, int& head, int& token) {
+    token = r % tokens;
+    head = h * each + r / tokens % each;
+    b = r / tokens / each;
+  };
   float w[SPAN];
 #pragma unroll
   for (int i = 0; i < SPAN; i++) w[i] = column < DIM ? matrix[(share * SPAN + i) * DIM + column] : 0.f;
@@ -34,7 +42,8 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
     int b, head, token;
     place(min(first + j, rows - 1), b, head, token);
     const u32 pair = reinterpret_cast<const u32*>(from + 2 * (b * b_ + head * h_ + token * s_))[c];
-    x[j][2 * c] = to_float((u16)pair); x[j][2 * c + 1] = to_float((u16)(pair >> 16));
+    x[j][2 * c] = to_float((u16)pair);
+    x[j][2 * c + 1] = to_float((u16)(pair >> 16));
   }
   __syncthreads();
 #pragma unroll
@@ -50,10 +59,14 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
     if (first + j >= rows || COLUMNS * slice + c >= DIM) continue;
     float low = 0.f, high = 0.f;
 #pragma unroll
-    for (int s = 0; s < SHARES; s++) { low += part[s][j][c]; high += part[s][j][c + 1]; }
+    for (int s = 0; s < SHARES; s++) {
+      low += part[s][j][c];
+      high += part[s][j][c + 1];
+    }
     int b, head, token;
     place(first + j, b, head, token);
-    reinterpret_cast<u32*>(to)[((((i64)b * heads * each + head) * tokens + token) * DIM + COLUMNS * slice + c) / 2] = pack_model(low, high);
+    reinterpret_cast<u32*>(to)[((((i64)b * heads * each + head) * tokens + token) * DIM + COLUMNS * slice + c) / 2] =
+        pack_model(low, high);
   }
 }
 
@@ -61,17 +74,20 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
 extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_constant__ ProjectArgs a) {
   __shared__ Space space;
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
-  const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES, blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // of a KV head
+  const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES,
+            blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // of a KV head
   int block = blockIdx.x;
   if (block < blocks_q * a.heads) {
     const int h = block / blocks_q, at = block % blocks_q;
-    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % SLICES, a.q_b, a.q_h, a.q_s, groups, h, a.heads, at / SLICES * EACH, rows_q, a.tokens);
+    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % SLICES, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
+                 at / SLICES * EACH, rows_q, a.tokens);
     return;
   }
   block -= blocks_q * a.heads;
   if (block < blocks_k * a.heads) {
     const int h = block / blocks_k, at = block % blocks_k;
-    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % SLICES, a.k_b, a.k_h, a.k_s, 1, h, a.heads, at / SLICES * EACH, rows_k, a.tokens);
+    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % SLICES, a.k_b, a.k_h, a.k_s, 1, h, a.heads,
+                 at / SLICES * EACH, rows_k, a.tokens);
     return;
   }
 #if ROTATED
@@ -79,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   const int lane = threadIdx.x & 31, r = block * (THREADS / 32) + (threadIdx.x >> 5);
   if (r >= rows_k * a.heads) return;
   const int token = r % a.tokens, h = r / a.tokens % a.heads, b = r / a.tokens / a.heads;
-  transform_token<DIM_V>(a.v + 2 * (b * a.v_b + h * a.v_h + token * a.v_s), a.v_out + 2 * (i64)r * DIM_V, nullptr, lane);
+  transform_token<DIM_V>(a.v + 2 * (b * a.v_b + h * a.v_h + token * a.v_s), a.v_out + 2 * (i64)r * DIM_V, nullptr,
+                         lane);
 #endif
 }

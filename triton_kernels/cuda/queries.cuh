@@ -7,7 +7,7 @@
 struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
   u32 x[EACH][WORDS];
-  float most[EACH];                                       // largest magnitude of the lane's numbers
+  float most[EACH];  // largest magnitude of the lane's numbers
   typename FoldOf<Keys>::Type fold;
 
   __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
@@ -16,7 +16,8 @@ struct Queries {
       const int i = warp + j * WARPS, r = SPREAD ? i / 2 : row_block * ROWS + i;
       const bool real = i < ROWS && r < a.groups * a.tokens && !(SPREAD && (i & 1));
       const int token = real ? (int)__fdividef(r + 0.5f, (float)a.groups) : 0, head = real ? r - token * a.groups : 0;
-      const u32* source = reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
+      const u32* source =
+          reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
 #pragma unroll
       for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
     }
@@ -24,10 +25,14 @@ struct Queries {
   }
 
   __device__ __forceinline__ void measure(int j) {
-    if constexpr (FOLDED) { most[j] = fold.most(x[j]); return; }
+    if constexpr (FOLDED) {
+      most[j] = fold.most(x[j]);
+      return;
+    }
     most[j] = 0.f;
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
+    for (int k = 0; k < WORDS; k++)
+      most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
   }
 
   // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
@@ -58,7 +63,9 @@ struct Queries {
       if constexpr (Keys::NORMALISED)
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
-      if constexpr (FOLDED) fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i, size + ROWS + i, lane);
+      if constexpr (FOLDED)
+        fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i,
+                 size + ROWS + i, lane);
       else if constexpr (Keys::NORMALISED) {
         // the next power of two, less the keys' LIFT
         const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
@@ -70,7 +77,9 @@ struct Queries {
           const float low = to_float(x[j][k] & 0xffff) * inverse, high = to_float(x[j][k] >> 16) * inverse;
           if (pair < DK / 2) {
             target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
-            if constexpr (Keys::LIFT) target[2 * ROWS * Q_STRIDE / 4 + pair] = pack_half(low * (1.f / (1 << Keys::LIFT)), high * (1.f / (1 << Keys::LIFT)));
+            if constexpr (Keys::LIFT)
+              target[2 * ROWS * Q_STRIDE / 4 + pair] =
+                  pack_half(low * (1.f / (1 << Keys::LIFT)), high * (1.f / (1 << Keys::LIFT)));
           }
 #pragma unroll
           for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (DK / Keys::GROUPS) == c ? low + high : 0.f;

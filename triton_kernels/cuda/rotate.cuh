@@ -14,14 +14,21 @@ template <int D> struct Rotation {
   static __device__ __forceinline__ float fetch(const float* y, int c, int e) {
     float x = __shfl_sync(~0u, y[e], c >> 1 & 31);
 #pragma unroll
-    for (int j = 1; j < WORDS; j++) { const float other = __shfl_sync(~0u, y[2 * j + e], c >> 1 & 31); x = c >> 6 == j ? other : x; }
+    for (int j = 1; j < WORDS; j++) {
+      const float other = __shfl_sync(~0u, y[2 * j + e], c >> 1 & 31);
+      x = c >> 6 == j ? other : x;
+    }
     return x;
   }
 
   // a power of two: neighbours, then lanes, then registers
   static __device__ __forceinline__ void butterfly(float* y, int lane) {
 #pragma unroll
-    for (int j = 0; j < WORDS; j++) { const float low = y[2 * j], high = y[2 * j + 1]; y[2 * j] = low + high; y[2 * j + 1] = low - high; }
+    for (int j = 0; j < WORDS; j++) {
+      const float low = y[2 * j], high = y[2 * j + 1];
+      y[2 * j] = low + high;
+      y[2 * j + 1] = low - high;
+    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2)
 #pragma unroll
@@ -33,7 +40,11 @@ template <int D> struct Rotation {
     for (int step = 2; step < 2 * WORDS; step *= 2)
 #pragma unroll
       for (int i = 0; i < 2 * WORDS; i++)
-        if (!(i & step)) { const float low = y[i], high = y[i + step]; y[i] = low + high; y[i + step] = low - high; }
+        if (!(i & step)) {
+          const float low = y[i], high = y[i + step];
+          y[i] = low + high;
+          y[i + step] = low - high;
+        }
   }
 
   // BASE channels at a time with the matrix of that order, then a butterfly over these blocks
@@ -44,12 +55,13 @@ template <int D> struct Rotation {
     for (int i = 0; i < 2 * WORDS; i++) {
       const int c = channel(i);
       const u32 signs = negative_entries[c % BASE];
-      float total = -0.f;                                 // what is added to it stays what it is
+      float total = -0.f;  // what is added to it stays what it is
 #pragma unroll 1
       for (int p = 0; p < BASE; p += 2)
 #pragma unroll
         for (int e = 0; e < 2; e++)
-          total += __uint_as_float(__float_as_uint(fetch(y, c / BASE * BASE + p + e, e)) ^ (signs >> (p + e) & 1) << 31);
+          total +=
+              __uint_as_float(__float_as_uint(fetch(y, c / BASE * BASE + p + e, e)) ^ (signs >> (p + e) & 1) << 31);
       next[i] = total;
     }
 #pragma unroll
@@ -74,15 +86,20 @@ template <int D> __device__ __forceinline__ void transform_row(u32* x, const flo
   float y[2 * R::WORDS];
   auto multiply = [&](int j) {
     const int c = 64 * j + 2 * lane;
-    if (c < D) { y[2 * j] = __fmul_rn(y[2 * j], scale[c]); y[2 * j + 1] = __fmul_rn(y[2 * j + 1], scale[c + 1]); }
+    if (c < D) {
+      y[2 * j] = __fmul_rn(y[2 * j], scale[c]);
+      y[2 * j + 1] = __fmul_rn(y[2 * j + 1], scale[c + 1]);
+    }
   };
 #pragma unroll
   for (int j = 0; j < R::WORDS; j++) {
-    y[2 * j] = to_float(x[j] & 0xffff); y[2 * j + 1] = to_float(x[j] >> 16);
+    y[2 * j] = to_float(x[j] & 0xffff);
+    y[2 * j + 1] = to_float(x[j] >> 16);
     if constexpr (FACTORS == 1) multiply(j);
   }
   if constexpr (ROTATED) {
-    if constexpr (BASE == 1) R::butterfly(y, lane); else R::blocks(y, lane);
+    if constexpr (BASE == 1) R::butterfly(y, lane);
+    else R::blocks(y, lane);
 #pragma unroll
     for (int i = 0; i < 2 * R::WORDS; i++) y[i] = __fmul_rn(y[i], __uint_as_float(NORM_BITS));
   }

@@ -5,10 +5,15 @@
 #pragma once
 #include "affine.cuh"
 
-template <int N> struct Number { static constexpr int value = N; };
+template <int N> struct Number {
+  static constexpr int value = N;
+};
 // f(Number<FIRST>), ..., f(Number<LAST - 1>): what a loop that is written out cannot do, use its number as a constant.
 template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(const F& f) {
-  if constexpr (FIRST < LAST) { f(Number<FIRST>{}); each<FIRST + 1, LAST>(f); }
+  if constexpr (FIRST < LAST) {
+    f(Number<FIRST>{});
+    each<FIRST + 1, LAST>(f);
+  }
 }
 
 // Neighbouring channels of one width. GAIN, UNIT: bits of the float that a code's distance from the middle, and a page's mean, is
@@ -20,7 +25,9 @@ template <int BITS_, u32 GAIN_, u32 UNIT_> struct Width {
 };
 
 // Eight channels from `channel` on of a plane: bits, bits of the code below them, place among a lane's bits (4 a word).
-struct Octet { int channel, width, shift, at; };
+struct Octet {
+  int channel, width, shift, at;
+};
 
 // Groups of channels, all of one size.
 template <int D, class... W> struct Columns {
@@ -35,7 +42,8 @@ template <int D, class... W> struct Columns {
       for (int i = 0; i < GROUPS; i++) {
         if (width != high[i] && width != low[i]) continue;
         if (n < EACH) return {i * SIZE + n * 8, width, width == high[i] ? low[i] : 0, at + n * width};
-        n -= EACH; at += EACH * width;
+        n -= EACH;
+        at += EACH * width;
       }
     return {0, 0, 0, at};
   }
@@ -45,8 +53,8 @@ template <int D, class... W> struct Columns {
     for (int i = 0; i < GROUPS; i++) found += (high[i] > 0) + (low[i] > 0);
     return found * EACH;
   }
-  static constexpr int COUNT = count(), TILES = (COUNT + 1) / 2;                  // octets, and operands of 16 columns
-  static constexpr int WORDS = (octet(COUNT).at + 3) / 4;                         // of a lane, of 32 tokens
+  static constexpr int COUNT = count(), TILES = (COUNT + 1) / 2;  // octets, and operands of 16 columns
+  static constexpr int WORDS = (octet(COUNT).at + 3) / 4;         // of a lane, of 32 tokens
   static constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
 
   // What a channel's group says, f(Width).
@@ -59,7 +67,7 @@ template <int D, class... W> struct Columns {
 // Steps and centers of a lane's channels (two of every 64), and what they make of queries.
 template <int D, class X> struct StaticFold {
   static constexpr int WORDS = (D + 63) / 64;
-  static constexpr int ROOM = 12;                                                 // queries are of magnitude 2^ROOM at most
+  static constexpr int ROOM = 12;  // queries are of magnitude 2^ROOM at most
   u32 center[WORDS][2], step[WORDS][2];
 
   // record: of the KV head, float32 [D] both
@@ -69,7 +77,8 @@ template <int D, class X> struct StaticFold {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const u32* from = reinterpret_cast<const u32*>(record) + min(2 * (k * 32 + lane) + e, D - 1);
-        center[k][e] = ask(from); step[k][e] = ask(from + D);
+        center[k][e] = ask(from);
+        step[k][e] = ask(from + D);
       }
   }
   __device__ __forceinline__ float scaled(const u32* x, int k, int e) const {
@@ -86,9 +95,11 @@ template <int D, class X> struct StaticFold {
   }
   // Puts query x where means are multiplied with it (`means`), and where codes are (`codes`), of what it is `size` times; what it adds to
   // every score is `fixed`. largest: `most` of all lanes. A warp together.
-  __device__ __forceinline__ void put(const u32* x, float largest, u32* means, u32* codes, float* size, float* fixed, int lane) const {
+  __device__ __forceinline__ void put(const u32* x, float largest, u32* means, u32* codes, float* size, float* fixed,
+                                      int lane) const {
     const u32 exponent = min(max((__float_as_uint(largest) >> 23) + 1, ROOM + 2u), 252u);
-    const float inverse = __uint_as_float((254 - exponent + ROOM) << 23), back = __uint_as_float((exponent - ROOM) << 23);
+    const float inverse = __uint_as_float((254 - exponent + ROOM) << 23),
+                back = __uint_as_float((exponent - ROOM) << 23);
     float constant = 0.f;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
@@ -107,13 +118,17 @@ template <int D, class X> struct StaticFold {
         constant += to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(center[k][e]);
       }
       const u32 both = pack_half(code[0], code[1]);
-      codes[pair] = both; means[pair] = pack_half(mean[0], mean[1]);
+      codes[pair] = both;
+      means[pair] = pack_half(mean[0], mean[1]);
       // of what codes are multiplied with, as rounded: the two all but cancel
       constant -= (half_to_float(both & 0xffff) + half_to_float(both >> 16)) * middle * back;
     }
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) constant += __shfl_xor_sync(~0u, constant, d);
-    if (lane == 0) { *size = back; *fixed = constant; }
+    if (lane == 0) {
+      *size = back;
+      *fixed = constant;
+    }
   }
 };
 
@@ -121,9 +136,10 @@ template <int D, class X> struct StaticFold {
 template <int D, int MEAN_AT, class... W> struct StaticKeys {
   using X = Columns<D, W...>;
   using Fold = StaticFold<D, X>;
-  static constexpr bool NORMALISED = true;                // wants queries in copies of their own
+  static constexpr bool NORMALISED = true;  // wants queries in copies of their own
   static constexpr int GROUPS = 1, LIFT = 0;
-  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + (MEAN_AT < 0 ? 0 : D), SECOND = PAGE >= UNIT ? CODES : SLOT;
+  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + (MEAN_AT < 0 ? 0 : D),
+                       SECOND = PAGE >= UNIT ? CODES : SLOT;
 
   u32 q[NT][2 * X::TILES];  // right operand for codes
   float c[NT][2];           // what products with q, or means, are multiples of
@@ -137,12 +153,16 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) { c[n][e] = size[8 * n + 2 * t + e] * scale; fixed[n][e] = sums[8 * n + 2 * t + e] * scale; }
+      for (int e = 0; e < 2; e++) {
+        c[n][e] = size[8 * n + 2 * t + e] * scale;
+        fixed[n][e] = sums[8 * n + 2 * t + e] * scale;
+      }
       q[n][2 * X::TILES - 1] = 0;
       each<0, X::COUNT>([&](auto i) {
         constexpr Octet o = X::octet(decltype(i)::value);
         constexpr float factor = (float)(1 << o.shift) / (1 << o.at % 4);
-        u32 x; lds<1>(&x, rows + (8 * (NT + n) + g) * STRIDE + 2 * (o.channel + 2 * t));
+        u32 x;
+        lds<1>(&x, rows + (8 * (NT + n) + g) * STRIDE + 2 * (o.channel + 2 * t));
         q[n][decltype(i)::value] = mul2(x, pack_half(factor, factor));
       });
     }
@@ -163,13 +183,15 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 #pragma unroll
     for (int b = 0; MEAN_AT >= 0 && b < (D + 16) / 32; b++) {
       u32 m[2] = {}, a[4];
-      if (b < WHOLE) lds<2>(m, slot + CODES + 32 * b + 8 * t); else lds<1>(m, slot + CODES + 32 * b + 4 * t);
+      if (b < WHOLE) lds<2>(m, slot + CODES + 32 * b + 8 * t);
+      else lds<1>(m, slot + CODES + 32 * b + 4 * t);
 #pragma unroll
       for (int i = 0; i < 4; i++) a[i] = signed_halves(m[i >> 1] ^ 0x80808080u, i & 1);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 x[4] = {};
-        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t); else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
+        if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
+        else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
         const u32 low[4] = {a[0], 0u, a[1], 0u}, high[4] = {a[2], 0u, a[3], 0u};
         mma<false>(acc[0][n], low, x[0], x[1]);
         if (b < WHOLE) mma<false>(acc[1][n], high, x[2], x[3]);
@@ -186,8 +208,10 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     constexpr Octet o = X::octet(O);
     constexpr u32 MASK = ((1u << o.width) - 1) * 0x00010001u << o.at % 4;
     const u32 x = w[o.at / 4], y = w[o.at / 4] >> 8;
-    a[0][2 * i] = x & MASK; a[0][2 * i + 1] = y & MASK;
-    a[1][2 * i] = x & MASK << 4; a[1][2 * i + 1] = y & MASK << 4;
+    a[0][2 * i] = x & MASK;
+    a[0][2 * i + 1] = y & MASK;
+    a[1][2 * i] = x & MASK << 4;
+    a[1][2 * i + 1] = y & MASK << 4;
   }
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32, int lane) {
@@ -196,12 +220,14 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int n = 0; n < NT; n++) s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
+        for (int n = 0; n < NT; n++)
+          s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
       const u32 words = slot + blk * X::BYTES + lane * 4 * X::V;
       u32 w[X::WORDS];
       each<0, X::TILES>([&](auto k) {
         constexpr int K = decltype(k)::value, LAST = 2 * K + 1 < X::COUNT ? 2 * K + 1 : X::COUNT - 1;
-        constexpr int HAVE = K == 0 ? 0 : X::octet(2 * K - 1).at / 4 / X::V + 1, NEED = X::octet(LAST).at / 4 / X::V + 1;
+        constexpr int HAVE = K == 0 ? 0 : X::octet(2 * K - 1).at / 4 / X::V + 1,
+                      NEED = X::octet(LAST).at / 4 / X::V + 1;
 #pragma unroll
         for (int load = HAVE; load < NEED; load++) lds<X::V>(w + load * X::V, words + load * 128 * X::V);
         u32 a[2][4] = {};
@@ -215,7 +241,9 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     }
   }
 
-  __device__ __forceinline__ float factor(int n, int tile, int e) const { return c[n][e] * (TWO24 / operand_position<2>(tile & 1)); }
+  __device__ __forceinline__ float factor(int n, int tile, int e) const {
+    return c[n][e] * (TWO24 / operand_position<2>(tile & 1));
+  }
   __device__ __forceinline__ float offset(int n, int, int e) const { return bias[n][e]; }
 };
 

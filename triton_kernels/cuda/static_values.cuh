@@ -8,18 +8,24 @@
 template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
   static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static_fragment.validate");
-  static constexpr int PER_TILE = HIGH / 2, LOW_AT = D / 16 * PER_TILE;           // words of 16 channels; where those of the lower plane are
-  static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0), V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
+  static constexpr int PER_TILE = HIGH / 2,
+                       LOW_AT = D / 16 * PER_TILE;  // words of 16 channels; where those of the lower plane are
+  static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0),
+                       V = WORDS % 4 == 0   ? 4
+                           : WORDS % 2 == 0 ? 2
+                                            : 1,
+                       BYTES = 128 * WORDS;
   static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + (MEAN_AT < 0 ? 0 : D);
   static constexpr int SLOT = SCALES + (SCALED ? PT / 2 : 0), SCRATCH = SCALED ? 2 * PT * 4 : 0;
-  static constexpr float SUM_UNIT = 1 / TWO24, STEPS = 1 << W::LOW;               // in which `add` sums up, times so many steps of the codes
-  static constexpr bool RECORD = true;                                            // wants the KV head's parameters
+  static constexpr float SUM_UNIT = 1 / TWO24,
+                         STEPS = 1 << W::LOW;  // in which `add` sums up, times so many steps of the codes
+  static constexpr bool RECORD = true;         // wants the KV head's parameters
 
-  const float* record;                   // of the row's KV head: center, step
-  float shift[PT / 32][4];               // added to the exponents of the lane's tokens
-  float z[NT][2];                        // minus middle times the sum of p t, of the lane's tokens
-  float page[NT][2];                     // sum of p of the present page, of the lane's tokens
-  float pages[NT][2];                    // the same of all pages before it
+  const float* record;      // of the row's KV head: center, step
+  float shift[PT / 32][4];  // added to the exponents of the lane's tokens
+  float z[NT][2];           // minus middle times the sum of p t, of the lane's tokens
+  float page[NT][2];        // sum of p of the present page, of the lane's tokens
+  float pages[NT][2];       // the same of all pages before it
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -39,7 +45,9 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   }
 
   // A token's place in words multiplies its code with 2^place; j: which of a lane's four neighbours
-  static __device__ __forceinline__ constexpr int place(int j) { return HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1); }
+  static __device__ __forceinline__ constexpr int place(int j) {
+    return HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1);
+  }
 
   // For each token of the piece: the binary logarithm of its scale (place divided out), and 1 / scale.
   __device__ __forceinline__ void weigh(u32 slot, u32 scratch, int, int lane) {
@@ -50,7 +58,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
         for (int j = 0; j < 4; j++) shift[blk][j] = -place(j);
       return;
     } else {
-      constexpr int EACH = PT / 32;                       // neighbouring tokens of a lane: one or two
+      constexpr int EACH = PT / 32;  // neighbouring tokens of a lane: one or two
       const u32 first = lane * EACH, pair = lds_u16(slot + SCALES + first / 4 * 2);
       float x[2][EACH];
 #pragma unroll
@@ -64,16 +72,21 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
       for (int i = 0; i < 2; i++) sts<EACH>(scratch + 4 * (i * PT + EACH * lane), x[i]);
       __syncwarp();
 #pragma unroll
-      for (int blk = 0; blk < PT / 32; blk++) lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+      for (int blk = 0; blk < PT / 32; blk++)
+        lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
     }
   }
-  __device__ __forceinline__ float exponent(int tile, int i) const { return shift[tile >> 1][2 * (tile & 1) + (i >> 1)]; }
+  __device__ __forceinline__ float exponent(int tile, int i) const {
+    return shift[tile >> 1][2 * (tile & 1) + (i >> 1)];
+  }
 
   // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the page's.
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 slot, u32 scratch, int, int lane) {
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 slot, u32 scratch, int,
+                                      int lane) {
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
-      float inverse[4]; u32 p[2][NT][2];
+      float inverse[4];
+      u32 p[2][NT][2];
       if constexpr (SCALED) lds<4>(reinterpret_cast<u32*>(inverse), scratch + (PT + blk * 32 + lane / 4 * 4) * 4);
 #pragma unroll
       for (int h = 0; h < 2; h++)
@@ -87,7 +100,8 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
             page[n][i & 1] += w[i] * (SCALED ? inverse[j] : (float)(1 << place(j)));
             z[n][i & 1] += w[i] * (-W::MIDDLE * (1 << place(j)));
           }
-          p[h][n][0] = transposed(pack_half(w[0], w[1])); p[h][n][1] = transposed(pack_half(w[2], w[3]));
+          p[h][n][0] = transposed(pack_half(w[0], w[1]));
+          p[h][n][1] = transposed(pack_half(w[2], w[3]));
         }
       const u32 words = slot + blk * BYTES + lane * 4 * V;
       u32 w[WORDS];
@@ -95,7 +109,8 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
       for (int load = 0; load < WORDS / V; load++) lds<V>(w + load * V, words + load * 128 * V);
 #pragma unroll
       for (int c = 0; c < D / 16; c++) {
-        u32 a[2][4]; unpack<HIGH>(w + c * PER_TILE, a);
+        u32 a[2][4];
+        unpack<HIGH>(w + c * PER_TILE, a);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -136,7 +151,11 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; pages[n][e] += page[n][e]; page[n][e] = 0.f; }
+        for (int e = 0; e < COLUMNS_USED; e++) {
+          l[n][e] += page[n][e];
+          pages[n][e] += page[n][e];
+          page[n][e] = 0.f;
+        }
       return;
     }
     const int g = lane >> 2;
@@ -146,12 +165,18 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) { l[n][e] += page[n][e]; pages[n][e] += page[n][e]; part[n][e] = sum_rows(page[n][e]) * unit; page[n][e] = 0.f; }
+      for (int e = 0; e < COLUMNS_USED; e++) {
+        l[n][e] += page[n][e];
+        pages[n][e] += page[n][e];
+        part[n][e] = sum_rows(page[n][e]) * unit;
+        page[n][e] = 0.f;
+      }
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
-      u32 m[2];                                           // channels of the lane's rows of two times 16 (`channel_of`), and neighbours
-      if (b < WHOLE) lds<2>(m, slot + MEANS + 32 * b + 8 * (g >> 1)); else lds<1>(m, slot + MEANS + 32 * b + 4 * (g >> 1));
+      u32 m[2];  // channels of the lane's rows of two times 16 (`channel_of`), and neighbours
+      if (b < WHOLE) lds<2>(m, slot + MEANS + 32 * b + 8 * (g >> 1));
+      else lds<1>(m, slot + MEANS + 32 * b + 4 * (g >> 1));
 #pragma unroll
       for (int u = 0; u < (b < WHOLE ? 2 : 1); u++) {
         const u32 own = (m[u] ^ 0x80808080u) >> 8 * (g & 1);
@@ -167,7 +192,11 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     }
   }
 
-  __device__ __forceinline__ void decay(int n, int e, float a) { z[n][e] *= a; page[n][e] *= a; pages[n][e] *= a; }
+  __device__ __forceinline__ void decay(int n, int e, float a) {
+    z[n][e] *= a;
+    page[n][e] *= a;
+    pages[n][e] *= a;
+  }
 
   // f(o of a channel and row, center, step x gain, e, n), for the lane's
   template <class F> __device__ __forceinline__ void channels(float (*o)[NT][4], int lane, F f) const {
@@ -195,7 +224,12 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) { total[n][e] = sum_rows(pages[n][e]); middle[n][e] = sum_rows(z[n][e]) / STEPS; }
-    channels(o, lane, [&](float& x, float center, float step, int n, int e) { x = (x * TWO24 + middle[n][e]) * step + center * total[n][e]; });
+      for (int e = 0; e < COLUMNS_USED; e++) {
+        total[n][e] = sum_rows(pages[n][e]);
+        middle[n][e] = sum_rows(z[n][e]) / STEPS;
+      }
+    channels(o, lane, [&](float& x, float center, float step, int n, int e) {
+      x = (x * TWO24 + middle[n][e]) * step + center * total[n][e];
+    });
   }
 };

@@ -18,12 +18,14 @@
 
 struct StepArgs : Args {
   AppendArgs store;
-  int* arrived;                     // teams that read no counter any more, zero before and after
+  int* arrived;  // teams that read no counter any more, zero before and after
 };
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
 // What a row's token makes due, handed from the start of its work to the end, when counters in memory may have advanced.
-struct Due { int stored, before; };                       // stored: -1 where nothing is to be packed
+struct Due {
+  int stored, before;
+};  // stored: -1 where nothing is to be packed
 
 // A token's channels, two a lane at a time.
 template <int D> struct Token {
@@ -37,7 +39,8 @@ template <int D> struct Token {
   __device__ __forceinline__ void put(u16* target, int lane) const {
     if (!target) return;
 #pragma unroll
-    for (int j = 0; j < WORDS; j++) if (32 * j + lane < D / 2) reinterpret_cast<u32*>(target)[32 * j + lane] = x[j];
+    for (int j = 0; j < WORDS; j++)
+      if (32 * j + lane < D / 2) reinterpret_cast<u32*>(target)[32 * j + lane] = x[j];
   }
 };
 
@@ -46,11 +49,16 @@ template <int D> struct Token {
 COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;
   const Counts n(a, bh, length, paged);
-  Token<DK> k; Token<DV> v;                               // all is loaded before the first branch: one memory latency
-  k.load(a.k, b * a.k_b + h * a.k_h, lane); v.load(a.v, b * a.v_b + h * a.v_h, lane);
+  Token<DK> k;
+  Token<DV> v;  // all is loaded before the first branch: one memory latency
+  k.load(a.k, b * a.k_b + h * a.k_h, lane);
+  v.load(a.v, b * a.v_b + h * a.v_h, lane);
   const bool real = !padding(a, b);
   u16 *key = nullptr, *value = nullptr;
-  if (real && kept(a, n)) { key = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored); value = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored); }
+  if (real && kept(a, n)) {
+    key = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored);
+    value = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
+  }
   k.put(key, lane);
   v.put(value, lane);
   return {real && n.fits && n.after > n.before ? length : -1, paged};
@@ -68,27 +76,31 @@ COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int th
 // a memory latency: lane 0 gets how many teams were before it.
 __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   int before = 0;
-  count_up_global(lane == 0, arrived, before);            // atomicAdd would wait for its answer
+  count_up_global(lane == 0, arrived, before);  // atomicAdd would wait for its answer
   return before;
 }
 
 // count: rows times heads.
 COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
-  constexpr int BATCH = 4;                                // loads in flight
+  constexpr int BATCH = 4;  // loads in flight
   for (int first = lane; first < count; first += 32 * BATCH) {
     int length[BATCH], paged[BATCH];
     bool real[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       const int bh = min(first + 32 * j, count - 1);
-      length[j] = a.length[bh]; paged[j] = a.paged[bh]; real[j] = first + 32 * j < count && !padding(a, bh / a.heads);
+      length[j] = a.length[bh];
+      paged[j] = a.paged[bh];
+      real[j] = first + 32 * j < count && !padding(a, bh / a.heads);
     }
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       const Counts n(a, first + 32 * j, length[j], paged[j]);
-      if (real[j] && n.fits) { a.length[first + 32 * j] = n.stored + 1; a.paged[first + 32 * j] = n.after; }
-      else if (real[j]) a.lost[first + 32 * j] += 1;
+      if (real[j] && n.fits) {
+        a.length[first + 32 * j] = n.stored + 1;
+        a.paged[first + 32 * j] = n.after;
+      } else if (real[j]) a.lost[first + 32 * j] += 1;
     }
   }
   if (lane == 0) *arrived = 0;
@@ -96,14 +108,15 @@ COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lan
 
 // The last team writes them. before: what `leave_counters` gave.
 __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
-  if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1) advance_counters(a, arrived, count, lane);
+  if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1)
+    advance_counters(a, arrived, count, lane);
 }
 
 // A team's part in it, while it attends to one row.
 constexpr int DUES = TEAMS;
 static_assert(SPACE <= TEAM_BYTES, "what packing needs");
 struct TokenStore {
-  bool stores, leaves;                                    // it has the chunk's block of the window; the warp ends its reads of counters
+  bool stores, leaves;  // it has the chunk's block of the window; the warp ends its reads of counters
 
   // The warp of a team without any part ends them as well.
   static __device__ __forceinline__ void leave_unused(const StepArgs& a, int lane) {
@@ -114,10 +127,13 @@ struct TokenStore {
     stores = row_block == 0 && part.blocks[0] < part.row.blocks && part.blocks[1] == part.row.blocks;
     leaves = warp == WARPS - 1 && part.last;
   }
-  __device__ __forceinline__ void begin(Due* dues, int team, int thread) const { if (thread == 0) dues[team].stored = -1; }
+  __device__ __forceinline__ void begin(Due* dues, int team, int thread) const {
+    if (thread == 0) dues[team].stored = -1;
+  }
 
   // By the last warp: it has neither window nor pages, where there is not enough for all.
-  __device__ __forceinline__ void keep(const StepArgs& a, const Row& row, Due* dues, int team, int warp, int lane) const {
+  __device__ __forceinline__ void keep(const StepArgs& a, const Row& row, Due* dues, int team, int warp,
+                                       int lane) const {
     const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
     if (stores && warp == WARPS - 1) {
       const Due due = keep_token(a.store, row.b, row.h, row.length, row.paged, lane);
@@ -125,8 +141,10 @@ struct TokenStore {
     }
     if (leaves) write_counters(a.store, a.arrived, before, a.batch * a.heads, lane);
   }
-  __device__ __forceinline__ void pack(const StepArgs& a, const Due* dues, int bh, int thread, int team, u8* space) const {
-    if (const Due due = dues[team]; due.stored >= 0) pack_token(a.store, bh, due.stored, due.before, thread, team, space);
+  __device__ __forceinline__ void pack(const StepArgs& a, const Due* dues, int bh, int thread, int team,
+                                       u8* space) const {
+    if (const Due due = dues[team]; due.stored >= 0)
+      pack_token(a.store, bh, due.stored, due.before, thread, team, space);
   }
 };
 #else

@@ -5,10 +5,10 @@
 
 struct TransformArgs {
   const u8 *q, *k;
-  u8 *q_out, *k_out;                // contiguous
-  const float *q_scale, *k_scale;   // factors of KV head h at h * scale_h, where FACTORS
-  i64 q_b, q_h, q_s, k_b, k_h, k_s; // strides in elements; of channels: 1
-  i64 rows;                         // batch x (q_heads + heads) x tokens
+  u8 *q_out, *k_out;                 // contiguous
+  const float *q_scale, *k_scale;    // factors of KV head h at h * scale_h, where FACTORS
+  i64 q_b, q_h, q_s, k_b, k_h, k_s;  // strides in elements; of channels: 1
+  i64 rows;                          // batch x (q_heads + heads) x tokens
   i64 scale_h;
   int q_heads, heads, tokens;
 };
@@ -23,7 +23,9 @@ extern "C" __global__ void __launch_bounds__(128) transform(const __grid_constan
   int h = r / a.tokens % all;
   const bool is_q = h < a.q_heads;
   if (!is_q) h -= a.q_heads;
-  const u8* from = (is_q ? a.q : a.k) + 2 * (is_q ? b * a.q_b + h * a.q_h + token * a.q_s : b * a.k_b + h * a.k_h + token * a.k_s);
+  const u8* from =
+      (is_q ? a.q : a.k) + 2 * (is_q ? b * a.q_b + h * a.q_h + token * a.q_s : b * a.k_b + h * a.k_h + token * a.k_s);
   u8* to = (is_q ? a.q_out : a.k_out) + 2 * (((b * (is_q ? a.q_heads : a.heads) + h) * a.tokens + token) * DIM);
-  transform_token<DIM>(from, to, is_q ? a.q_scale + h * a.heads / a.q_heads * a.scale_h : a.k_scale + h * a.scale_h, lane);
+  transform_token<DIM>(from, to, is_q ? a.q_scale + h * a.heads / a.q_heads * a.scale_h : a.k_scale + h * a.scale_h,
+                       lane);
 }

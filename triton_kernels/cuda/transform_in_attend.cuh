@@ -12,7 +12,8 @@ __device__ __forceinline__ void transform_query(const Args& a, u32* x, int kv_he
 
 // The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
 // them, and where storing finds them afterwards. Before the warp copies any of them.
-__device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride, int lane) {
+__device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride,
+                                                int lane) {
   const int stored = row.sinks + row.tail;
   for (int block = first; block < stop; block += stride)
     for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {

@@ -14,10 +14,18 @@ using Values = VALUE_FORMAT;
 
 // What only some formats have: bytes of shared memory for a codebook, bytes of a page's part, an order of their own of a lane's channels,
 // keys that fold parameters into the queries (`StaticFold`), values that want theirs and the ends of pages (`StaticValues`).
-template <class F, class = void> struct TableBytes { static constexpr int value = 0; };
-template <class F> struct TableBytes<F, decltype((void)F::TABLE)> { static constexpr int value = F::TABLE; };
-template <class F, class = void> struct PartBytes { static constexpr int value = 0; };
-template <class F> struct PartBytes<F, decltype((void)F::PART)> { static constexpr int value = F::PART; };
+template <class F, class = void> struct TableBytes {
+  static constexpr int value = 0;
+};
+template <class F> struct TableBytes<F, decltype((void)F::TABLE)> {
+  static constexpr int value = F::TABLE;
+};
+template <class F, class = void> struct PartBytes {
+  static constexpr int value = 0;
+};
+template <class F> struct PartBytes<F, decltype((void)F::PART)> {
+  static constexpr int value = F::PART;
+};
 template <class F, class = void> struct Order {
   static constexpr bool OWN = false;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return channel_of<DV>(k, j, g); }
@@ -31,11 +39,21 @@ struct NoFold {
   __device__ __forceinline__ float most(const u32*) const { return 0.f; }
   __device__ __forceinline__ void put(const u32*, float, u32*, u32*, float*, float*, int) const {}
 };
-template <class F, class = void> struct FoldOf { static constexpr bool FOLDS = false; using Type = NoFold; };
-template <class F> struct FoldOf<F, decltype((void)sizeof(typename F::Fold))> { static constexpr bool FOLDS = true; using Type = typename F::Fold; };
+template <class F, class = void> struct FoldOf {
+  static constexpr bool FOLDS = false;
+  using Type = NoFold;
+};
+template <class F> struct FoldOf<F, decltype((void)sizeof(typename F::Fold))> {
+  static constexpr bool FOLDS = true;
+  using Type = typename F::Fold;
+};
 constexpr bool FOLDED = FoldOf<Keys>::FOLDS;
-template <class F, class = void> struct Record { static constexpr bool WANTED = false; };
-template <class F> struct Record<F, decltype((void)F::RECORD)> { static constexpr bool WANTED = true; };
+template <class F, class = void> struct Record {
+  static constexpr bool WANTED = false;
+};
+template <class F> struct Record<F, decltype((void)F::RECORD)> {
+  static constexpr bool WANTED = true;
+};
 template <class F> __device__ __forceinline__ void give_record(F& values, const Parameter& x, int h) {
   if constexpr (Record<F>::WANTED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
 }
@@ -47,7 +65,8 @@ template <class F, class O, class L> __device__ __forceinline__ void end_page(F&
   if constexpr (Record<F>::WANTED) values.end_page(o, l, slot, lane);
 }
 template <class F, class O> __device__ __forceinline__ void leave_pages(F& values, O o, int lane) {
-  if constexpr (Record<F>::WANTED) values.leave(o, lane); else values.finish(o);
+  if constexpr (Record<F>::WANTED) values.leave(o, lane);
+  else values.finish(o);
 }
 constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
 
@@ -55,24 +74,27 @@ constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableByt
 __device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { return Order<Values>::channel(k, j, g); }
 
 constexpr int TILES = PT / 16;
-constexpr int Q_STRIDE = DK * 2 + 16;                  // bytes; padded against bank conflicts
+constexpr int Q_STRIDE = DK * 2 + 16;  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT || FOLDED ? 3 : 2) * ROWS * Q_STRIDE;
-constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);      // sizes of the rows, and sums over groups of channels
+constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);  // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
 // Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
 constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
 // NARROW: keys and values of a block of the window take turns in one place, so that the window does not bound the number of warps.
-constexpr int WINDOW_BYTES = NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
-constexpr int MERGE_STRIDE = DV + 1;                   // floats of a row of a warp's result, padded against bank conflicts
+constexpr int WINDOW_BYTES =
+    NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
+constexpr int MERGE_STRIDE = DV + 1;  // floats of a row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
 constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
-static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES, "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
-static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES, "formats and structs differ on a page's parts");
-constexpr int SLOT_FLOATS = ROWS * (DV + 2);           // of a partial result in memory
+static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES,
+              "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
+static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES,
+              "formats and structs differ on a page's parts");
+constexpr int SLOT_FLOATS = ROWS * (DV + 2);  // of a partial result in memory
 constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
-constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;         // of 32 tokens of the window
+constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;  // of 32 tokens of the window
 // Weights are at most 2^(HEADROOM + GROWTH), which fp16 holds. The maximum is renewed when a score exceeds the last one by GROWTH powers
 // of two, and is then put HEADROOM below it: so much more is left of small weights.
 constexpr float GROWTH = 8.f, HEADROOM = 7.f;
@@ -81,7 +103,8 @@ constexpr float GROWTH = 8.f, HEADROOM = 7.f;
 struct Row {
   int b, h, length, paged, units, sinks, tail, chunk, blocks;
   __device__ __forceinline__ void count(const Args& a, int row_block, int length_, int paged_) {
-    length = length_; paged = paged_;
+    length = length_;
+    paged = paged_;
     units = (paged + UNIT - 1) / UNIT;
     sinks = min(length, a.sink);
     tail = max(length - a.sink, 0) - paged;
@@ -102,7 +125,8 @@ struct Warp {
     for (int n = 0; n < NT; n++) {
 #pragma unroll
       for (int k = 0; k < DV / 16; k++) o[k][n][0] = o[k][n][1] = o[k][n][2] = o[k][n][3] = 0.f;
-      m[n][0] = m[n][1] = LOWEST; l[n][0] = l[n][1] = 0.f;
+      m[n][0] = m[n][1] = LOWEST;
+      l[n][0] = l[n][1] = 0.f;
     }
     values.begin();
   }
@@ -127,10 +151,14 @@ struct Warp {
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) {
           const float x = fmaxf(m[n][e], max_rows(most[n][e]) - HEADROOM), a = ex2(m[n][e] - x);
-          m[n][e] = x; l[n][e] *= a;
+          m[n][e] = x;
+          l[n][e] *= a;
           values.decay(n, e, a);
 #pragma unroll
-          for (int k = 0; k < DV / 16; k++) { o[k][n][e] *= a; o[k][n][e + 2] *= a; }
+          for (int k = 0; k < DV / 16; k++) {
+            o[k][n][e] *= a;
+            o[k][n][e + 2] *= a;
+          }
         }
     }
 #pragma unroll
@@ -153,8 +181,10 @@ struct Warp {
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            float& at = memory[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE + (back ? out_channel(k, i >> 1, g) : channel_of<DV>(k, i >> 1, g))];
-            if (back) o[k][n][i] = at; else at = o[k][n][i];
+            float& at = memory[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE +
+                               (back ? out_channel(k, i >> 1, g) : channel_of<DV>(k, i >> 1, g))];
+            if (back) o[k][n][i] = at;
+            else at = o[k][n][i];
           }
       __syncwarp();
     }
@@ -168,7 +198,10 @@ struct Warp {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) { m[n][e] -= BY; l[n][e] *= FACTOR; }
+      for (int e = 0; e < COLUMNS_USED; e++) {
+        m[n][e] -= BY;
+        l[n][e] *= FACTOR;
+      }
 #pragma unroll
       for (int k = 0; k < DV / 16; k++)
 #pragma unroll

@@ -22,7 +22,8 @@ struct Window {
     }
     const int c = i - stored;
     keep = c < row.chunk && (!HAS_MASK || a.mask[row.b * a.mask_b + c * a.mask_s]);
-    const i64 at = which ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
+    const i64 at = which ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s
+                         : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
     return (which ? a.v : a.k) + 2 * at;
   }
   __device__ __forceinline__ void copy_keys(int block) const {
@@ -30,32 +31,40 @@ struct Window {
     commit();
   }
   __device__ __forceinline__ void copy_values(int block) const {
-    Dense<DV>::copy(space + VALUES, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
+    Dense<DV>::copy(
+        space + VALUES, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
     commit();
   }
   __device__ __forceinline__ void start() const {
-    if (first < stop) { copy_keys(first); if (!NARROW) copy_values(first); }
+    if (first < stop) {
+      copy_keys(first);
+      if (!NARROW) copy_values(first);
+    }
   }
 
   __device__ __forceinline__ void attend(Warp& w, int row_block, u32 rows, float scale) const {
     if (first >= stop) return;
     const int g = lane >> 2, t = lane & 3, stored = row.sinks + row.tail;
-    int query[NT][2];                                     // token of each column's query
+    int query[NT][2];  // token of each column's query
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < COLUMNS_USED; e++) query[n][e] = (SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
+      for (int e = 0; e < COLUMNS_USED; e++)
+        query[n][e] = (SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
 #pragma unroll 1
     for (int block = first; block < stop; block += stride) {
       const bool more = block + stride < stop;
       float s[2][NT][4];
-      wait<NARROW ? 0 : 1>(); __syncwarp();
+      wait<NARROW ? 0 : 1>();
+      __syncwarp();
       Dense<DK>::scores(s, space, rows, lane);
       __syncwarp();
-      if (NARROW) copy_values(block); else if (more) copy_keys(block + stride); else commit();
+      if (NARROW) copy_values(block);
+      else if (more) copy_keys(block + stride);
+      else commit();
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int c = 32 * block + 4 * g + j - stored;    // token of the chunk
+        const int c = 32 * block + 4 * g + j - stored;  // token of the chunk
         const bool keep = c < row.chunk && (!HAS_MASK || c < 0 || a.mask[row.b * a.mask_b + c * a.mask_s]);
 #pragma unroll
         for (int n = 0; n < NT; n++)
@@ -66,11 +75,15 @@ struct Window {
           }
       }
       w.subtract_maximum<2>(s);
-      wait<NARROW ? 0 : 1>(); __syncwarp();
+      wait<NARROW ? 0 : 1>();
+      __syncwarp();
       Dense<DV>::add(w.o, w.l, s, space + VALUES, lane);
       __syncwarp();
-      if (NARROW && more) copy_keys(block + stride); else if (!NARROW && more) copy_values(block + stride); else commit();
+      if (NARROW && more) copy_keys(block + stride);
+      else if (!NARROW && more) copy_values(block + stride);
+      else commit();
     }
-    wait<0>(); __syncwarp();
+    wait<0>();
+    __syncwarp();
   }
 };
