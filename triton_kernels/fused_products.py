@@ -29,10 +29,12 @@ class Tiles(NamedTuple):
     stages: int
 
 
-#: for one row, and for more
-ONE_ROW, MORE_ROWS = Tiles(16, 512, 4, 4), Tiles(16, 256, 4, 5)
+#: for one row, and for more: the fastest of five to seven each on one H200, for 4096 inputs (docs/dev/log/generation.md)
+ONE_ROW, MORE_ROWS = Tiles(16, 256, 4, 4), Tiles(16, 128, 2, 6)
 #: the same where two weights are read side by side
-ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(8, 512, 4, 4), Tiles(16, 256, 4, 4)
+ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(4, 1024, 4, 3), Tiles(32, 256, 4, 3)
+#: where tiles in flight need more shared memory than a block has (consumer GPUs have 99 KB)
+SMALL = Tiles(16, 128, 4, 3)
 
 
 @triton.jit
@@ -159,7 +161,7 @@ def products(
     flat = _rows(x)
     if len(weights) not in (2, 3):
         raise ValueError(f"weights: {len(weights)} are given; allowed: 2 or 3")
-    tiles = tiles or (ONE_ROW if len(flat) == 1 else MORE_ROWS)
+    tiles = tiles or _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
     outs = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
     sizes = [len(weight) for weight in weights]
     three = [(*given, *given[-1:])[:3] for given in (weights, biases or weights, outs)]
@@ -194,7 +196,7 @@ def gated_product(
     """
     flat = _rows(x)
     gate, up = weights
-    tiles = tiles or (ONE_ROW_GATED if len(flat) == 1 else MORE_ROWS_GATED)
+    tiles = tiles or _fitting(ONE_ROW_GATED if len(flat) == 1 else MORE_ROWS_GATED, 2, flat)
     out = x.new_empty(*x.shape[:-1], len(gate))
     launch(
         *(gated_product_kernel, (triton.cdiv(len(gate), tiles.outputs),), flat, gate, up, *(biases or weights), out),
@@ -204,6 +206,17 @@ def gated_product(
         **_constants(flat, biases, tiles),
     )
     return out
+
+
+def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
+    """These tiles, or `SMALL` where they do not fit into shared memory."""
+    if flat.device.type != "cuda":
+        return tiles
+    rows = 1 if len(flat) == 1 else MOST_ROWS
+    # Triton keeps one tile less than are in flight
+    needed = (tiles.stages - 1) * (weights * tiles.outputs + rows) * tiles.inputs * flat.element_size()
+    properties = torch.cuda.get_device_properties(flat.device)
+    return tiles if needed <= getattr(properties, "shared_memory_per_block_optin", 2**16) else SMALL
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

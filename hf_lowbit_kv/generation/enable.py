@@ -22,6 +22,7 @@ from ..presets import DEFAULT_PRESET
 from . import recording
 from .call_options import check_fuse
 from .decoding_loop import decoding_with, late_stop_check
+from .fusing import compile_ahead
 from .generate import lend_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
@@ -239,6 +240,8 @@ def _prepare_cache_for_generation(
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
     call.undone.enter_context(late_stop_check(cache, self.device))
+    if enabled.fuse:
+        compile_ahead(self, rows)
     call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache
     _take_prefix(enabled, call, cache, generation_config)

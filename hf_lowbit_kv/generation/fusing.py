@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward
+from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward, why_no_kernels
 from .piece_finder import find_pieces
 
 #: a result that differs from the formula by more than this part of its row's largest number comes from another formula
@@ -80,6 +81,8 @@ class Fusion:
         Which of them hold is known afterwards, except where a piece's fastest way has failed and it has another one: `settled`
         stays `False` then, for another step.
         """
+        if (thread := _ahead.pop(model, None)) is not None:
+            thread.join()
         try:
             pieces, plain = _sorted(find_pieces(model))
         except Exception as error:  # a model that has modules of other kinds than torch's
@@ -139,6 +142,39 @@ class Fusion:
             said = "; ".join(f"{_some(names)}: {reason}" for reason, names in by_reason.items())
             parts.append(f"{kind} {fused}/{len(rows)}" + (f" ({said})" if said else ""))
         return ", ".join(parts) or "nothing: no piece is known"
+
+
+def compile_ahead(model: Any, rows: int) -> None:
+    """Let the kernels of this model's pieces compile in a thread of its own, while a prompt is read. Once for each model, for
+    one row and for more. An error is left to the step that needs the kernel.
+
+    Args:
+        rows: of a step.
+    """
+    done = _compiled.setdefault(model, set())
+    if rows > MOST_ROWS or (rows == 1) in done or why_nothing_fused(model) or why_no_kernels(model.device.type):
+        return
+    done.add(rows == 1)
+
+    def work() -> None:
+        with contextlib.suppress(Exception), torch.no_grad():
+            seen = set()
+            for piece in find_pieces(model):
+                if not isinstance(piece, Piece) or (x := piece.example(rows)) is None:
+                    continue
+                if (kernel := (piece.kind, piece.ways[0], x.shape, x.dtype)) not in seen:
+                    seen.add(kernel)
+                    piece.fused(piece.ways[0], x)
+
+    thread = _ahead[model] = threading.Thread(target=work, name="hf-lowbit-kv-compile")
+    thread.start()
+
+
+#: rows that products are fused for
+MOST_ROWS = 16
+#: models whose kernels compile now, and for which steps they were compiled: of one row, of more
+_ahead: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
 
 
 def why_nothing_fused(model: Any) -> str | None:

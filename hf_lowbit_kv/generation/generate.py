@@ -36,6 +36,7 @@ from .call_options import (
     which_step,
 )
 from .decoding_loop import decoding_with, late_stop_check
+from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
@@ -181,6 +182,8 @@ def _run(
             kept_prefix.begin()
         read_prompt(inner, cache, options, _say if progress else lambda text: None)
         recorded = recording.recorded_step(cache, inner.device, fuse) if step == "recorded" else None
+        if recorded is not None and fuse:
+            compile_ahead(inner, rows * return_sequences(inner, options))
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**options)
     cache.check_overrun()

@@ -21,11 +21,11 @@ from interpreted import PARTS, run_part
 from torch import nn
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.generation import recording
+from hf_lowbit_kv.generation import fusing, recording
 from hf_lowbit_kv.generation.fused_pieces import Norm, NotFusedError, Piece, Plain, with_globals
 from hf_lowbit_kv.generation.fusing import Fusion, agreement, why_nothing_fused
 from hf_lowbit_kv.generation.piece_finder import find_pieces
-from hf_lowbit_kv.triton_kernels import fused_products
+from hf_lowbit_kv.triton_kernels import common, fused_products
 
 pytestmark = pytest.mark.host
 PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -228,6 +228,28 @@ def test_small_products_of_one_input_that_changes():
         with fusion.in_force(module):
             for out, want in zip(module(x.clone()), plain, strict=True):
                 torch.testing.assert_close(out, want)
+
+
+@kernels.needs_interpreter
+@pytest.mark.parametrize("rows", [1, 3])
+def test_small_kernels_compile_ahead(model, rows):
+    """One launch of each kernel, in a thread of its own, once."""
+    before = dict(common.launches)
+    for _ in range(2):
+        fusing.compile_ahead(model, rows)
+        if (thread := fusing._ahead.get(model)) is not None:
+            thread.join()
+    names = ("rms_norm_kernel", "products_kernel", "gated_product_kernel")
+    assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1]
+    assert Behind(model).settled().report() == FOUND["llama"]
+    assert model not in fusing._ahead
+
+
+def test_nothing_compiles_ahead_without_kernels(model):
+    if not (kernels.GPU or kernels.INTERPRETED):
+        fusing.compile_ahead(model, 1)
+    fusing.compile_ahead(model, 17)
+    assert model not in fusing._ahead
 
 
 # ---- what stays plain, and why; no kernel runs here --------------------------------------------------------------------
