@@ -2,8 +2,10 @@
 
 A model of the shape of Llama 3.1 8B with random weights. Three measurements:
 
-- `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch. `round_ms` is a whole round
-  of the scheduler with these rows: what it takes beyond the step is the CPU's work that the GPU waits for.
+- `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch: the median, of rows of one
+  length.
+- `ragged`: the same of rows of different lengths, of which some fill a page in most steps: the mean over as many steps as a
+  page has tokens. `round_ms` is a whole round of the scheduler with such rows.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
 - `static`: `lb.generate` on the same requests in batches within the same memory. Of three orders and five batch sizes the one
   that is fastest by what `steps` and `many` have measured is run.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,16 +32,18 @@ from rich.table import Table
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
-from hf_lowbit_kv.eval.benchmarks.contenders import StepClock, make
+from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
 from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 
-PARTS = ("steps", "many", "static", "peer")
+PARTS = ("steps", "ragged", "many", "static", "peer")
 ROWS = (1, 7, 33, 64)
 STEPS = 24
+#: a page's tokens
+RAGGED_STEPS = 128
 #: requests that transformers' own scheduler gets
 PEER_REQUESTS = 50
 console = wide_console()
@@ -94,62 +99,77 @@ def clean(device: torch.device) -> None:
 # ---- steps ------------------------------------------------------------------------------------------------------------
 
 
+def lengths_of(rows: int, length: int, ragged: bool) -> list[int]:
+    """Tokens of each row; ragged ones differ by one, so that each fills its pages at other steps."""
+    return [length - row if ragged else length for row in range(rows)]
+
+
+def middle(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
 @torch.no_grad()
-def pool_steps_ms(model: Any, preset: str, rows: int, length: int) -> float:
-    """Of a pool with so many rows of `length` tokens: the median of decode steps, recorded where the device has graphs."""
+def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
+    """Milliseconds of decode steps of a pool with rows of these lengths, recorded where the device has graphs."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model):
         read_once(model, template, 64)
-        layers = stored_layers(template)
-        pool = RowPool(layers, rows, rows * (length + 512), length + 512)
+        layers, room = stored_layers(template), max(lengths) + count + 16
+        pool = RowPool(layers, len(lengths), len(lengths) * (room + 128), room)
         steps = PoolSteps(model, template, pool)
-        text = torch.randint(0, model.config.vocab_size, (length,))
-        members = [pool.enter(length + 256) for _ in range(rows)]
-        for row in members:
-            for chunk in text.split(2048):
+        members = [pool.enter(room) for _ in lengths]
+        for row, length in zip(members, lengths, strict=True):
+            for chunk in torch.randint(0, model.config.vocab_size, (length,)).split(2048):
                 steps.read(row, chunk)
-        clock = StepClock(model.device)
-        for _ in range(STEPS + 6):
+        clock: Any = StepClock(model.device)
+        for _ in range(count + 6):
             logits = steps.decode(members)
-            steps.newest[:rows] = logits[:rows].argmax(-1)
+            steps.newest[: len(members)] = logits[: len(members)].argmax(-1)
             clock(None, None)
-        times = sorted(clock.steps_ms(5))
+        times = clock.steps_ms(5)
         steps.free()
-    return times[len(times) // 2]
+    return times
 
 
-def round_ms(model: Any, preset: str, rows: int, length: int) -> float:
-    """Of `generate_many` with so many rows: the median time between tokens of a row, as the CPU learns of them."""
-    text = torch.randint(0, model.config.vocab_size, (length,)).tolist()
-    requests = [{"input_ids": text}] * rows
-    options: dict[str, Any] = {
-        "max_new_tokens": STEPS + 3 * rows + 8,
-        "do_sample": False,
-        "max_rows": rows,
-        "progress": False,
-    }
-    found = lb.generate_many(model, requests, preset, share_prefixes=False, **options)
-    times = found[-1].timestamps[4:]
-    gaps = sorted(1e3 * (end - begin) for begin, end in itertools.pairwise(times))
-    return gaps[len(gaps) // 2]
+def batch_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
+    """The same of `lb.generate` with a batch of these rows, padded on the left."""
+    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : max(lengths) - length] = 0
+    clock = StepClock(model.device)
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False, "logits_processor": [clock]}
+    lb.generate(model, inputs, preset, count + 7, prefill_chunk_size=256, **options)
+    lb.release(model)
+    return clock.steps_ms(5)
 
 
-def measure_steps(model: Any, preset: str, length: int, rows: list[int]) -> list[dict[str, Any]]:
+def rounds_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
+    """The time between tokens of a row, as the CPU learns of them, while `generate_many` decodes all these rows."""
+    rows = len(lengths)
+    requests = [
+        {"input_ids": torch.randint(0, model.config.vocab_size, (length,)), "max_new_tokens": count + rows - row + 12}
+        for row, length in enumerate(lengths)
+    ]
+    options: dict[str, Any] = {"do_sample": False, "max_rows": rows, "progress": False, "share_prefixes": False}
+    found = lb.generate_many(model, requests, preset, **options)
+    times = found[-1].timestamps[6 : 6 + count]
+    return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
+
+
+def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged: bool) -> list[dict[str, Any]]:
     found = []
+    steps, of = (RAGGED_STEPS, statistics.mean) if ragged else (STEPS, middle)
     for count in rows:
-        clean(model.device)
-        contender = make(preset, "recorded", model, count, length + 512)
-        contender.fill(length)
-        times = sorted(contender.steps_ms(STEPS))
-        batch = times[len(times) // 2]
-        del contender
-        lb.release(model)
-        clean(model.device)
-        pool = pool_steps_ms(model, preset, count, length)
-        clean(model.device)
-        whole = round_ms(model, preset, count, length)
-        found.append({"rows": count, "length": length, "batch_ms": batch, "pool_ms": pool, "round_ms": whole})
-        console.print(f"{count} rows: batch {batch:.2f} ms, pool {pool:.2f} ms, round {whole:.2f} ms")
+        lengths = lengths_of(count, length, ragged)
+        record: dict[str, Any] = {"part": "ragged" if ragged else "steps", "rows": count, "length": length}
+        for name, measure in (("batch_ms", batch_steps_ms), ("pool_ms", pool_steps_ms), ("round_ms", rounds_ms)):
+            clean(model.device)
+            record[name] = of(measure(model, preset, lengths, steps))
+        found.append(record)
+        numbers = ", ".join(f"{name[:-3]} {record[name]:.2f} ms" for name in ("batch_ms", "pool_ms", "round_ms"))
+        console.print(f"{record['part']}, {count} rows: {numbers}")
     return found
 
 
@@ -285,9 +305,7 @@ def best_static(
 def main(
     part: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Of {', '.join(PARTS)}; repeatable [default: the first 3]. Steps first: static batches know their cost."
-        ),
+        typer.Option(help=f"Of {', '.join(PARTS)}; repeatable [default: steps, many, static]."),
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
@@ -305,7 +323,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/many-<device>.jsonl].")] = None,
 ) -> None:
     """Measure, and append a JSON line for each part and kind of answers."""
-    where, wanted = torch.device(device), part or list(PARTS[:3])
+    where, wanted = torch.device(device), part or ["steps", "many", "static"]
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
     config = llama_8b(layers)
@@ -332,9 +350,9 @@ def main(
         )
 
     def time_steps() -> dict[int, float]:
-        found = measure_steps(model, preset, length, rows)
+        found = measure_steps(model, preset, length, rows, False)
         for record in found:
-            append_record(out, {"part": "steps"} | record | facts)
+            append_record(out, record | facts)
         return {record["rows"]: record["batch_ms"] for record in found}
 
     if steps_first := wanted[0] == "steps":
@@ -360,6 +378,9 @@ def main(
     console.print(shown)
     if "steps" in wanted and not steps_first:
         time_steps()
+    if "ragged" in wanted:
+        for record in measure_steps(model, preset, length, rows, True):
+            append_record(out, record | facts)
 
 
 if __name__ == "__main__":

@@ -213,4 +213,6 @@ class Machine:
                 holders.update(kept.pages.get(paging, []))
             assert all(ledger.holders(page) == holders[page] for page in range(ledger.count))
             assert ledger.free == ledger.count - len(holders)
-        assert self.pool.missing(1) <= 1, "every row gets the pages that it was promised"
+            specs = [layer.spec for layer in self.layers if layer.paging == paging]
+            promised = sum(specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
+            assert promised <= ledger.free, "every row gets the pages that it was promised"
