@@ -79,6 +79,15 @@ class CacheBytes(int):
         return tuple(self.parts.values()), {"shared": self.shared}
 
 
+def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:
+    """The value of an argument that has two names. Raises `ValueError` where both are given (not `None`)."""
+    if value is not None and other is not None:
+        raise ValueError(
+            f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
+        )
+    return next((given for given in (value, other) if given is not None), default)
+
+
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
 
@@ -90,7 +99,8 @@ class LowBitCache(Cache, PushToHubMixin):
         key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
             Without them it is the preset `kivi-4-sink`; without one of them that one is `kivi-4`'s.
         sink: first tokens of a row kept in the model's dtype: 0, or without formats 32.
-        residual: newest tokens of a row kept in the model's dtype, at least. 0 is allowed.
+        residual: newest tokens of a row kept in the model's dtype, at least: 128 by default. 0 is allowed.
+        residual_length: the same, as transformers spells it; giving both is an error.
         page_size: tokens packed together.
         transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`, `"hadamard"`,
             `"smooth"`, `"matrix"`, several joined by `+`. Attention is what it is without.
@@ -128,7 +138,8 @@ class LowBitCache(Cache, PushToHubMixin):
         value_format: str | Format | None = None,
         *,
         sink: int | None = None,
-        residual: int = 128,
+        residual: int | None = None,
+        residual_length: int | None = None,
         page_size: int = 128,
         transform: str | Transform | None = None,
         value_transform: str | Transform | None = None,
@@ -147,6 +158,7 @@ class LowBitCache(Cache, PushToHubMixin):
         config = text_config(model_or_config)
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
+        residual = one_of("residual", residual, "residual_length", residual_length, default=128)
         if sink is None:
             sink = SINK_TOKENS if key_format is None and value_format is None else 0
         formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")

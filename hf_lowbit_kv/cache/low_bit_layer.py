@@ -163,10 +163,8 @@ class LowBitLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
         yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
-        update = self._update if self.length.fixed else self._update_growing
-        return update(key_states, value_states)
-
-    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        if torch.compiler.is_compiling() and not self.length.fixed:
+            return self._update_uncompiled(key_states, value_states)
         mode, found = self._current_mode(), properties_of(key_states, value_states)
         if self.is_initialized and self._misfits(found) and int(self.get_seq_length()) == 0:
             self.is_initialized = False  # nothing stored: allocate anew
@@ -179,8 +177,8 @@ class LowBitLayer(CacheLayerMixin):
             return view, view
         return self._update_dense(key_states, value_states)
 
-    # a growing cache changes with its length: whoever compiles a model around it gets these parts eagerly
-    _update_growing = torch.compiler.disable(_update)
+    # a growing cache changes with its length: whoever compiles a model around it gets this part, and `step`, eagerly
+    _update_uncompiled = torch.compiler.disable(update)
 
     @property
     def attends_packed(self) -> bool:
@@ -308,9 +306,8 @@ class LowBitLayer(CacheLayerMixin):
 
     def step(self, chunk: Chunk) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, S, Hq, D]`."""
-        return self._step(chunk) if self.length.fixed else self._step_growing(chunk)
-
-    def _step(self, chunk: Chunk) -> torch.Tensor:
+        if torch.compiler.is_compiling() and not self.length.fixed:
+            return self._step_uncompiled(chunk)
         tokens, compiling = chunk.tokens, torch.compiler.is_compiling()
         first = not compiling and self.length.at_least == 0
         self._make_room(tokens, "packed")
@@ -333,7 +330,7 @@ class LowBitLayer(CacheLayerMixin):
             self.storing = False
         return out
 
-    _step_growing = torch.compiler.disable(_step)
+    _step_uncompiled = torch.compiler.disable(step)
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
         past = self.length.ask()

@@ -8,7 +8,7 @@ from typing import Any
 from ..formats import Affine, Boosted, Format, parse_format
 from ..formats.boosted import Score
 from ..presets import SINK_TOKENS, VECINFER_TRANSFORM, get_preset
-from .low_bit_cache import LowBitCache
+from .low_bit_cache import LowBitCache, one_of
 
 #: arguments of `from_preset` that change a format's parameters, and these
 KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
@@ -21,8 +21,8 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     Args:
         name: see `preset_names`.
         model_or_config: as for `LowBitCache`.
-        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers; `boost`
-            (share of key channels) and `score` for those of Kitty.
+        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers, or `nbits` for
+            both sides; `boost` (share of key channels) and `score` for those of Kitty.
 
     Raises:
         ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
@@ -30,7 +30,12 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     preset = get_preset(name)
     fields = ("sink", "residual", "transform", "value_transform")
     options: dict[str, Any] = {field: getattr(preset, field) for field in fields}
+    if overrides.get("residual_length") is not None and "residual" not in overrides:
+        del options["residual"]
     options |= {"preset": preset.name, "reading": preset.reading, **overrides}
+    if (nbits := options.pop("nbits", None)) is not None:
+        for name_of_side in ("bits_k", "bits_v"):
+            options[name_of_side] = one_of(name_of_side, options.get(name_of_side), "nbits", nbits, None)
     names = ("group_size", "bits_k", "bits_v", "boost", "score")
     given = {name: value for name in names if (value := options.pop(name, None)) is not None}
     keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
@@ -55,15 +60,25 @@ class KIVICache(LowBitCache):
     """KIVI (arXiv 2402.02750): keys per channel, values per token, first and newest tokens in full precision.
 
     Args:
-        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        bits, nbits (as transformers spells it): for keys and values, 4 by default; `bits_k`, `bits_v` set them apart.
         group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
         sink: first tokens of a row in full precision. The paper has none: `sink=0`.
         **options: as for `LowBitCache`.
     """
 
     def __init__(
-        self, model_or_config, bits=4, *, bits_k=None, bits_v=None, group_size=None, sink=SINK_TOKENS, **options
+        self,
+        model_or_config,
+        bits=None,
+        *,
+        nbits=None,
+        bits_k=None,
+        bits_v=None,
+        group_size=None,
+        sink=SINK_TOKENS,
+        **options,
     ):
+        bits = one_of("bits", bits, "nbits", nbits, default=4)
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "channel", group_size), Affine(bits_v, "token", group_size)
         super().__init__(model_or_config, keys, values, sink=sink, **options)
@@ -91,12 +106,13 @@ class IntCache(LowBitCache):
     """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
 
     Args:
-        bits: 2, 4 or 8, for keys and values; `bits_k`, `bits_v` set them apart.
+        bits, nbits (as transformers spells it): for keys and values, 8 by default; `bits_k`, `bits_v` set them apart.
         group_size: 32, 64 or 128 channels; `None`: the whole head.
         **options: as for `LowBitCache`.
     """
 
-    def __init__(self, model_or_config, bits=8, *, bits_k=None, bits_v=None, group_size=None, **options):
+    def __init__(self, model_or_config, bits=None, *, nbits=None, bits_k=None, bits_v=None, group_size=None, **options):
+        bits = one_of("bits", bits, "nbits", nbits, default=8)
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
         super().__init__(model_or_config, keys, values, **options)
@@ -114,7 +130,8 @@ class MLAFP8Cache(LowBitCache):
         ValueError: a model without MLA, with sparse MLA, or with a latent rank that is no multiple of 64.
     """
 
-    def __init__(self, model, *, residual=0, **options):
+    def __init__(self, model, *, residual=None, residual_length=None, **options):
+        residual = one_of("residual", residual, "residual_length", residual_length, default=0)
         super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)
 
 
