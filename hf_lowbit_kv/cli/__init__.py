@@ -12,6 +12,7 @@ from rich.text import Text
 from ..eval.demo import Continuation, compare, default_prompt
 from ..presets import Preset, get_preset, preset_names
 from .evaluation_commands import eval_app, recommend
+from .serve_command import serve
 from .setup_commands import calibrate, doctor, fits, share
 from .shared_options import (
     CalibrationOption,
@@ -40,6 +41,7 @@ app.add_typer(eval_app, name="eval")
 app.command("doctor")(doctor)
 app.command("recommend")(recommend)
 app.command("calibrate")(calibrate)
+app.command("serve")(serve)
 app.command("fits")(fits)
 app.command("share")(share)
 

@@ -26,15 +26,15 @@ from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..generation.enable import Enabled
 from ..generation.kept_caches import kept_caches
-from .memory_budget import activation_bytes, free_memory, pool_size
-from .pool_steps import PoolSteps, read_once, stored_layers
-from .row_pool import Row, RowPool
+from ..presets import get_preset
+from .memory_budget import USABLE
+from .new_pool import new_pool
+from .pool_steps import PoolSteps
+from .row_pool import Row
 from .shared_prefixes import SharedPrefixes
 
 #: tokens of a batch, where the caller does not say: prompts are read in pieces of at most this
 BATCH_TOKENS = 2048
-#: share of the free memory for the pool, where the caller does not say
-MEMORY_SHARE = 0.9
 
 
 class _NoSectors:
@@ -294,23 +294,30 @@ class PackedManager(ContinuousBatchingManager):
     def _make_cache(self) -> PackedCache:
         """Find out how much memory there is, and allocate the pool."""
         model, asked, hints = self.model, self._asked, self._hints
+        batch_tokens, limits = asked.max_batch_tokens or BATCH_TOKENS, None
+        if hints is not None and hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
+            limits = [hints.max_prompt_length + hints.max_generated_length] * hints.num_requests
+        tokens = None
+        if asked.num_blocks is not None:
+            tokens = asked.num_blocks * get_preset(self.made_for.preset).spec().page_size
         with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
-            batch_tokens = asked.max_batch_tokens or BATCH_TOKENS
-            tokens = max(batch_tokens, 2) if model.device.type == "cuda" else 2
-            template = self._make_template(tokens)
-            needed = activation_bytes(model.device, lambda: read_once(model, template, tokens))
-            layers = stored_layers(template)
-            for layer in template.packed_layers:
-                layer.store = None  # the rows of the pool take its place
-            share = MEMORY_SHARE if asked.max_memory_percent is None else asked.max_memory_percent
-            memory = int(share * max(free_memory(model.device) - needed, 0))
-            longest = getattr(model.config, "max_position_embeddings", None)
-            limits = None
-            if hints is not None and hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
-                limits = [hints.max_prompt_length + hints.max_generated_length] * hints.num_requests
-            size = pool_size(layers, memory, limits, longest, asked.max_requests_per_batch, asked.allow_block_sharing)
-            room = size.tokens if asked.num_blocks is None else asked.num_blocks * layers[0].spec.page_size
-            pool = RowPool(layers, size.slots, room, size.max_length)
-            steps = PoolSteps(model, template, pool, record=asked.use_cuda_graph is not False)
-            prefixes = SharedPrefixes(pool, size.slots) if asked.allow_block_sharing else None
-        return PackedCache(steps, max(batch_tokens, size.slots), prefixes)
+            steps, prefixes = new_pool(
+                model,
+                self._make_template,
+                batch_tokens,
+                share=USABLE if asked.max_memory_percent is None else asked.max_memory_percent,
+                limits=limits,
+                max_rows=asked.max_requests_per_batch,
+                tokens=tokens,
+                share_prefixes=asked.allow_block_sharing,
+                record=asked.use_cuda_graph is not False,
+                agree=self._least_of_all_ranks,
+            )
+        return PackedCache(steps, max(batch_tokens, steps.pool.slots), prefixes)
+
+    def _least_of_all_ranks(self, numbers: list[int]) -> list[int]:
+        if self.distributed_helper.tp_size == 1:
+            return numbers
+        least = torch.tensor(numbers, device=self.model.device, dtype=torch.int64)
+        self.distributed_helper.tp_all_reduce_min(least)
+        return least.tolist()

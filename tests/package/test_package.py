@@ -93,7 +93,7 @@ assert hf_lowbit_kv.get_preset("kivi-2").spec().bits_per_value(32768, 128) < 2.5
 print(*lacking.values())
 """
 #: packages that a machine or an installation may lack
-OPTIONAL = {"cuda", "datasets", "lm_eval", "triton"}
+OPTIONAL = {"cuda", "datasets", "fastapi", "lm_eval", "triton", "uvicorn"}
 
 
 def test_every_module_of_the_wheel_is_imported_outside_the_checkout(wheel, tmp_path):

@@ -13,8 +13,8 @@ from cases import tiny_models
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends import operations
 from hf_lowbit_kv.requests import paged_calls
-from hf_lowbit_kv.storage import reference
 
 NEW = 20
 SERVED = ".".join(transformers.__version__.split(".")[:2]) in paged_calls.SUPPORTED
@@ -136,7 +136,7 @@ def test_the_history_is_never_unpacked_to_16_bits(models, ours, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the history was read dense")
 
-    monkeypatch.setattr(reference, "read", refuse)
+    monkeypatch.setattr(operations, "read", refuse)
     from hf_lowbit_kv.requests.continuous_batching import PackedCache
 
     for name in ("extend_read_and_write_indices", "fill_block_table"):
@@ -175,13 +175,11 @@ def test_streaming_and_cancelling(models, ours):
 
 @needs_release
 def test_memory_is_given_back(models, ours, monkeypatch):
-    from hf_lowbit_kv.requests import continuous_batching
+    from hf_lowbit_kv.requests import new_pool
 
     made = []
-    pool = continuous_batching.RowPool
-    monkeypatch.setattr(
-        continuous_batching, "RowPool", lambda *args: made.append(weakref.ref(new := pool(*args))) or new
-    )
+    pool = new_pool.RowPool
+    monkeypatch.setattr(new_pool, "RowPool", lambda *args: made.append(weakref.ref(new := pool(*args))) or new)
     written(ours, [prompt(30)])
     gc.collect()
     assert [each() for each in made] == [None]

@@ -1,0 +1,64 @@
+"""`hf-lowbit-kv serve`: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..eval.local_models import bundled_model
+from ..presets import DEFAULT_PRESET, get_preset
+from ..requests.memory_budget import memory_in_bytes
+from ..requests.paged_calls import check_version
+from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides
+
+
+def serve(
+    model: ModelOption = None,
+    preset: Annotated[str, typer.Option("--preset", "-p", help="Preset of the cache.")] = DEFAULT_PRESET,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of the cache, e.g. 24GB.", show_default="90 % of what is free")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Answers written at once, at most.")] = None,
+    device: Annotated[str, typer.Option(help="E.g. cpu, cuda:1; auto: all GPUs, one after the other.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"One of auto, {', '.join(DTYPES)}; auto: the weights'.")] = "auto",
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    patience: Annotated[
+        int, typer.Option(min=0, help="Seconds that answers may still take at SIGTERM or Ctrl-C.")
+    ] = 10,
+) -> None:
+    """Serve a model behind OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
+
+    The server is transformers' own. Many answers are written at once, on packed pages; prompts that begin alike share theirs.
+    """
+    if lacking := [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"this command needs {', '.join(lacking)}: pip install 'hf-lowbit-kv[serve]'")
+    check_version()
+    get_preset(preset)
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
+    check_device(None if device == "auto" else device)
+    size = memory_in_bytes(memory)
+    options = parse_overrides(overrides, calibration)
+
+    from ..requests.server.openai_server import serve as run
+
+    console = Console(stderr=True)
+    run(
+        str(bundled_model()) if model is None else model,
+        preset,
+        host,
+        port,
+        device=device,
+        dtype=dtype,
+        memory=size,
+        max_rows=max_rows,
+        patience=patience,
+        cache_options=options,
+        say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )

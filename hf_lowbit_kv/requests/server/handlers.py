@@ -1,0 +1,132 @@
+"""transformers' handlers of requests, with fields that cannot be honoured refused by name instead of ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+
+from .generation_manager import MAY_SHORTEN, SEED
+
+#: fields that are honoured
+HONOURED = {
+    *("model", "messages", "prompt", "suffix", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+    *("stop", "seed", "logit_bias", "tools", "chat_template_kwargs", "generation_config"),
+}
+#: fields of OpenAI's that change no answer. The usage is always told, at the end of a stream too
+WITHOUT_EFFECT = {
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+}
+#: values at which a field asks for what is done anyway
+USUAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),  # transformers takes it for another kind of penalty
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+}
+#: fields that OpenAI lacks and this server has
+OWN = {"top_k", "repetition_penalty"}
+
+
+class _Strict:
+    """Put before a handler of transformers'."""
+
+    _valid_params_class: Any
+
+    def _validate_request(self, body: dict) -> None:
+        known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
+        for name, value in list(body.items()):
+            if value is None or (name in WITHOUT_EFFECT and name in known):
+                del body[name]  # as if it had not been given
+            elif name in USUAL and value in USUAL[name]:
+                del body[name]
+            elif name not in known:
+                raise HTTPException(400, f"{name} is not a field of this request")
+            elif name not in HONOURED | OWN:
+                raise HTTPException(400, f"{name}={value!r} cannot be honoured by this server; leave it out")
+        _check_messages(body.get("messages"))
+        _check_number(body, "temperature", 0, None)
+        _check_number(body, "top_p", 0, 1)
+        _check_number(body, "repetition_penalty", 0, None)
+        for name in ("max_tokens", "max_completion_tokens", "top_k"):
+            _check_number(body, name, 1, None, whole=True)
+        _check_number(body, "seed", 0, 2**63 - 1, whole=True)
+        stop = body.get("stop", [])
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+            raise HTTPException(400, f"stop={stop!r} is not allowed; it must be a text, or a list of texts")
+        super()._validate_request({name: x for name, x in body.items() if name not in OWN})  # type: ignore[misc]
+
+    def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
+        # transformers would seed the whole process
+        given = {name: value for name, value in body.items() if name != "seed"}
+        if given.get("stop") == []:
+            del given["stop"]
+        try:
+            config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
+        except (AttributeError, TypeError, ValueError) as error:  # of generation_config or logit_bias
+            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+        config.use_cache = True
+        for name in OWN & body.keys():
+            setattr(config, name, body[name])
+        if body.get("temperature") == 0:
+            config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+        elif {"temperature", "top_p", "top_k"} & body.keys():
+            config.do_sample = True  # transformers leaves a greedy model greedy at any temperature
+        if body.get("top_p") == 0:
+            config.top_p, config.top_k = None, 1
+        setattr(config, SEED, body.get("seed"))
+        limits = {"max_tokens", "max_completion_tokens", "generation_config"}
+        setattr(config, MAY_SHORTEN, not limits & body.keys())
+        return config
+
+
+def _check_messages(messages: Any) -> None:
+    """transformers leaves out what is not text."""
+    if messages is None:
+        return
+    if not isinstance(messages, list) or not messages:
+        raise HTTPException(400, f"messages={messages!r} is not allowed; it must be a list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise HTTPException(400, f"messages: {message!r} is not allowed; it must be an object with a role")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise HTTPException(400, f"messages: content of type {kind!r} is not served; only text is")
+        if not isinstance(content, (str, list, type(None))):
+            raise HTTPException(400, f"messages: content={content!r} is not allowed; it must be a text")
+
+
+def _check_number(body: dict, name: str, least: float, most: float | None, whole: bool = False) -> None:
+    if name not in body:
+        return
+    value = body[name]
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise HTTPException(400, f"{name}={value!r} is not allowed; it must be a number {allowed}")
+
+
+class ChatHandler(_Strict, ChatCompletionHandler):
+    """`/v1/chat/completions`."""
+
+
+class TextHandler(_Strict, CompletionHandler):
+    """`/v1/completions`."""
+
+
+class NotServed:
+    """Endpoints of transformers' that run the model by themselves, without packed pages."""
+
+    async def handle_request(self, *args: Any) -> Any:
+        raise HTTPException(404, "this server has /v1/chat/completions, /v1/completions, /v1/models and /health")

@@ -1,0 +1,263 @@
+"""`hf-lowbit-kv serve`: the `openai` client against a real process on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cases import tiny_models
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_lowbit_kv.requests.paged_calls import SUPPORTED
+from hf_lowbit_kv.requests.server.stop_text import StopText, cut
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.skipif(
+    ".".join(transformers.__version__.split(".")[:2]) not in SUPPORTED, reason="not a release that is served"
+)
+#: far more tokens than are written while a test runs
+ENDLESS = 20_000
+ROWS = 4
+PROMPT = "5 6 7 8 9 10 1 2 3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model that is made for long texts, with a tokenizer of numbers. Answers never end by themselves."""
+    path = tmp_path_factory.mktemp("served")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="159")
+    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}1 2 3"
+    fast.save_pretrained(path)
+    model = tiny_models("llama", max_position_embeddings=100_000)[1]
+    model.save_pretrained(path)
+    return path
+
+
+class Served:
+    """A server process and a client of it."""
+
+    def __init__(self, folder: Path, *options: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.model = str(folder)
+        command = ["serve", "--model", self.model, "--port", str(self.port), "--host", "127.0.0.1", "--device", "cpu"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hf_lowbit_kv", *command, *options],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60
+        )
+        end = time.monotonic() + 90
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
+                    return
+            except urllib.error.URLError:
+                assert self.process.poll() is None, "the server has ended"
+                assert time.monotonic() < end, "the server does not answer"
+                time.sleep(0.2)
+
+    def chat(self, content: str = "5 6 7 8 9 10", **options):
+        options = {"max_tokens": 12, **options}
+        return self.client.chat.completions.create(
+            model=self.model, messages=[{"role": "user", "content": content}], **options
+        )
+
+    def text(self, prompt: str = PROMPT, **options) -> str:
+        options = {"max_tokens": 12, **options}
+        return self.client.completions.create(model=self.model, prompt=prompt, **options).choices[0].text
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    server = Served(folder, "--preset", "dense", "--max-rows", str(ROWS), "--memory", "600MB")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What `generate` of transformers writes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    def write(prompt: str, tokens: int = 12) -> str:
+        ids = torch.tensor([[int(number) for number in prompt.split()]])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        return " ".join(map(str, out[0, ids.shape[1] :].tolist()))
+
+    return write
+
+
+def test_eight_clients_at_once(served, expected):
+    """More than there are rows; two of them sample, which must not touch the others."""
+    prompts = [f"{20 + i} 31 {i} 7 {90 - i}" for i in range(8)]
+    options = [{}, {"temperature": 0}, {"temperature": 2, "seed": 1}, {}, {"temperature": 2, "seed": 2}, {}, {}, {}]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda each: served.text(each[0], **each[1]), zip(prompts, options, strict=True)))
+    for index, (prompt, text) in enumerate(zip(prompts, found, strict=True)):
+        assert (text == expected(prompt)) == (index not in (2, 4)), index
+
+
+def test_sampling_is_of_a_request(served, expected):
+    greedy = expected(PROMPT)
+    drawn = [served.text(temperature=2, seed=seed) for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1]
+    assert len({greedy, drawn[0], drawn[2]}) == 3
+    assert served.text(temperature=2, extra_body={"top_k": 1}) == greedy
+    assert served.text(temperature=1, top_p=0.0) == greedy
+
+
+def test_chat_and_stream(served, expected):
+    answer = served.chat()
+    assert answer.choices[0].message.content == expected(PROMPT)
+    assert (answer.choices[0].finish_reason, answer.usage.prompt_tokens) == ("length", 9)
+    assert answer.usage.completion_tokens == 12
+    chunks = list(served.chat(stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected(PROMPT)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len(chunks) > 5  # piece by piece
+
+
+def test_stop_ends_the_row(served, expected):
+    """A row that nobody stops would write for minutes."""
+    text = expected(PROMPT, 300)
+    stop = text.split()[5]
+    begin = text[: text.index(stop)]
+    for asked in (stop, [stop, "no such text"]):
+        answer = served.chat(stop=asked, max_tokens=ENDLESS)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (begin, "stop")
+        assert answer.usage.completion_tokens <= 6
+        chunks = list(served.chat(stop=asked, max_tokens=ENDLESS, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == begin
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 10**7}, "that does not fit, a row may hold"),
+        ({"max_tokens": 10**7, "stream": True}, "that does not fit, a row may hold"),
+        ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
+        ({"n": 2}, "n=2 cannot be honoured"),
+        ({"logprobs": True}, "logprobs=True cannot be honoured"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 cannot be honoured"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 cannot be honoured"),
+        ({"response_format": {"type": "json_object"}}, "response_format="),
+        ({"reasoning_effort": "low"}, "reasoning_effort='low' cannot be honoured"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense is not a field"),
+        ({"temperature": -1}, "temperature=-1 is not allowed"),
+        ({"top_p": 2}, "top_p=2 is not allowed"),
+        ({"stop": [""]}, "stop="),
+        ({"extra_body": {"generation_config": "{"}}, "JSONDecodeError"),
+        ({"extra_body": {"generation_config": '{"num_beams": 2, "max_new_tokens": 4}'}}, "beam"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url' is not served"),
+        ({"content": ""}, None),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(served, expected, options, message):
+    if message is None:  # an empty message is none
+        assert served.chat(**options).choices[0].finish_reason == "length"
+        return
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.chat(**options)
+    assert message in refused.value.body["detail"]
+    assert served.text() == expected(PROMPT)  # and the loop lives
+
+
+def test_fields_at_their_usual_values_are_taken(served):
+    assert served.chat(n=1, user="me", logprobs=False, response_format={"type": "text"}).choices
+
+
+def test_a_client_that_leaves_frees_its_row(served, expected):
+    """Every row is taken by an answer that would last for minutes; both kinds of client leave."""
+    streams = [served.chat(max_tokens=ENDLESS, stream=True) for _ in range(ROWS - 1)]
+    for stream in streams:
+        next(iter(stream))
+    with pytest.raises(openai.APITimeoutError):
+        served.client.with_options(timeout=1.0).completions.create(
+            model=served.model, prompt=PROMPT, max_tokens=ENDLESS
+        )
+    for stream in streams:
+        stream.close()
+    with ThreadPoolExecutor(ROWS) as pool:  # all rows are free again
+        assert set(pool.map(lambda _: served.text(), range(ROWS))) == {expected(PROMPT)}
+
+
+def status(served, route: str, method: str, body: bytes | None = None) -> int:
+    address = f"http://127.0.0.1:{served.port}{route}"
+    request = urllib.request.Request(address, body, {"content-type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_other_routes(served):
+    assert status(served, "/health", "GET") == 200
+    for route in ("/reset", "/load_model", "/v1/responses", "/v1/systemone", "/v1/audio/transcriptions"):
+        assert status(served, route, "POST", b"{}") == 404
+    assert [model.id for model in served.client.models.list().data] == [served.model]
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client.completions.create(model="another", prompt="5", max_tokens=2)
+    assert "another" in refused.value.body["detail"]
+
+
+def test_sigterm_in_the_middle(folder):
+    """Answers get their time, are cut off then, and the port is free."""
+    server = Served(folder, "--preset", "kivi-4-sink", "--memory", "300MB", "--patience", "1")
+    try:
+        stream = iter(server.chat(max_tokens=ENDLESS, stream=True))
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(Exception):  # it is cut off, or told that it was cancelled
+            list(stream)
+        assert server.process.wait(timeout=30) == 0
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", server.port))
+    finally:
+        server.close()
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_stop_texts_in_pieces(size):
+    text, stops = "ab<en<end>cd<end>", ["<end>", "xyz"]
+    stop = StopText(stops)
+    out = "".join(stop.feed(text[first : first + size]) for first in range(0, len(text), size)) + stop.end()
+    assert out == cut(text, stops) == "ab<en"
+    assert stop.found
+    stop = StopText(stops)
+    assert stop.feed("ab<en") == "ab"
+    assert stop.end() == "<en"
+    assert not stop.found
