@@ -10,7 +10,7 @@ import torch
 
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.served_models import unwrap
+from ..cache.served_models import tp_size, unwrap
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
@@ -82,6 +82,11 @@ def generate_many(
         Interrupted: Ctrl-C; its `results` have what was written.
     """
     inner = unwrap(model)
+    if (ranks := tp_size(inner)) > 1:
+        raise ValueError(
+            f"the model's weights are spread over {ranks} processes (tensor parallelism), whose memory and clocks differ: they "
+            "would not schedule alike. Use lb.generate, or model.generate_batch under lb.enable, where rank 0 decides"
+        )
     check_count("max_rows", max_rows, optional=True)
     check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
     size = memory_in_bytes(memory)

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from cases import left_padded, random_parameters, tiny_models
 from ranks import raised, run_ranks
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.requests.paged_calls import SUPPORTED
 
 #: eigen-2 has a matrix for each KV head, of which a rank needs its own
 PRESETS = ("dense", "kivi-4-sink", "kivi-2", "eigen-2")
 NEW = 12
+BATCHES = ".".join(transformers.__version__.split(".")[:2]) in SUPPORTED
 
 
 def options_of(preset: str, model) -> dict:
@@ -38,22 +42,42 @@ def texts(model, presets=PRESETS) -> dict[str, list]:
     return found
 
 
-def _rank(rank: int, folder: str) -> None:
+def batched(model) -> list:
+    """Tokens of transformers' continuous batching on packed pages, of prompts that wait for rows and come in pieces."""
+    prompts = [list(range(5, 5 + tokens)) for tokens in (7, 33, 130, 90)]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    with lb.enable(model, "dense"):
+        found = model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(**options),
+            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=64, max_requests_per_batch=3),
+        )
+    return [[output.error, output.generated_tokens] for output in found.values()]
+
+
+def load(folder: str):
+    """This rank's part of a model."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    def load(name: str):
-        split = DistributedConfig(tp_size=2, tp_plan="auto")
-        return AutoModelForCausalLM.from_pretrained(
-            f"{folder}/{name}", distributed_config=split, attn_implementation="lowbit_kv"
-        ).eval()
+    split = DistributedConfig(tp_size=2, tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=split, attn_implementation="lowbit_kv"
+    ).eval()
 
-    model = load("two-heads")
+
+def _batching_rank(rank: int, folder: str) -> None:
+    _save(folder, rank, {"batched": batched(load(f"{folder}/two-heads"))})
+    torch.distributed.destroy_process_group()
+
+
+def _rank(rank: int, folder: str) -> None:
+    model = load(f"{folder}/two-heads")
     results = {"texts": texts(model)}
     with raised() as results["one head"]:
-        lb.from_preset("kivi-2", load("one-head"))
+        lb.from_preset("kivi-2", load(f"{folder}/one-head"))
     with raised() as results["one head, generate"]:
-        lb.generate(load("one-head"), torch.ones(1, 4, dtype=torch.long), preset="kivi-2", max_new_tokens=2)
+        lb.generate(load(f"{folder}/one-head"), torch.ones(1, 4, dtype=torch.long), preset="kivi-2", max_new_tokens=2)
     if rank == 1:
         _save(folder, rank, results)
         os._exit(3)  # in the middle of the other's work, as a process that ran out of memory
@@ -105,3 +129,15 @@ def test_a_rank_that_dies_ends_the_other_with_an_error(two_ranks):
     (left, _), codes = two_ranks
     assert codes == [0, 3]  # `run_ranks` has raised if the first one waited forever
     assert left["the other died"][0].startswith("RuntimeError")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BATCHES, reason="not a release of transformers whose batches are served")
+def test_continuous_batching_of_both_ranks_is_that_of_one_process(tmp_path):
+    """Rank 0 decides which rows run; both must have the same ones."""
+    tiny_models("llama")[1].save_pretrained(tmp_path / "two-heads")
+    assert run_ranks(_batching_rank, 2, str(tmp_path), patience=180) == [0, 0]
+    expected = batched(tiny_models("llama")[0])
+    assert [error for error, _ in expected] == [None] * 4
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text())["batched"] == expected

@@ -524,6 +524,19 @@ def test_many_small_requests_do_not_grow(model):
     assert time.perf_counter() - begin < 60
 
 
+def test_weights_of_several_processes_are_refused(model):
+    from transformers.distributed import DistributedConfig
+
+    try:
+        model.config.distributed_config = DistributedConfig(
+            tp_size=2, tp_plan="auto"
+        )  # as tensor_parallel models have it
+        with pytest.raises(ValueError, match=r"spread over 2 processes .* would not schedule alike"):
+            lb.generate_many(model, [[5, 6]], max_new_tokens=2)
+    finally:
+        model.config.__dict__.pop("distributed_config", None)
+
+
 def test_the_code_of_the_page_runs(model, capsys):
     """All blocks of docs/many-requests.md, in their order."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "many-requests.md").read_text(encoding="utf-8")
