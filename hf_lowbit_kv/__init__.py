@@ -21,6 +21,7 @@ from .generation.enable import disable, enable
 from .generation.generate import generate, release
 from .planning.fits import fits
 from .presets import Preset, get_preset, preset_names, register_preset
+from .prompts.chat import Chat
 from .prompts.prefix_store import PrefixStore
 from .requests import paged_calls as _paged_calls  # noqa: F401  adds its methods to `enable`
 from .requests.generate_many import generate_many
@@ -38,6 +39,7 @@ __all__ = [
     "Boosted",
     "CacheBytes",
     "Calibration",
+    "Chat",
     "Codebook",
     "Dense",
     "Format",

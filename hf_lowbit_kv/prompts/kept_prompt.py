@@ -103,6 +103,16 @@ def usable(prompt: KeptPrompt, match: int) -> int:
     return sink + behind if behind > 0 else 0
 
 
+def pages_in_common(prompt: KeptPrompt, match: int, cache: Any, row: int) -> int:
+    """Full pages that a stored text and a cache's row have in common, where `match` tokens are. 0 where layers differ."""
+    specs = [layer.spec for layer in prompt.layers.values()]
+    if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
+        return 0
+    sink, size = specs[0].sink, specs[0].page_size
+    paged = [int(layer.store.state.paged[row, 0]) for layer in cache.packed_layers]
+    return max(min(match - sink, *paged, *(layer.paged for layer in prompt.layers.values())), 0) // size
+
+
 @torch.no_grad()
 @torch.inference_mode(False)
 def take_prompt(

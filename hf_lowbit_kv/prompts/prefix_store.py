@@ -14,7 +14,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..machine.byte_sizes import parse_size
 from ..machine.model_fingerprint import digest_of, fingerprint_of
 from ..machine.staleness import digest
-from .kept_prompt import KeptPrompt, Segment, contents_for, take_prompt, usable
+from .kept_prompt import KeptPrompt, Segment, contents_for, pages_in_common, take_prompt, usable
 from .prompt_folder import PromptFolder
 
 
@@ -150,13 +150,12 @@ class PrefixStore:
     def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any]) -> None:
         shared: list[tuple[Segment, int]] = []
         most = 0
-        spec = cache.packed_layers[0].spec
         for prompt in [x for x in self._prompts if x.seed == seed]:
             match = prompt.matches(ids)
             if match == len(ids) and (match == len(prompt.ids) or not prompt.own):
                 self._touch(prompt)
                 return  # it is stored, or part of what is
-            pages = 0 if prompt.own else max(usable(prompt, match) - spec.sink, 0) // spec.page_size
+            pages = pages_in_common(prompt, match, cache, row)
             if pages > most:
                 most, shared = pages, _first_pages(prompt.segments, pages)
             if match == len(prompt.ids) and not prompt.own:

@@ -1,0 +1,308 @@
+"""`Chat`: a conversation whose turns are read once."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from ..cache import cache_contents, saved_cache
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.method_caches import from_preset
+from ..cache.served_models import unwrap
+from ..generation.generate import generate
+from ..machine.model_fingerprint import fingerprint_of
+from ..presets import DEFAULT_PRESET
+from ..storage.layer_spec import check_count
+from .prefix_store import PrefixStore
+
+#: options of `generate` that a chat sets itself
+_OWN = (
+    "past_key_values",
+    "cache",
+    "prefixes",
+    "inputs",
+    "input_ids",
+    "streamer",
+    "max_cache_len",
+    "num_return_sequences",
+)
+#: for ends of turns of models that cannot crop
+_ENDS = "4GB"
+
+
+class Chat:
+    """A conversation with a model. Each turn reads only what is new in it.
+
+        chat = lb.Chat(model, tokenizer, "kivi-4-sink", system="You are brief.")
+        print(chat.send("What is a page table?"))
+        for piece in chat.stream("And who reads it?"):
+            print(piece, end="")
+
+    Before a turn the cache is cropped to what it has in common with the text of the messages. So messages may be edited, and
+    templates may rewrite earlier turns. Models with recurrent or sliding layers cannot crop: they go back to the end of an
+    earlier turn, or read the text anew and warn.
+
+    Args:
+        model: as for `lb.generate`. tokenizer: one with a chat template.
+        preset: see `preset_names`.
+        system: first message, or `None`.
+        max_length: tokens of the whole conversation, for which memory is allocated at the first turn.
+        chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
+        **options: for `lb.generate`: `max_new_tokens` (default: what is left), `do_sample`, `step`, ...; `cache_options` and
+            `calibration` are for the cache.
+
+    Attributes:
+        messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
+
+    Raises:
+        ValueError: an unknown preset, an option that a chat sets itself, or a tokenizer without a chat template.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        preset: str = DEFAULT_PRESET,
+        *,
+        system: str | None = None,
+        max_length: int = 32768,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        check_count("max_length", max_length)
+        if unable := [name for name in _OWN if name in options]:
+            raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
+            )
+        self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
+        self.chat_template_kwargs, self.options = dict(chat_template_kwargs or {}), options
+        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        cache_options = {**(options.pop("cache_options", None) or {})}
+        if (calibration := options.pop("calibration", None)) is not None:
+            cache_options["calibration"] = calibration
+        self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
+        self._ends = PrefixStore(_ENDS)  # ends of turns, of models that cannot crop
+
+    # ---- turns ----------------------------------------------------------------------------------------------------
+
+    def send(self, text: str) -> str:
+        """Say something; the answer. Ctrl-C keeps what was written of it as the turn, and is raised.
+
+        Raises:
+            ValueError: the conversation has no room left; nothing was read.
+        """
+        ids = self._ids(text)
+        seen = _Seen()
+        try:
+            self._write(ids, seen)
+        finally:
+            answer = self._finish(text, ids, seen.ids)
+        return answer
+
+    def stream(self, text: str) -> Iterator[str]:
+        """Say something; the answer in pieces, as they are written. Whoever leaves the loop keeps what was written as the turn.
+        Raises as `send`, when the first piece is asked for."""
+        ids = self._ids(text)
+        seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
+        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+        def work() -> None:
+            try:
+                self._write(ids, seen, pieces, stop)
+            except BaseException as error:
+                failed.append(error)
+                pieces.end()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield from pieces
+        finally:
+            stop.set()
+            thread.join()
+            self._finish(text, ids, seen.ids)
+        if failed:
+            raise failed[0]
+
+    def undo(self) -> None:
+        """Take back the last thing that was said, and its answer.
+
+        Raises:
+            ValueError: nothing was said.
+        """
+        said = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not said:
+            raise ValueError("there is nothing to undo: no message of the user is left")
+        del self.messages[said[-1] :]
+
+    def _ids(self, text: str) -> torch.Tensor:
+        """The text of the whole conversation, `[1, n]`."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        options = {
+            "add_generation_prompt": True,
+            "return_tensors": "pt",
+            "return_dict": True,
+            **self.chat_template_kwargs,
+        }
+        ids = self.tokenizer.apply_chat_template(asked, tokenize=True, **options)["input_ids"]
+        if ids.shape[1] >= self.max_length:
+            raise ValueError(
+                f"max_length={self.max_length} leaves no room for an answer: with this message the conversation has "
+                f"{ids.shape[1]} tokens. Take messages out of chat.messages, or make a chat with a larger max_length"
+            )
+        return ids.to(unwrap(self.model).device)
+
+    def _write(
+        self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
+    ) -> None:
+        self._align(ids)
+        seen.next = pieces
+        room = self.max_length - ids.shape[1]
+        options = {**self.options, "max_new_tokens": min(self.options.get("max_new_tokens") or room, room)}
+        criteria = list(options.pop("stopping_criteria", None) or ())
+        if stop is not None:
+            criteria.append(_Stopped(stop))
+        generate(
+            self.model,
+            ids,
+            past_key_values=self.cache,
+            attention_mask=torch.ones_like(ids),
+            streamer=seen,
+            stopping_criteria=StoppingCriteriaList(criteria),
+            **options,
+        )
+
+    def _finish(self, text: str, ids: torch.Tensor, written: list[int]) -> str:
+        """Note what the cache holds, and the turn, if anything was written."""
+        whole = torch.cat([ids, torch.tensor([written], dtype=ids.dtype, device=ids.device)], dim=1)
+        held = int(self.cache.packed_layers[0].get_seq_length())
+        try:
+            self.cache._check_whole()
+            if held > whole.shape[1] or held == 0:
+                raise RuntimeError("it holds another text")
+            self.cache.text = whole[:, :held]
+        except RuntimeError:  # interrupted in the middle of a step: the next turn reads the text anew
+            self.cache.reset()
+            held = 0
+        if held and not self._crops:
+            self._ends.add(self.cache, [whole[0, :held].cpu()])
+        answer: str = self.tokenizer.decode(written, skip_special_tokens=True)
+        if written:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        return answer
+
+    # ---- the cache ------------------------------------------------------------------------------------------------
+
+    @property
+    def _crops(self) -> bool:
+        return all(isinstance(layer, LowBitLayer) for layer in self.cache.layers)
+
+    def _align(self, ids: torch.Tensor) -> None:
+        """Let the cache hold nothing but the beginning of this text, as much of it as there is."""
+        held = int(self.cache.packed_layers[0].get_seq_length())
+        if held == 0:
+            return
+        assert self.cache.text is not None
+        text = self.cache.text.to(ids.device)
+        count = min(held, ids.shape[1] - 1)
+        differ = (text[0, :count] != ids[0, :count]).nonzero()
+        common = int(differ[0, 0]) if len(differ) else count
+        if common == held:
+            return
+        if self._crops:
+            self.cache.crop(common - held)
+            return
+        self.cache.reset()
+        if self._ends.restore(self.cache, [ids[0].cpu()]).tokens:
+            self.cache.text = ids[:, : int(self.cache.packed_layers[0].get_seq_length())]
+        else:
+            warnings.warn(
+                f"the conversation is read anew ({ids.shape[1]} tokens): its text has changed before the end of every turn "
+                "that is kept, and this model's layers cannot go back",
+                stacklevel=4,
+            )
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the conversation and its cache, in place of what was there. `load` goes on with it.
+
+        Raises:
+            TypeError: an option that cannot be written, such as a logits processor.
+        """
+        said = {
+            "messages": self.messages,
+            "max_length": self.max_length,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "options": self.options,
+        }
+        header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model)))
+        saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": said})
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any, tokenizer: Any, **options: Any) -> Chat:
+        """The conversation that `save` wrote. options: in place of those that were saved.
+
+        Raises:
+            ValueError: no chat, or as `LowBitCache.from_pretrained`.
+        """
+        path = saved_cache.find(folder, None, None)
+        said = saved_cache.read_description(path)["more"].get("chat")
+        if said is None:
+            raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
+        cache = LowBitCache.from_pretrained(folder, model, max_cache_len=said["max_length"])
+        new = cls.__new__(cls)
+        new.model, new.tokenizer, new.preset, new.max_length = (
+            model,
+            tokenizer,
+            cache.preset or DEFAULT_PRESET,
+            said["max_length"],
+        )
+        new.chat_template_kwargs, new.options = said["chat_template_kwargs"], {**said["options"], **options}
+        new.messages, new.cache, new._ends = said["messages"], cache, PrefixStore(_ENDS)
+        if cache.text is not None and not new._crops:
+            new._ends.add(cache, [cache.text[0].cpu()])
+        return new
+
+    def __repr__(self) -> str:
+        held = int(self.cache.packed_layers[0].get_seq_length())
+        return f"Chat({len(self.messages)} messages, {held} of {self.max_length} tokens, preset={self.preset!r})"
+
+
+class _Seen(BaseStreamer):
+    """Notes the ids that are written, and passes them on."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.next: BaseStreamer | None = None
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.next is not None:
+            self.next.put(value)
+        if self._prompt:  # the first to come is the prompt
+            self._prompt = False
+            return
+        self.ids += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        if self.next is not None:
+            self.next.end()
+
+
+class _Stopped(StoppingCriteria):
+    def __init__(self, stop: threading.Event):
+        self.stop = stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self.stop.is_set(), device=input_ids.device)
