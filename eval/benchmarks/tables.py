@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import bench_batch, measure
+from hf_lowbit_kv.eval.benchmarks import bench_batch, decode_shapes, measure
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
@@ -350,8 +350,9 @@ def _commits(records: Iterable[Record]) -> str:
 
 
 def _decode(records: list[Record]) -> str | None:
-    usual = [r for r in records if (r["dtype"], r.get("query_length", 1), r["head_dim"]) == ("float16", 1, 128)]
-    usual = [r for r in usual if r["shape"] in SHAPES and r.get("per_head") is not True]
+    one_token = [r for r in records if (r["dtype"], r.get("query_length", 1)) == ("float16", 1)]
+    one_token = [r for r in one_token if r.get("per_head") is not True]
+    usual = [r for r in one_token if r["shape"] in SHAPES and r["head_dim"] == 128]
     if not usual:
         return None
     found = _last(usual, "gpu", "shape", "preset", "backend")
@@ -362,12 +363,13 @@ def _decode(records: list[Record]) -> str | None:
     return f"""## Decode attention
 
 How many times faster than the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run: CUDA kernels / Triton
-kernels. The number in brackets is what the bytes allow. One query token, float16, 32 query heads, head_dim 128; 8 KV heads
-where the column does not say otherwise. An empty side has no record. `python -m hf_lowbit_kv.eval.benchmarks.bench_decode`
+kernels. The number in brackets is what the bytes allow; behind it stand the microseconds of CUDA / Triton. One query token,
+float16, 32 query heads, head_dim 128; 8 KV heads where the column does not say otherwise. An empty side has no record.
+`python -m hf_lowbit_kv.eval.benchmarks.bench_decode`
 
 {BLANK_LINE.join(tables)}
 
-{_commits(found.values())}"""
+{_commits(found.values())}{_steps(one_token)}"""
 
 
 def _decode_table(found: dict[tuple, Record]) -> str:
@@ -380,10 +382,36 @@ def _decode_table(found: dict[tuple, Record]) -> str:
         for shape in shapes:
             both = [found.get((shape, preset, backend)) for backend in ("cuda", "triton")]
             ratios = " / ".join("" if record is None else f"{record['ratio']:.2f}" for record in both)
+            times = " / ".join("" if record is None else f"{1e3 * record['ms']:.0f}" for record in both)
             limit = next((record["byte_limit_ratio"] for record in both if record), None)
-            cells.append(f"{ratios} ({limit:.1f})" if limit else "")
+            cells.append(f"{ratios} ({limit:.1f}), {times} us" if limit else "")
         rows.append([f"`{preset}`", *cells])
     return _table(["preset", *(SHAPES[shape] for shape in shapes)], rows)
+
+
+def _steps(records: list[Record]) -> str:
+    """Decode steps on all shapes, of the records that have them."""
+    found = _last((r for r in records if r.get("step_behind_ratio")), "gpu", "shape", "preset", "backend")
+    shapes = [name for name in decode_shapes.SHAPES if any(key[1] == name for key in found)]
+    if not shapes:
+        return ""
+    order = {name: i for i, name in enumerate(PRESETS)}
+    rows = []
+    for gpu, preset, backend in sorted({(key[0], key[2], key[3]) for key in found}, key=lambda x: (x[0], order[x[1]])):
+        cells = [found.get((gpu, shape, preset, backend)) for shape in shapes]
+        shown = [f"{r['step_behind_ratio']:.2f}, {1e3 * r['step_behind_ms']:.0f} us" if r else "" for r in cells]
+        rows.append([gpu.removeprefix("NVIDIA "), f"`{preset}`", *shown])
+    return f"""
+
+### Decode steps
+
+A step as a model takes it: attention, and the token is stored; directly behind another kernel, so that nothing is in a cache.
+How many times faster than the fastest of PyTorch's 16-bit attention (which stores nothing) in the same place, and
+microseconds. Below 1 PyTorch's attention is faster. CUDA kernels. `eval/benchmarks/decode_shapes.py` has the shapes.
+
+{_table(["GPU", "preset", *(f"`{shape}`" for shape in shapes)], rows)}
+
+{_commits(found.values())}"""
 
 
 def _milliseconds(record: Record) -> str:

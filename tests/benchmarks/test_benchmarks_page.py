@@ -9,6 +9,7 @@ from hf_lowbit_kv.eval.benchmarks.tables import benchmarks_page
 
 def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(tmp_path):
     common = {"dtype": "float16", "head_dim": 128, "byte_limit_ratio": 3.7, "shape": "gqa_b8_32k", "preset": "kivi-4"}
+    common["ms"] = 0.0751
     for gpu, ratios in (("NVIDIA H100", [3.31]), ("NVIDIA H200", [2.0, 3.25])):
         lines = [common | {"gpu": gpu, "backend": "cuda", "ratio": ratio, "commit": f"{ratio}"} for ratio in ratios]
         name = gpu.lower().replace(" ", "-")
@@ -27,11 +28,31 @@ def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(t
     assert "| preset | batch 8, 32k tokens |" in first
     assert "| preset | batch 8, 32k tokens |" in second
     assert "| `a cache of others` | 1.75 /" in first
-    assert "| `kivi-4` | 3.25 /  (3.7) |" in first
-    assert "| `kivi-4` | 3.31 / 1.50 (3.7) |" in second
+    assert "| `kivi-4` | 3.25 /  (3.7), 75 /  us |" in first
+    assert "| `kivi-4` | 3.31 / 1.50 (3.7), 75 / 75 us |" in second
     assert "a cache of others" not in second
     assert "2.00" not in text
     assert "## Memory" not in text
+
+
+def test_steps_of_all_shapes_have_a_table(tmp_path):
+    """Of records that have them; older ones do not."""
+    common = {
+        "dtype": "float16",
+        "head_dim": 256,
+        "byte_limit_ratio": 8.0,
+        "ratio": 4.0,
+        "ms": 0.03,
+        "gpu": "NVIDIA H200",
+    }
+    common |= {"backend": "cuda", "commit": "abc", "preset": "kivi-2"}
+    steps = {"shape": "dim256_b4_32k", "step_behind_ratio": 3.217, "step_behind_ms": 0.0437}
+    usual = common | {"shape": "gqa_b8_32k", "head_dim": 128}
+    path = tmp_path / "decode-nvidia-h200.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (usual, common | steps)))
+    text = benchmarks_page(tmp_path).split("### Decode steps")[1]
+    assert "| GPU | preset | `dim256_b4_32k` |" in text
+    assert "| H200 | `kivi-2` | 3.22, 44 us |" in text
 
 
 def test_no_column_of_the_page_is_mostly_empty():

@@ -44,7 +44,7 @@ WIDE_SHARED = 227 * 1024
 #: query rows over content in the model's dtype: it is read once for every 16 of them, and unpacked once for all by `prompt.py`
 DENSE_ROWS = 256
 #: of `latent_dense.cu`, the most wanted first: blocks on a multiprocessor, and stages of 32 tokens each
-DENSE_SHAPES = ((2, 3), (2, 2), (1, 3), (1, 2))
+DENSE_SHAPES = ((1, 3), (1, 2))
 #: bytes of shared memory that a block takes beyond what it asks for
 RESERVED = 1024
 #: shares of a sequence
