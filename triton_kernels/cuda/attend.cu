@@ -63,8 +63,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   if (asked) queries.load(a, b, h, row_block, warp, lane);
   const u32 tables = shared_address(memory) + TEAMS * TEAM_BYTES;
   if constexpr (TABLES && SHARED_TABLES) fill_tables(a, tables, 0, threadIdx.x);
-  if (asked) asked = even_part(a, row_block, here, b, h, lane, part);
-  if (!asked) {
+  const bool even = a.split && even_part(a, row_block, here, asked, b, h, lane, part);
+  asked &= even;
+  if (even && thread == 0) parts[team] = part;  // from which the next row follows
+  if (!even) {
     if (warp == 0) Plan(a, row_block, here, lane).next(parts[team], shares[team]);
     meet(team);
     part = parts[team];
@@ -149,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
 
     token.pack(a, dues, r, thread, team, smem);
     if (part.last) return;
-    if (warp == 0) Plan(a, row_block, shares[team], lane).next(parts[team], shares[team]);
+    if (part.some == Part::WHOLE) {
+      if (thread == 0) next_row(a, parts[team]);
+    } else if (warp == 0) Plan(a, row_block, shares[team], lane).next(parts[team], shares[team]);
     meet(team);
     part = parts[team];
   }

@@ -55,7 +55,7 @@ struct Args {
   int* counters;                                                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail, teams,
-      split;  // split: teams / (B * H) where that is whole, else 0
+      split;  // split: teams of a row, less than 0: rows of a team (`even_row`), or 0
   float scaling, softcap;
   const u8* raw_k;                 // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
   const float *q_scale, *k_scale;  // factors of channels, of KV head h at h * scale_h

@@ -13,7 +13,7 @@ from ...storage.step import Chunk
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
 from .arguments import AttendArgs, Factors, StepArgs, address, factors, place_layer, tables
-from .geometry import grid_size
+from .geometry import grid_size, rows_of_teams
 from .modules import AttendKernel, attend_module, properties
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -128,7 +128,7 @@ class DecodeKernel:
         args = self._args = StepArgs() if self.stores else AttendArgs()
         place_layer(args, layer)
         args.batch, args.heads, args.groups, args.tokens = batch, heads, q_heads // heads, tokens
-        args.teams, args.split = teams, 0 if teams % programs else teams // programs
+        args.teams, args.split = teams, rows_of_teams(teams, programs)
         if self.inside is not None:
             args.q_scale, args.k_scale, args.scale_h = self.inside.factors
         if isinstance(args, StepArgs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ RESERVED, SHARED = 1024 + 512, 228 * 1024
 #: so many warps of a multiprocessor suffice for a wide window: H100s have them wherever the window bounds their number, and
 #: were measured with wide windows
 ENOUGH_WARPS = 6
+#: the same, of head sizes above 128, with which wide windows take twice as much
+ENOUGH_WIDE = 8
+#: part of the teams' time that must be of use for whole rows to be dealt out among them
+FULL = 0.93
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
 
@@ -86,19 +91,23 @@ def choose(
     spread = rows <= 4
     most = 12 if row_tiles == 1 and widest <= 128 and plain and bits < 16 else 8
     tables = keys.table + values.table
-    most_teams = 3 if not tables else 1 if per_head else 2
-    best, found = (0.0, 0, 0), None
+    most_teams = 4 if not tables else 1 if per_head else 2
+    best: tuple[float, ...] = (0.0,)
+    found = None
     for narrow in (True,) if tables else (False, True):
-        if found is not None and found.warps * found.teams >= ENOUGH_WARPS:
+        if found is not None and found.warps * found.teams >= (ENOUGH_WARPS if widest <= 128 else ENOUGH_WIDE):
             break
         each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
         for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
             if each.block(warps, teams) + RESERVED > shared or warps * teams > most:
                 continue
             slots = processors * teams
-            even = grid_size(slots, heads) % heads == 0
-            # where a team has many rows one after the other, several teams keep each other's gaps busy
-            score = (warps * teams + 1.5 * even, -narrow, -teams if slots >= heads else teams)
+            even = rows_of_teams(grid_size(slots, heads), heads) != 0
+            # a team that stores tokens packs pages, too; of teams that have many rows one after the other, several keep each
+            # other's gaps busy
+            stores = 32 * warps >= _packing_threads(sides, widest)
+            rounds = math.ceil(heads / slots)
+            score = (warps * teams + 1.5 * even, stores, -narrow, -rounds, -teams)
             if score > best:
                 best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
     if found is None:
@@ -138,8 +147,16 @@ def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice)
     widest = max(head_dim_k, head_dim_v)
     sides = _sides(spec, head_dim_k, head_dim_v, torch.float16)
     team = _memory(sides, head_dim_k, head_dim_v, choice).team(choice.warps)
-    threads = widest if any(side.by_thread for side in sides) else 32
-    return 32 * choice.warps >= threads and spec.page_size * widest // 4 <= team and not spec.direct
+    return (
+        32 * choice.warps >= _packing_threads(sides, widest)
+        and spec.page_size * widest // 4 <= team
+        and not spec.direct
+    )
+
+
+def _packing_threads(sides: tuple[Needs, Needs], widest: int) -> int:
+    """Threads that pack a page."""
+    return widest if any(side.by_thread for side in sides) else 32
 
 
 def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, choice: Choice) -> int:
@@ -157,6 +174,15 @@ def grid_size(slots: int, heads: int) -> int:
     a team's share of the work lies in one head."""
     even = slots // heads * heads
     return even if even >= 0.9 * slots else slots
+
+
+def rows_of_teams(teams: int, heads: int) -> int:
+    """How `heads` KV heads are dealt out among `teams` where all are of one length: so many teams have one of them, or, less
+    than 0, a team has so many. 0: neither comes out evenly."""
+    if teams % heads == 0:
+        return teams // heads
+    each = -(-heads // teams)
+    return -each if each > 1 and heads >= FULL * each * teams else 0
 
 
 def _shared_defines(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> dict[str, object]:

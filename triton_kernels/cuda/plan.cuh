@@ -1,17 +1,22 @@
 // Which rows a team attends to, and which parts of them.
 //
-// The work of all rows, in units of 256 bytes, lies in a line, row after row, and is cut into equal shares, one a team. Where the grid is a
-// multiple of the rows and these are of one length, every row has its own teams, and each warp knows its part at once (`even_part`:
-// everything waits for it). Else one warp of the team works its share out and tells the others.
+// The work of all rows, in units of 256 bytes, lies in a line, row after row, and is cut into equal shares, one a team. Where rows are of
+// one length, and the grid is a multiple of their number or they fill it evenly several times, every row has its own teams or every
+// team its own rows, and each warp knows its part at once (`even_part`: everything waits for it). Else one warp of the team works its
+// share out and tells the others.
 #pragma once
 #include "warp.cuh"
+
+// A row is one team's where it has so many units and blocks for each of the team's warps, or fewer.
+constexpr int SHORT = 2;
 
 // A team's part of a row. Bounds: from and to.
 struct alignas(16) Part {
   Row row;
   int blocks[2], units[2];  // of the window and of the pages
   int teams[2];             // the first and the last team that share the row
-  int some, last;           // whether there is a part, and whether it is the team's last one
+  int some, last;           // whether there is a part (WHOLE: one of several rows), whether it is the team's last one
+  static constexpr int WHOLE = 2;
 
   // Of `count` units or blocks, where of the row's work `x` is done. All teams that share a row come to the same bounds.
   static __device__ __forceinline__ int bound(u32 x, int count, u32 cost) {
@@ -37,33 +42,82 @@ struct Lengths {
   }
 };
 
-// The row of a team where each row has `a.split` teams of its own: before anything is known of lengths.
+// The first row of a team where rows are dealt out evenly: each has `a.split` teams of its own, or each team has -`a.split` whole rows. Before
+// anything is known of lengths.
 __device__ __forceinline__ bool even_row(const Args& a, int team, int& b, int& h) {
-  const int r = (int)__fdividef(team + 0.5f, (float)a.split);
+  const int r = a.split < 0 ? team * -a.split : (int)__fdividef(team + 0.5f, (float)a.split);
   b = (int)__fdividef(r + 0.5f, (float)a.heads);
   h = r - b * a.heads;
-  return a.split && a.batch <= 32 && b < a.batch;
+  return a.split && b < a.batch;
 }
 
-// The team's part of that row; false where rows are not of one length, or too short for all their teams.
-__device__ __forceinline__ bool even_part(const Args& a, int row_block, int team, int b, int h, int lane, Part& out) {
-  Lengths lengths;
-  lengths.load(a, 0, lane);
-  const int r = b * a.heads + h, c = team - r * a.split;
-  out.row = lengths.row(a, row_block, b, h);
-  const bool same = lane >= a.batch || (lengths.length == out.row.length && lengths.paged == out.row.paged);
+// The team's part of that row (some: it has one); false where rows are not of one length. All teams come to the same answer.
+__device__ __forceinline__ bool even_part(const Args& a, int row_block, int team, bool some, int b, int h, int lane,
+                                          Part& out) {
+  constexpr int BATCH = 4;  // loads in flight, twice
+  bool same = true;
+  int length = 0, paged = 0;
+  for (int first = 0; first < a.batch; first += 32 * BATCH) {
+    int lengths[BATCH], pageds[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (j && first + 32 * j >= a.batch) {
+        lengths[j] = lengths[0];
+        pageds[j] = pageds[0];
+        continue;
+      }
+      const int at = min(first + 32 * j + lane, a.batch - 1) * a.heads;
+      lengths[j] = a.length[at];
+      pageds[j] = a.paged[at];
+    }
+    if (first == 0) {
+      length = __shfl_sync(~0u, lengths[0], 0);
+      paged = __shfl_sync(~0u, pageds[0], 0);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) same &= lengths[j] == length && pageds[j] == paged;
+  }
+  out.row.b = b;
+  out.row.h = h;
+  out.row.count(a, row_block, length, paged);
   const u32 cost = out.row.cost();
-  if (__any_sync(~0u, !same) || cost < (u32)a.split * WARPS * UNIT_COST) return false;
-  const u32 low = __fdividef((float)cost * c, (float)a.split),
-            high = c + 1 == a.split ? cost : (u32)__fdividef((float)cost * (c + 1), (float)a.split);
+  if (__any_sync(~0u, !same)) return false;
+  const int r = b * a.heads + h;
+  out.some = some;
+  if (a.split < 0) {
+    out.some = some ? Part::WHOLE : 0;
+    out.blocks[0] = out.units[0] = 0;
+    out.blocks[1] = out.row.blocks;
+    out.units[1] = out.row.units;
+    out.teams[0] = out.teams[1] = team;
+    out.last = r + 1 == min((team + 1) * -a.split, a.batch * a.heads);
+    return true;
+  }
+  // one team where each of its warps has two units or blocks at most: nothing has to be merged through memory; else as many as get
+  // something for each of their warps
+  const int c = team - r * a.split, fit = (int)__fdividef((float)cost, (float)(WARPS * UNIT_COST)) + 1;
+  const int count = out.row.units + out.row.blocks <= SHORT * WARPS ? 1 : min(a.split, fit);
+  if (c >= count) out.some = 0;
+  const u32 low = __fdividef((float)cost * c, (float)count),
+            high = c + 1 == count ? cost : (u32)__fdividef((float)cost * (c + 1), (float)count);
   out.blocks[0] = Part::bound(low, out.row.blocks, cost);
   out.blocks[1] = Part::bound(high, out.row.blocks, cost);
   out.units[0] = Part::bound(low, out.row.units, cost);
   out.units[1] = Part::bound(high, out.row.units, cost);
   out.teams[0] = r * a.split;
-  out.teams[1] = out.teams[0] + a.split - 1;
-  out.some = out.last = 1;
+  out.teams[1] = out.teams[0] + count - 1;
+  out.last = 1;
   return true;
+}
+
+// The next of a team's whole rows: all are of one length.
+__device__ __forceinline__ void next_row(const Args& a, Part& part) {
+  if (++part.row.h == a.heads) {
+    part.row.h = 0;
+    part.row.b++;
+  }
+  const int r = part.row.b * a.heads + part.row.h;
+  part.last = (r + 1) % -a.split == 0 || r + 1 == a.batch * a.heads;
 }
 
 // What is still to be done of a share, from row to row: from `at` to `stop`, of row (b, h) that begins at `start`.

@@ -80,10 +80,11 @@ __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   return before;
 }
 
-// count: rows times heads.
-COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
+// count: rows times heads. BATCH: loads in flight, three times; where rows are few, the function shall be short as well: behind another
+// kernel its instructions come from memory.
+template <int BATCH> COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
-  constexpr int BATCH = 4;  // loads in flight
+#pragma unroll 1
   for (int first = lane; first < count; first += 32 * BATCH) {
     int length[BATCH], paged[BATCH];
     bool real[BATCH];
@@ -108,8 +109,11 @@ COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lan
 
 // The last team writes them. before: what `leave_counters` gave.
 __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
-  if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1)
-    advance_counters(a, arrived, count, lane);
+  if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1) {
+    if (count <= 64) advance_counters<1>(a, arrived, count, lane);
+    else if (count <= 256) advance_counters<4>(a, arrived, count, lane);
+    else advance_counters<16>(a, arrived, count, lane);
+  }
 }
 
 // A team's part in it, while it attends to one row.

@@ -26,15 +26,23 @@ struct Window {
                          : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
     return (which ? a.v : a.k) + 2 * at;
   }
-  __device__ __forceinline__ void copy_keys(int block) const {
-    Dense<DK>::copy(space, [&](int j, bool& keep) { return locate(0, 32 * block + lane / 4 * 4 + j, keep); }, lane);
+  // Each lane finds one token of the block, and hands its address on to those that copy it.
+  template <int D> __device__ __forceinline__ void copy(int which, int block, u32 target) const {
+    bool real;
+    const u64 own = (u64)locate(which, 32 * block + lane, real);
+    const u32 low = (u32)own, high = (u32)(own >> 32), kept = __ballot_sync(~0u, real);
+    Dense<D>::copy(
+        target,
+        [&](int j, bool& keep) {
+          const int from = lane / 4 * 4 + j;
+          keep = kept >> from & 1;
+          return (const u8*)((u64)__shfl_sync(~0u, high, from) << 32 | __shfl_sync(~0u, low, from));
+        },
+        lane);
     commit();
   }
-  __device__ __forceinline__ void copy_values(int block) const {
-    Dense<DV>::copy(
-        space + VALUES, [&](int j, bool& keep) { return locate(1, 32 * block + lane / 4 * 4 + j, keep); }, lane);
-    commit();
-  }
+  __device__ __forceinline__ void copy_keys(int block) const { copy<DK>(0, block, space); }
+  __device__ __forceinline__ void copy_values(int block) const { copy<DV>(1, block, space + VALUES); }
   __device__ __forceinline__ void start() const {
     if (first < stop) {
       copy_keys(first);
