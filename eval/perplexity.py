@@ -94,11 +94,13 @@ class Scores:
         return torch.cat(self._parts[name]).double()
 
     def means(self) -> dict[str, float]:
-        """`ppl`, `ppl_full`, `kl`, `kl_p99` (99th percentile over positions) and `top1`."""
+        """`ppl`, `ppl_full`, `kl`, `kl_error` (see `block_error`), `kl_p99` (99th percentile over positions)
+        and `top1`."""
         return {
             "ppl": float(self["nll"].mean().exp()),
             "ppl_full": float(self["nll_full"].mean().exp()),
             "kl": float(self["kl"].mean()),
+            "kl_error": block_error(self["kl"]),
             "kl_p99": float(self["kl"].quantile(0.99)),
             "top1": float(self["agrees"].mean()),
         }
@@ -112,6 +114,16 @@ class Scores:
                 kl, top1 = float(self["kl"][here].mean()), float(self["agrees"][here].mean())
                 rows.append({"from": low, "to": high, "kl": kl, "top1": top1})
         return rows
+
+
+def block_error(x: torch.Tensor, block: int = 128, draws: int = 1000) -> float:
+    """Standard error of the mean of `x` `[positions]` by bootstrap: neighbours are not independent, so blocks of positions are
+    drawn again, always the same ones. What is left behind the last whole block is left out; 0 for fewer than two blocks."""
+    blocks = x[: len(x) // block * block].view(-1, block).mean(1)
+    if len(blocks) < 2:
+        return 0.0
+    drawn = torch.randint(len(blocks), (draws, len(blocks)), generator=torch.Generator().manual_seed(0))
+    return float(blocks[drawn].mean(1).std())
 
 
 def position_edges(start: int, context: int) -> list[int]:
@@ -147,9 +159,9 @@ def run(
 
     Returns:
         One dict a preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything counted),
-        `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_p99` (its 99th
-        percentile over positions), `top1` (share of positions where both caches prefer the same token), `by_position`
-        (see `Scores.by_position`; edges as `position_edges` says).
+        `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_error` (its standard
+        error, see `block_error`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
+        caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:
         ValueError: an unknown preset, `start` not below `context`, a `context` beyond what the model was made for, or a text
@@ -167,6 +179,7 @@ def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
     """Means over the scores of several texts, as `run` returns them."""
     rows = [{"bits_per_value": scores.bits_per_value} | scores.means() for scores in of]
     row: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    row["kl_error"] = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)  # texts are independent
     buckets = zip(*(scores.by_position(edges) for scores in of))
     return row | {"by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]}
 

@@ -74,8 +74,9 @@ _PLAIN = {
         Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
-        _eigen("eigen-2", "static-44422000", "static-2-t"),
-        _eigen("eigen-3", "static-64332222", "static-3-t"),
+        _eigen("eigen-2", "static-44422000", "static-2-tn"),
+        _eigen("eigen-3", "static-64332222", "static-3-tn"),
+        _eigen("eigen-4", "static-65444333", "static-4-tn"),
         # the first generation, for calibrations that were made for it: values with a mean a page
         _eigen("eigen-2-v1", "static-44422000", "static-2-t"),
         _eigen("eigen-3-v1", "static-64332222", "static-3-t"),
@@ -133,7 +134,7 @@ _NAMES = (
     *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
     *("kitty", "kitty-pro", "kitty-hadamard"),
     *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
-    *("eigen-2", "eigen-3"),
+    *("eigen-2", "eigen-3", "eigen-4"),
     *("fp8", "snapmla", "mla"),
 )
 #: what is listed; `get_preset` knows every name with suffixes besides

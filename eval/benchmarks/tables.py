@@ -141,7 +141,19 @@ def presets_table(rows: list[Row]) -> str:
 
 
 #: presets of the short table, one for each purpose
-SHORT = ("kv8", "kivi-4-sink", "k4v2-sink", "eigen-3", "kitty-pro", "kitty", "kivi-2-sink", "kivi-2", "eigen-2")
+SHORT = (
+    "kv8",
+    "kv6",
+    "kivi-4-sink",
+    "eigen-4",
+    "k4v2-sink",
+    "eigen-3",
+    "kitty-pro",
+    "kitty",
+    "kivi-2-sink",
+    "kivi-2",
+    "eigen-2",
+)
 
 
 def short_table(rows: list[Row]) -> str:
@@ -160,7 +172,7 @@ def short_table(rows: list[Row]) -> str:
 
 
 #: own presets, and those of about their size
-OWN = ("eigen-3", "k4v2-sink", "eigen-2", "kitty-pro-variance", "kitty-pro")
+OWN = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kitty-pro-variance", "kitty-pro", "eigen-2")
 
 
 def own_table(rows: list[Row]) -> str:

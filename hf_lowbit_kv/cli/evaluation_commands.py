@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,17 +11,19 @@ import torch
 import typer
 from rich.console import Console
 
+from ..calibration.steps_shown import log_line
 from ..eval import data_parallel, preset_search
 from ..eval import needle as task
 from ..eval.chunked_reader import FULL
 from ..eval.layer_errors import run as measure_layers
-from ..eval.local_models import default_texts
+from ..eval.local_models import calibration_texts, default_texts
 from ..eval.perplexity import run
 from ..eval.preset_search import Budget, plot
 from ..eval.preset_search import recommend as measure
 from ..eval.texts import Text, dataset_text
 from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
+from . import missing_calibrations
 from .shared_options import (
     DTYPES,
     CalibrationOption,
@@ -362,6 +365,22 @@ def recommend(
     tokens: Annotated[
         int, typer.Option(min=514, help="Tokens of the text to read; the first 512 do not count.")
     ] = 2048,
+    calibrate: Annotated[
+        bool | None,
+        typer.Option(
+            help="Calibrate the model for presets that meet the budget and need it.", show_default="asked on a terminal"
+        ),
+    ] = None,
+    calibration_text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --calibrate: text file; repeat it for several.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            show_default="essays that accuracy is not measured on",
+        ),
+    ] = None,
     model: ModelOption = None,
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
@@ -369,7 +388,10 @@ def recommend(
     dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
 ) -> None:
-    """Measure the presets that meet a budget, and name the best."""
+    """Measure the presets that meet a budget, and name the best.
+
+    Presets that need a calibration are among them where the model has one, or where you let it be made.
+    """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
     if bits is not None and bits <= 0:
@@ -378,6 +400,8 @@ def recommend(
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     source = text or default_texts()[0]
+    if calibration is None:
+        _calibrate_first(loaded, tokenizer, budget, names, changes, calibrate, calibration_text, source)
     rows = measure(loaded, tokenizer, source, budget, names, changes, tokens)
     if as_json:
         print_json({"budget": budget._asdict(), "best": rows[0]["preset"], "code": rows[0]["code"], "candidates": rows})
@@ -400,6 +424,34 @@ def recommend(
     print_table(title, cells, numbers_from=1)
     print(f"Best: {rows[0]['preset']}")
     Console().print(rows[0]["code"], markup=False, soft_wrap=True)
+
+
+def _calibrate_first(
+    model: Any,
+    tokenizer: Any,
+    budget: Budget,
+    names: list[str] | None,
+    changes: dict[str, Any],
+    wanted: bool | None,
+    texts: list[Path] | None,
+    measured: Path,
+) -> None:
+    """Make the calibrations that presets within the budget lack, if the user wants that; say which are left out otherwise."""
+    if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
+        return
+    console, shown = Console(stderr=True), ", ".join(lacking)
+    takes = f"{shown}: a calibration of the model takes {missing_calibrations.cost(model, lacking)}"
+    if wanted is None and sys.stdin.isatty() and console.is_terminal:
+        wanted = typer.confirm(f"{takes}. Make it?", err=True)
+    if not wanted and names:
+        return  # what is asked for by name is not left out: it raises, and says how to calibrate
+    if not wanted:
+        console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
+        return
+    console.print(takes, markup=False, soft_wrap=True)
+    progress = True if console.is_terminal else log_line
+    path = missing_calibrations.make(model, tokenizer, lacking, texts or calibration_texts(), measured, progress)
+    console.print(f"calibration: {path}", markup=False, soft_wrap=True)
 
 
 eval_app = typer.Typer(help="Measure presets against the full-precision cache.", no_args_is_help=True)

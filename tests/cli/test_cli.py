@@ -12,7 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv import cli, preset_names
+from hf_lowbit_kv.cli import missing_calibrations
 from hf_lowbit_kv.eval import local_models as bundled
+from hf_lowbit_kv.eval.local_models import load_model
+from hf_lowbit_kv.eval.preset_search import Budget
 
 DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
 RECOMMEND_FIELDS = {
@@ -190,7 +193,17 @@ def test_perplexity(run, tiny_model, tmp_path):
     rows = json.loads(out)
     assert code == 0
     assert [row["preset"] for row in rows] == ["dense", "kivi-2"]
-    assert set(rows[0]) == {"preset", "bits_per_value", "ppl", "ppl_full", "kl", "kl_p99", "top1", "by_position"}
+    assert set(rows[0]) == {
+        "preset",
+        "bits_per_value",
+        "ppl",
+        "ppl_full",
+        "kl",
+        "kl_error",
+        "kl_p99",
+        "top1",
+        "by_position",
+    }
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
     code, out, _ = run("eval", "perplexity", "--preset", "dense", "--by-position", *options)
     assert code == 0
@@ -217,6 +230,42 @@ def test_recommend(run, tiny_model, tmp_path):
     code, _, err = run("recommend", "--bits", 1, *options)
     assert code == 1
     assert "the nearest is 'kivi-2'" in " ".join(err.split())
+
+
+def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    text, other = tmp_path / "numbers.txt", tmp_path / "others.txt"
+    text.write_text(PROMPT + " " + PROMPT, encoding="utf-8")
+    other.write_text(" ".join(str(i * i * i % 97) for i in range(5000)), encoding="utf-8")
+    options = [
+        "--bits",
+        3,
+        "--model",
+        tiny_model,
+        "--text",
+        text,
+        "--tokens",
+        530,
+        "--preset",
+        "kivi-2,eigen-2",
+        "--json",
+    ]
+    code, _, err = run("recommend", *options)
+    assert code == 1
+    assert "needs a calibration" in " ".join(err.split())
+    lacking = missing_calibrations.lacking(load_model(str(tiny_model))[0], Budget(3, None, 32768), None, {})
+    assert "eigen-2" in lacking
+    assert not {"kivi-2", "eigen-4", "kv8"} & set(lacking)
+    assert not (tmp_path / "own").exists()
+    code, _, err = run("recommend", *options, "--calibrate", "--calibration-text", text)
+    assert code == 1
+    assert "is what accuracy is measured on: calibrate on other texts" in " ".join(err.split())
+    code, out, err = run("recommend", *options, "--calibrate", "--calibration-text", other)
+    assert code == 0
+    assert {row["preset"] for row in json.loads(out)["candidates"]} == {"kivi-2", "eigen-2"}
+    assert "eigen-2: a calibration of the model takes about 1 min and" in " ".join(err.split())
+    (made,) = (tmp_path / "own" / "calibrations").iterdir()
+    assert made.name in err.replace("\n", "")
 
 
 def test_layers_and_sweep(run, tiny_model, tmp_path):

@@ -1,0 +1,120 @@
+"""Presets that a model could use once it is calibrated: which of them meet a budget, what that takes, and making it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache.low_bit_cache import LowBitCache
+from ..cache.method_caches import from_preset
+from ..calibration import gradients
+from ..calibration.calibrate import calibrate
+from ..calibration.calibration_target import add_to_file
+from ..calibration.calibration_windows import TOKENS
+from ..calibration.steps_shown import Report
+from ..calibration.window_reading import packed_sizes
+from ..calibration_files.calibration_lookup import user_file
+from ..calibration_files.model_description import describe_model
+from ..eval.preset_search import Budget, Size
+from ..presets import get_preset, preset_names
+
+#: tokens of the pass that is timed
+PROBE = 256
+#: a pass with gradients takes so many times one without, and one that weighs tokens so many times a plain one
+BACKWARD, WEIGHED = 3.0, 1.3
+
+
+class Cost(NamedTuple):
+    """What a calibration takes, roughly."""
+
+    seconds: float
+    nbytes: int
+    """memory beside the model, for gradients"""
+
+    def __str__(self) -> str:
+        return f"about {max(self.seconds / 60, 1):.0f} min and {max(self.nbytes / 1e9, 0.1):.1f} GB of memory beside the model"
+
+
+def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
+    """The presets (of `names`, else of all that are listed) that would meet the budget and that only lack a calibration."""
+    plain = LowBitCache(model, "dense", "dense")
+    if plain.spec.reading.name != "separate":
+        return []  # no preset for latents has parameters
+    sizes: dict[int, Any] = plain.packed_sizes
+    found = list[str]()
+    for name in names or preset_names():
+        spec = get_preset(name).spec()
+        try:
+            wanted = [bool(spec.parameters(dims[0], dims[1], heads)) for heads, *dims in sizes.values()]
+            for _, *dims in sizes.values():
+                spec.validate(*dims)
+        except ValueError:
+            continue  # it does not fit the model
+        if spec.reading.name != "separate" or not any(wanted):
+            continue
+        try:
+            from_preset(name, model, **overrides)
+        except ValueError:
+            if budget.holds(_size(spec, sizes, budget)):
+                found.append(name)
+    return found
+
+
+def _size(spec: Any, sizes: dict[int, Any], budget: Budget) -> Size:
+    """What a preset stores at the budget's context, parameters not counted."""
+    numbers = bits = 0.0
+    for heads, *dims in sizes.values():
+        count = heads * sum(dims) * budget.context * budget.batch
+        numbers, bits = numbers + count, bits + count * spec.bits_per_value(budget.context, dims[0])
+    return Size(bits / numbers, int(bits / 8), int(numbers * 2))
+
+
+@torch.no_grad()
+def cost(model: Any, names: Sequence[str]) -> Cost:
+    """What calibrating these presets takes. A pass over a few tokens is timed."""
+    ids = torch.zeros(1, PROBE, dtype=torch.int64, device=model.device)
+    for _ in range(2):  # the second one counts
+        began = time.perf_counter()
+        model(ids, use_cache=False, logits_to_keep=1)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+    seconds = (time.perf_counter() - began) / PROBE
+    read = TOKENS.get(model.device.type, TOKENS["cuda"]) * seconds
+    specs = [get_preset(name).spec() for name in names]
+    if not any(spec.key_transform.weighed or spec.key_format.weighed for spec in specs):
+        return Cost(read, 0)
+    windows, config = (
+        gradients.SAMPLES.get(model.device.type, gradients.SAMPLES["cuda"]),
+        model.config.get_text_config(),
+    )
+    # what a layer keeps for its backward pass: some 34 numbers of 8 bits for each hidden one (Korthikanti et al., 2205.05198)
+    kept = 17 * gradients.LENGTH * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize
+    return Cost(read * WEIGHED + BACKWARD * windows * gradients.LENGTH * seconds, kept)
+
+
+def make(
+    model: Any,
+    tokenizer: Any,
+    names: Sequence[str],
+    texts: Sequence[Path],
+    measured: Path,
+    progress: bool | Report = True,
+) -> Path:
+    """Calibrate presets, and add what was made to the user's file of this model, where caches find it.
+
+    Args:
+        texts: to calibrate on. measured: what accuracy is measured on.
+
+    Raises:
+        ValueError: the text that is measured is among them, or they are too short.
+    """
+    if measured.resolve() in [path.resolve() for path in texts]:
+        raise ValueError(f"{str(measured)!r} is what accuracy is measured on: calibrate on other texts")
+    contents = [path.read_text(encoding="utf-8") for path in texts]
+    path = user_file(describe_model(model, packed_sizes(model)))
+    add_to_file(calibrate(model, tokenizer, contents, list(names), progress=progress), path)
+    return path
