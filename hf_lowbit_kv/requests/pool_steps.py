@@ -76,6 +76,13 @@ class PoolSteps:
             self.newest[slot] = self.newest[len(self.pool.rows)]
             assert moved.slot == slot
 
+    def as_cache(self, row: Row) -> PooledCache:
+        """A row as a cache of one row, until the next chunk is read."""
+        self.pool.flush()
+        self._chunk.place(row.slot)
+        self._chunk.begin(row.length)
+        return self._chunk
+
     @torch.no_grad()
     def read(self, row: Row, ids: torch.Tensor) -> torch.Tensor:
         """Store the next tokens of a row's text.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import PagedStore, read_pages
 from .page_ledger import PageLedger
 from .slot_memory import TABLE_STEP, SlotMemory, StoredLayer
 
@@ -147,6 +148,28 @@ class RowPool:
         self.memory.set_sinks(row.slot, prefix.sinks)
         self.memory.set_length(row.slot, prefix.length)
         row.length = row.prefix_length = prefix.length
+
+    def load(self, row: Row, stores: Sequence[PagedStore], length: int) -> None:
+        """An empty row gets copies of what a row of another cache holds.
+
+        Args:
+            stores: of the layers, in their order, each with one row. length: its tokens. Waits for the device.
+        """
+        assert row.length == 0
+        for layer, store in zip(self.layers, stores, strict=True):
+            pages, ledger = row.pages[layer.paging], self.ledgers[layer.paging]
+            for entry in range(len(pages), -(-int(store.state.paged[0, 0]) // layer.spec.page_size)):
+                pages.append(ledger.take())
+                self._due[layer.paging].append((row.slot, entry, pages[entry]))
+        for state, layer, store in zip(self.memory.states, self.layers, stores, strict=True):
+            pages = row.pages[layer.paging]
+            ids = torch.tensor(pages, dtype=torch.long, device=layer.device)
+            state.pool[0][ids] = read_pages(store.state.pool, store.state.page_table[0, : len(pages)])
+            for name in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"):
+                getattr(state, name)[row.slot] = getattr(store.state, name)[0]
+        row.length = length
+        paged = [int(store.state.paged[0, 0]) for store in stores]
+        row.prefix_length = min(layer.spec.sink + count for layer, count in zip(self.layers, paged, strict=True))
 
     def extend(self, row: Row, tokens: int) -> None:
         """Give the row the pages that are due when it stores `tokens` more."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from .kept_prompts import KeptPrompts
 from .pool_steps import PoolSteps
 from .request import Request
 from .result import FinishReason, Result, described
@@ -85,6 +86,7 @@ class Scheduler:
             only while a row is free.
         chunk_size: tokens of a prompt that are read at a time; 0: all.
         prefixes: where full pages are shared; `None`: nowhere.
+        kept: where prompts are looked up that were read by other calls; `None`: nowhere.
         tokenizer: for texts and stop strings, or `None`.
     """
 
@@ -95,10 +97,11 @@ class Scheduler:
         chunk_size: int,
         prefixes: SharedPrefixes | None = None,
         tokenizer: Any = None,
+        kept: KeptPrompts | None = None,
     ):
         self.steps, self.pool = steps, steps.pool
         self._source: Iterator[Request | Result | None] | None = iter(source)
-        self.chunk_size, self.prefixes, self.tokenizer = chunk_size, prefixes, tokenizer
+        self.chunk_size, self.prefixes, self.tokenizer, self.kept = chunk_size, prefixes, tokenizer, kept
         self._heads: deque[Waiting] = deque()  # requests that do not fit yet, or whose sequences do not all fit
         self.reading: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []
@@ -240,17 +243,25 @@ class Scheduler:
     def _look_for_prefix(self, sequence: Sequence) -> None:
         """Before its first chunk: those that were let in with it may have read its prefix meanwhile."""
         row, request = sequence.row, sequence.request
-        if self.prefixes is None or sequence.read_some:
+        if sequence.read_some:
             return
         sequence.read_some = True
-        if row.length == 0 and (prefix := self.prefixes.find(request.prompt_ids)) is not None:
+        if (
+            self.prefixes is not None
+            and row.length == 0
+            and (prefix := self.prefixes.find(request.prompt_ids)) is not None
+        ):
             self.pool.adopt(row, prefix)
+        if row.length == 0 and self.kept is not None:
+            self.kept.restore(self.pool, row, request.prompt_ids)
         sequence.result.cached_tokens = row.length
 
     def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
         """The prompt is read: fork the request's other sequences, and draw the first token of each."""
         if self.prefixes is not None:
             self.prefixes.keep(first.row, first.request.prompt_ids)
+        if self.kept is not None:
+            self.kept.add(self.steps, first.row, first.request.prompt_ids)
         sequences = [first]
         if (waiting := self._siblings.pop(first, None)) is not None:
             while waiting.numbers and self._can_fork(first):

@@ -108,6 +108,23 @@ def test_prompts_that_begin_alike_share_pages(models, texts):
     assert [result.cached_tokens for result in apart] == [0] * 5
 
 
+@pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
+def test_a_store_keeps_prompts_from_call_to_call(models, texts, preset):
+    """A prompt that goes on from a stored one is read from there; the same one ends within it."""
+    ours, theirs = models
+    store = lb.PrefixStore("1GB")
+    options = {"max_new_tokens": 10, "do_sample": False, "share_prefixes": False, "prefixes": store}
+    first = lb.generate_many(ours, texts[3:4], preset, **options, **FIXED)
+    again = [torch.cat([texts[3], texts[1]]), texts[3], torch.cat([texts[3][:150], texts[2]])]
+    found = lb.generate_many(ours, again, preset, **options, **FIXED)
+    assert [result.error for result in found] == [None] * 3
+    assert first[0].cached_tokens == 0
+    assert all(result.cached_tokens >= 96 for result in found)
+    assert found[1].generated_tokens == first[0].generated_tokens or preset != "dense"
+    if preset == "dense":
+        assert tokens_of(found) == transformers_own(theirs, again, 10, do_sample=False)
+
+
 def test_shared_prefixes_go_where_memory_is_needed(models, texts):
     """Kept pages are given up, the oldest first, before a request waits."""
     ours, theirs = models
