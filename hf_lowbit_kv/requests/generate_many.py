@@ -14,9 +14,8 @@ from ..cache.served_models import tp_size, unwrap
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
-from ..prompts.prefix_store import PrefixStore
 from ..storage.layer_spec import check_count
-from .kept_prompts import KeptPrompts
+from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import USABLE, activation_bytes, free_memory, memory_in_bytes, pool_size
 from .pool_models import empty_caches
 from .pool_steps import PoolSteps, read_once, stored_layers
@@ -39,7 +38,7 @@ def generate_many(
     memory: int | str | None = None,
     max_rows: int | None = None,
     prefill_chunk_size: int | None = None,
-    prefixes: PrefixStore | None = None,
+    prefixes: PromptStore | None = None,
     share_prefixes: bool = True,
     as_completed: bool = False,
     progress: bool = True,
@@ -64,7 +63,7 @@ def generate_many(
         max_rows: sequences at once, at most; by default as many as fit, up to 128.
         prefill_chunk_size: prompts are read in chunks that end at multiples of it, whatever else goes on; `0`: whole. A row
             that decodes waits at most one chunk for its next token. By default 2048.
-        prefixes: a store of prompts that other calls have read; prompts of this call are added to it.
+        prefixes: a `PrefixStore` of prompts that other calls have read; prompts of this call are added to it.
         share_prefixes: whether prompts that begin alike share full pages. Tokens behind a shared prefix attend to packed pages
             where they would have attended to their own chunk, so a text may differ a little; `False` for texts that do not
             depend on what else is asked.
@@ -96,7 +95,7 @@ def generate_many(
     size = memory_in_bytes(memory)
     if isinstance(requests, (str, bytes, Mapping, torch.Tensor)) or not isinstance(requests, Iterable):
         raise TypeError(f"requests must be a list or an iterator of requests, not {type(requests).__name__}")
-    if prefixes is not None and not isinstance(prefixes, PrefixStore):
+    if prefixes is not None and not isinstance(prefixes, PromptStore):
         raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore or None")
     if options.get("streamer") is not None:
         raise ValueError(
@@ -169,7 +168,7 @@ class _Run:
         max_rows: int | None,
         chunk_size: int,
         share_prefixes: bool,
-        store: PrefixStore | None,
+        store: PromptStore | None,
     ):
         self._store = store
         self.model, self._make_template, self._source, self._known = model, make_template, source, known

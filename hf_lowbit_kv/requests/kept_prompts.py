@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..cache.low_bit_cache import LowBitCache
-from ..prompts.prefix_store import PrefixStore
 from .pool_steps import PoolSteps
 from .row_pool import Row, RowPool
+
+
+@runtime_checkable
+class PromptStore(Protocol):
+    """What is asked of a `PrefixStore`."""
+
+    def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Any:
+        """Let an empty cache hold the longest kept prefix of these texts. Something with `tokens`: how many of each it holds."""
+
+    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
+        """Keep what a cache holds, the tokens of these texts."""
 
 
 class KeptPrompts:
@@ -19,7 +30,7 @@ class KeptPrompts:
         make_cache: makes an empty cache of the pool's kind for so many tokens.
     """
 
-    def __init__(self, store: PrefixStore, make_cache: Callable[[int], LowBitCache]):
+    def __init__(self, store: PromptStore, make_cache: Callable[[int], LowBitCache]):
         self._store, self._make_cache = store, make_cache
 
     def restore(self, pool: RowPool, row: Row, ids: list[int]) -> None:
