@@ -17,7 +17,7 @@ class PromptStore(Protocol):
     """What is asked of a `PrefixStore`."""
 
     def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Any:
-        """Let an empty cache hold the longest kept prefix of these texts. Something with `tokens`: how many of each it holds."""
+        """Let an empty cache hold the longest kept prefix of these texts. Its `tokens`: how many of each it holds."""
 
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
         """Keep what a cache holds, the tokens of these texts."""
