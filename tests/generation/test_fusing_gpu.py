@@ -129,6 +129,7 @@ def test_gpu_weights_that_change_in_place_need_no_recording():
     assert (got - want).norm() < 0.02 * want.norm()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports to compile
 def test_gpu_compiled_layers_are_recorded_compiled():
     torch._dynamo.reset()
     model = model_of("llama").to(torch.float16)
