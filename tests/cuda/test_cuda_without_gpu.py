@@ -66,7 +66,8 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "widths", "reason"),
     [
-        ("dense|dense|0|0|128", None, r"latents in formats 'fp8' / 'dense', not in 'dense' / 'dense'"),
+        ("dense|dense|0|0|128", None, None),
+        ("dense|fp8|0|0|128", None, r"'fp8' / 'dense' and 'dense' / 'dense', not in 'dense' / 'fp8"),
         ("fp8|dense|0|128|128", None, "latents without a window, not for sink=0, residual=128"),
         ("fp8|dense|4|0|128", None, "latents without a window, not for sink=4, residual=0"),
         ("fp8|dense|0|0|32", None, "pages of 64, 128 or 256 tokens, not of 32"),
