@@ -1,0 +1,224 @@
+"""Which models are served, `docs/models.md`: `python -m hf_lowbit_kv.eval.benchmarks.model_table`, in some minutes on a CPU.
+
+Of every decoder architecture that transformers has, a small model with random weights reads 90 tokens through a cache in the
+model's dtype and then two more, and its logits are compared with those of transformers' own cache. A second run has a
+preallocated cache, which recorded steps need. What is refused is shown with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import transformers
+import typer
+from transformers import DynamicCache
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
+from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names, tiny_model
+from hf_lowbit_kv.eval.provenance import RESULTS, run_command
+from hf_lowbit_kv.generation.fused_pieces import Piece
+from hf_lowbit_kv.generation.piece_finder import find_pieces
+from hf_lowbit_kv.machine.cache_argument import as_argument
+
+PAGE = RESULTS.parents[1] / "docs" / "models.md"
+#: seconds that one architecture may take, and parameters that its small model may have
+SECONDS, LARGEST = 60, 100_000_000
+#: largest difference of logits from those of transformers' own cache, relative to their standard deviation
+TOLERANCE = 2e-3
+TOKENS = 90
+
+
+PAGE_TEXT = """# Which models are served
+
+{} of the {} decoder architectures of transformers {} are served, by their `model_type`. The command
+`python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. Of each architecture a small model with random weights,
+and the real order of kinds of layers, reads text through a cache without compression; its logits must be those of transformers'
+own cache. Vision-language models are tried with text alone: their text model is what is switched.
+
+- **packed**: layers whose tokens are packed. Others (sliding, linear, recurrent) keep transformers' own cache.
+- **preallocated**: a cache of fixed size works, which recorded and compiled steps need.
+- **fused**: pieces of the small model that recorded steps compute by fused kernels.
+- **calibrated**: whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve its layers.
+
+{}
+## Refused, with an error that says why
+
+{}
+## Not tried
+
+No small model of these could be made, or transformers' own cache does not run it.
+
+{}"""
+
+
+class Row(NamedTuple):
+    """What is known of an architecture. served: "every layer", "1 of 6 layers", or "" where it is refused, with `why`."""
+
+    name: str
+    served: str
+    preallocated: str = ""
+    fused: str = ""
+    calibrated: str = ""
+    why: str = ""
+
+
+@torch.no_grad()
+def _logits(model: Any, cache: Any) -> torch.Tensor:
+    """Of the last of 90 tokens, and of two more that come one by one."""
+    ids = torch.randint(3, 150, (1, TOKENS + 2), generator=torch.Generator().manual_seed(1))
+    chunks = (ids[:, :TOKENS], ids[:, TOKENS : TOKENS + 1], ids[:, TOKENS + 1 :])
+    return torch.cat([model(chunk, **as_argument(cache)).logits[:, -1] for chunk in chunks])
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def examine(name: str) -> Row:
+    """Try one architecture."""
+    try:
+        with _limited(SECONDS):
+            return _examined(name)
+    except Exception as error:
+        return Row(name, "", why=f"not tried: {_short(error)}")
+
+
+def _examined(name: str) -> Row:
+    theirs = tiny_model(name)
+    if (count := sum(parameter.numel() for parameter in theirs.parameters())) > LARGEST:
+        return Row(name, "", why=f"not tried: even a small one has {count} parameters")
+    try:
+        expected = _logits(theirs, DynamicCache(config=theirs.config))
+    except Exception as error:
+        expected, failure = None, error
+    ours = copy.deepcopy(theirs)
+    try:
+        cache = _cache(ours)
+    except (TypeError, ValueError) as error:
+        return Row(name, "", why=_short(error))
+    if expected is None:
+        return Row(name, "", why=f"not tried: transformers' own cache fails on the small model ({_short(failure)})")
+    ours.set_attn_implementation(lb.ATTENTION_NAME)
+    try:
+        found = _logits(ours, cache)
+    except Exception as error:
+        return Row(name, "", why=_short(error))
+    difference = float((found - expected).abs().max() / expected.std())
+    if not difference < TOLERANCE:
+        return Row(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
+    packed, layers = len(cache.packed_layers), len(cache.layers)
+    served = "every layer" if packed == layers else f"{packed} of {layers} layers"
+    return Row(name, served, _preallocated(ours, expected), _fused(ours), _calibrated(ours, cache))
+
+
+def _cache(model: Any, **options: Any) -> lb.LowBitCache:
+    """A cache in the model's dtype, in small pages that 90 tokens fill."""
+    options = {"page_size": 32, "residual": 32, "backend": "torch", **options}
+    try:
+        return lb.from_preset("dense", model, **options)
+    except ValueError as error:
+        if "latent" not in str(error):
+            raise
+        return lb.from_preset("mla", model, **options)
+
+
+def _preallocated(model: Any, expected: torch.Tensor) -> str:
+    """Whether a preallocated cache gives the same, as recorded steps need; else the reason."""
+    try:
+        found = _logits(model, _cache(model, max_cache_len=128))
+    except Exception as error:
+        return _short(error)
+    return "yes" if float((found - expected).abs().max() / expected.std()) < TOLERANCE else "no: logits differ"
+
+
+def _fused(model: Any) -> str:
+    """Pieces of a recorded step that kernels can compute: `norms 5, rotary 2, gate 2, products 4`."""
+    counts = Counter(piece.kind for piece in find_pieces(model) if isinstance(piece, Piece))
+    return ", ".join(f"{kind} {count}" for kind, count in counts.items()) or "none"
+
+
+def _calibrated(model: Any, cache: lb.LowBitCache) -> str:
+    if any(layer.spec.reading.name == "latent" for layer in cache.packed_layers):
+        return "no: latents"
+    spec = lb.get_preset("eigen-2").spec()
+    try:
+        for heads, *widths in cache.packed_sizes.values():
+            if heads is None or None in widths:
+                return "unknown sizes"
+            spec.validate(*widths)
+    except ValueError as error:
+        return _short(error)
+    return "yes"
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()).replace("|", "/")
+    return f"{type(error).__name__}" if not text else text if len(text) <= 160 else text[:157] + "..."
+
+
+def render(rows: list[Row]) -> str:
+    """The page."""
+    served = [row for row in rows if row.served]
+    refused = [row for row in rows if not row.served and not row.why.startswith("not tried")]
+    untried = [row for row in rows if row.why.startswith("not tried")]
+    tables = (
+        _table(
+            {
+                "model_type": f"`{row.name}`",
+                "packed": row.served,
+                "preallocated": row.preallocated,
+                "fused": row.fused,
+                "calibrated": row.calibrated,
+            }
+            for row in served
+        ),
+        _table({"model_type": f"`{row.name}`", "why": row.why} for row in refused),
+        _table({"model_type": f"`{row.name}`", "why": row.why.removeprefix("not tried: ")} for row in untried),
+    )
+    return PAGE_TEXT.format(len(served), len(rows), transformers.__version__, *tables)
+
+
+def _table(cells: Iterable[dict[str, str]]) -> str:
+    rows = list(cells)
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "None."
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Model type; repeatable. Prints, and writes nothing.")] = None,
+    out: Annotated[Path, typer.Option(help="Page to write.")] = PAGE,
+) -> None:
+    """Try every architecture, and write the page."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    rows = []
+    for name in only or names():
+        begin = time.perf_counter()
+        rows.append(examine(name))
+        print(f"{name}: {rows[-1].served or rows[-1].why} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    if not only:
+        out.write_text(render(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,119 @@
+"""Every decoder architecture that transformers has, small: random weights, few channels, the real order of kinds of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+#: field of a configuration -> its small value, where the architecture has the field
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "n_embd": 256,
+    "d_model": 256,
+    "word_embed_proj_dim": 256,
+    "intermediate_size": 128,
+    "n_inner": 128,
+    "ffn_dim": 128,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "head_dim": 64,
+    "vocab_size": 160,
+    "max_position_embeddings": 1024,
+    "n_positions": 1024,
+    "n_ctx": 1024,
+    "sliding_window": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "vocab_size_per_layer_input": 160,
+    "hidden_size_per_layer_input": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+#: what some architectures need beyond, or instead; `...` leaves the architecture's own value
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_group": 1, "n_group": 1, "topk_method": "greedy", "num_experts_per_tok": 2},
+    "falcon": {"new_decoder_architecture": False},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 64},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 64},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512},
+    "mamba2": {"num_heads": 8, "head_dim": 64, "expand": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "reformer": {"is_decoder": True},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba": {"num_hidden_layers": 8},
+    "gemma3n_text": {"num_hidden_layers": 10, "layer_types": ..., "num_kv_shared_layers": 5, "intermediate_size": 128},
+    "gemma3n": {"num_hidden_layers": 10, "layer_types": ..., "num_kv_shared_layers": 5, "intermediate_size": 128},
+}
+
+
+def names() -> list[str]:
+    """Model types of which transformers has a causal language model, encoder-decoders left out."""
+    return sorted(
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if not getattr(CONFIG_MAPPING[name], "is_encoder_decoder", False)
+    )
+
+
+def _is_computed(config: PreTrainedConfig, field: str) -> bool:
+    return isinstance(getattr(type(config), field, None), property)
+
+
+def tiny_configuration(name: str) -> PreTrainedConfig:
+    """The decoder's configuration of that model type with small sizes."""
+    config = CONFIG_MAPPING[name]().get_text_config(decoder=True)
+    fields = config.to_dict()
+    changes = {
+        field: small
+        for field, small in SIZES.items()
+        if field in fields and not _is_computed(config, field) and (fields[field] is not None or field.endswith("_id"))
+    }
+    if "qk_rope_head_dim" in fields:
+        changes.pop("head_dim", None)  # it follows from the parts
+    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if kv_heads is not None:
+        changes["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
+    kinds = fields.get("layer_types") or getattr(config, "layers_block_type", None)
+    layers = max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds))) if kinds else 2
+    if fields.get("layer_types") and not _is_computed(config, "layer_types"):
+        changes["layer_types"] = list(kinds)[:layers]
+    changes |= {field: layers for field in ("num_hidden_layers", "n_layer", "num_layers") if field in fields}
+    changes |= CHANGES.get(name, {})
+    return type(config)(**{field: value for field, value in changes.items() if value is not ...})
+
+
+def tiny_model(name: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    """A causal language model of that type in float32, with random weights that `seed` tells."""
+    torch.manual_seed(seed)
+    config = tiny_configuration(name)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ValueError, ImportError):  # gpt-oss and others do without PyTorch's own attention
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval()
