@@ -163,10 +163,10 @@ def _calibrated(model: Any, cache: lb.LowBitCache) -> str:
         return "no: latents"
     spec = lb.get_preset("eigen-2").spec()
     try:
-        for heads, *widths in cache.packed_sizes.values():
-            if heads is None or None in widths:
+        for heads, first, second in cache.packed_sizes.values():
+            if heads is None or first is None or second is None:
                 return "unknown sizes"
-            spec.validate(*widths)
+            spec.validate(first, second)
     except ValueError as error:
         return _short(error)
     return "yes"
@@ -201,7 +201,7 @@ def render(rows: list[Row]) -> str:
 
 def _table(cells: Iterable[dict[str, str]]) -> str:
     rows = list(cells)
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "None."
+    return markdown_table(list(rows[0]), (row.values() for row in rows)).replace("---:", "---") if rows else "None."
 
 
 def main(

@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import bench_batch, decode_shapes, measure
+from hf_lowbit_kv.eval.benchmarks import bench_batch, decode_shapes, front_page, measure
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
@@ -243,6 +243,7 @@ def positions_table(rows: list[Row]) -> str:
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "front": front_page.front_table,
     "presets": presets_table,
     "short": short_table,
     "kitty": kitty_table,

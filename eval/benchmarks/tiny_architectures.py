@@ -20,7 +20,6 @@ SIZES: dict[str, Any] = {
     "ffn_hidden_size": 128,
     "num_attention_heads": 4,
     "n_head": 4,
-    "head_dim": 64,
     "vocab_size": 160,
     "max_position_embeddings": 1024,
     "n_positions": 1024,
@@ -32,6 +31,9 @@ SIZES: dict[str, Any] = {
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_topk": 2,
+    "moe_k": 2,
+    "num_experts_per_token": 2,
+    "n_shared_experts": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "expert_ffn_hidden_size": 32,
@@ -47,15 +49,23 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    "is_decoder": True,
 }
 #: what some architectures need beyond, or instead; `...` leaves the architecture's own value
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "topk_method": "greedy", "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": False},
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "moe_topk": 2},
+    "hunyuan_v1_dense": {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "hunyuan_v1_moe": {
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "moe_topk": 2,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "longcat_flash": {"head_dim": 16},
+    "mimo_v2_flash": {"v_head_dim": ...},
+    "mistral": {"sliding_window": None},
+    "ministral": {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 64},
@@ -93,15 +103,14 @@ def tiny_configuration(name: str) -> PreTrainedConfig:
         for field, small in SIZES.items()
         if field in fields and not _is_computed(config, field) and (fields[field] is not None or field.endswith("_id"))
     }
-    if "qk_rope_head_dim" in fields:
-        changes.pop("head_dim", None)  # it follows from the parts
     heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if kv_heads is not None:
         changes["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     kinds = fields.get("layer_types") or getattr(config, "layers_block_type", None)
-    layers = max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds))) if kinds else 2
+    kinds = list(kinds or ())
+    layers = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
     if fields.get("layer_types") and not _is_computed(config, "layer_types"):
-        changes["layer_types"] = list(kinds)[:layers]
+        changes["layer_types"] = kinds[:layers]
     changes |= {field: layers for field in ("num_hidden_layers", "n_layer", "num_layers") if field in fields}
     changes |= CHANGES.get(name, {})
     return type(config)(**{field: value for field, value in changes.items() if value is not ...})

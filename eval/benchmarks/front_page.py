@@ -1,0 +1,146 @@
+"""README's table and picture: cache sizes of one known model, and how often the next token stays the same."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.planning.fits import FULL, GB, fits
+from hf_lowbit_kv.presets import DEFAULT_PRESET
+
+#: the case that README opens with
+MODEL, CONTEXT, MEMORY = "Qwen/Qwen3-8B", 65536, "24GB"
+#: presets that may be shown, those without calibration and those with one; a row that another of its group beats in bits and in
+#: error is left out
+PLAIN = ("kv8", "kv6", "kv5", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
+CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
+SHAPE = "gqa_b8_32k"
+PICTURE = "docs/front.png"
+
+
+class Point(NamedTuple):
+    preset: str
+    bits: float
+    cache_gb: float
+    """of `CONTEXT` tokens of `MODEL`, preallocated"""
+    top1: float
+    """share of positions of the transcript at which the most likely token is the same"""
+    speed: float | None
+    """times faster than 16-bit attention in a decode step, storing included"""
+
+
+@functools.cache
+def _cache_gb() -> Mapping[str, float]:
+    from hf_lowbit_kv.presets import preset_names
+
+    names = [name for name in (*PLAIN, *CALIBRATED) if name in preset_names()]
+    return {fit.preset: fit.cache / GB for fit in fits(MODEL, CONTEXT, MEMORY, presets=names)}
+
+
+def _speeds(path: Path) -> dict[str, float]:
+    """By preset, the newest step behind another kernel, or else of attention alone."""
+    speeds = {}
+    for record in read_records(path):
+        if (
+            record.get("shape") != SHAPE
+            or record.get("backend", "cuda") != "cuda"
+            or record.get("head_dim", 128) != 128
+        ):
+            continue
+        ratio = record.get("step_behind_ratio") or record.get("ratio")
+        if ratio is not None:
+            speeds[record["preset"]] = ratio
+    return speeds
+
+
+def front_points(rows: Sequence[Any], group: Sequence[str]) -> list[Point]:
+    """The presets of a group that are measured and that no other of it beats, most bits first. rows: `tables.load()`."""
+    found, speeds = {row.preset: row for row in rows}, _speeds(RESULTS / "decode-nvidia-h200.jsonl")
+    points = [
+        Point(name, found[name].bits, _cache_gb()[name], found[name].transcript["top1"], speeds.get(name))
+        for name in group
+        if name in found and found[name].transcript is not None and name in _cache_gb()
+    ]
+    return sorted(
+        (
+            point
+            for point in points
+            if not any(
+                other is not point and other.cache_gb <= point.cache_gb and other.top1 >= point.top1 for other in points
+            )
+        ),
+        key=lambda point: -point.bits,
+    )
+
+
+def front_table(rows: Sequence[Any]) -> str:
+    """README's table: presets without calibration, then those with one."""
+    head = (
+        "preset",
+        "calibrated",
+        f"cache of {CONTEXT // 1024}k tokens, GB",
+        "same next token",
+        "attention, times faster",
+    )
+    full = ["16 bits", "", f"{_cache_gb()[FULL]:.1f}", "100 %", "1.0"]
+    body = [
+        [
+            f"**`{point.preset}`**" if point.preset == DEFAULT_PRESET else f"`{point.preset}`",
+            calibrated,
+            f"{point.cache_gb:.1f}",
+            f"{100 * point.top1:.1f} %",
+            "" if point.speed is None else f"{point.speed:.1f}",
+        ]
+        for group, calibrated in ((PLAIN, "no"), (CALIBRATED, "yes"))
+        for point in front_points(rows, group)
+    ]
+    return markdown_table(head, [full, *body])
+
+
+def digest(rows: Sequence[Any]) -> str:
+    """Of what the picture shows; the picture carries it."""
+    shown = [list(point[:4]) for group in (PLAIN, CALIBRATED) for point in front_points(rows, group)]
+    return hashlib.sha256(json.dumps([shown, _cache_gb()[FULL]]).encode()).hexdigest()
+
+
+def draw(rows: Sequence[Any], path: Path) -> None:
+    """The picture: GB of cache against the share of equal next tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated")):
+        points = front_points(rows, group)
+        axes.plot(
+            [point.cache_gb for point in points],
+            [100 * point.top1 for point in points],
+            "o-",
+            color=colour,
+            label=label,
+        )
+        for point in points:
+            default = point.preset == DEFAULT_PRESET
+            axes.annotate(
+                f"{point.preset} (default)" if default else point.preset,
+                (point.cache_gb, 100 * point.top1),
+                xytext=(6, -11 if group is PLAIN else 6),
+                textcoords="offset points",
+                fontsize=9,
+                weight="bold" if default else "normal",
+                color=colour,
+            )
+    full = _cache_gb()[FULL]
+    axes.axvline(full, color="0.4", linestyle="--")
+    axes.annotate(f"16 bits: {full:.1f} GB", (full, axes.get_ylim()[0]), xytext=(-6, 8), textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
+    axes.set(xlabel=f"GB of cache, {MODEL.split('/')[1]} with {CONTEXT // 1024}k tokens", ylabel="same next token, %")
+    axes.set_xlim(0, full * 1.06)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(0.9, 0.12))
+    figure.savefig(path, dpi=120, metadata={"Description": digest(rows)})
