@@ -272,6 +272,17 @@ def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl
 
 
 @triton.jit
+def _field_of_codes(page, token, channel, i: tl.constexpr, P: tl.constexpr):
+    """Bits of one field of the codes of these tokens and channels, at their place in the code. A function of its own: Triton
+    gives a name its `constexpr` once."""
+    BITS: tl.constexpr = P.fields[i][0]
+    WIDTH: tl.constexpr = P.fields[i][2]
+    place = token * P.row_words + P.fields[i][3] + channel % WIDTH
+    word = tl.load(page.to(tl.pointer_type(tl.int16)) + place, mask=channel < P.head_dim, other=0).to(tl.int32)
+    return ((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i][1]
+
+
+@triton.jit
 def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """Codes of two fields, float32 `[BLOCK_N, padded]` or transposed; 0 behind the last channel."""
     token, channel = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
@@ -281,11 +292,7 @@ def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: 
         token, channel = token[:, None], channel[None, :]
     code = token * 0 + channel * 0
     for i in tl.static_range(len(P.fields)):
-        BITS: tl.constexpr = P.fields[i][0]
-        WIDTH: tl.constexpr = P.fields[i][2]
-        place = token * P.row_words + P.fields[i][3] + channel % WIDTH
-        word = tl.load(page.to(tl.pointer_type(tl.int16)) + place, mask=channel < P.head_dim, other=0).to(tl.int32)
-        code = code | (((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i][1])
+        code = code | _field_of_codes(page, token, channel, i, P)
     return code.to(tl.float32)
 
 
@@ -295,6 +302,13 @@ def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: 
     Codes of unused tokens are harmless."""
     if len(P.fields) > 1:
         return _put_together(page, n0, TRANSPOSED, BLOCK_N, P)
+    else:  # Triton compiles what follows a return as well
+        return _words_of_one_field(page, n0, valid, TRANSPOSED, BLOCK_N, P)
+
+
+@triton.jit
+def _words_of_one_field(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+    """The words of a tile of tokens of codes that are stored whole."""
     codes = page.to(tl.pointer_type(tl.int16)) + n0 * P.width
     token = tl.arange(0, BLOCK_N)
     word = tl.arange(0, P.padded)

@@ -137,7 +137,15 @@ def draw(rows: Sequence[Any], path: Path) -> None:
             )
     full = _cache_gb()[FULL]
     axes.axvline(full, color="0.4", linestyle="--")
-    axes.annotate(f"16 bits: {full:.1f} GB", (full, axes.get_ylim()[0]), xytext=(-6, 8), textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
+    axes.annotate(
+        f"16 bits: {full:.1f} GB",
+        (full, axes.get_ylim()[0]),
+        xytext=(-6, 8),
+        textcoords="offset points",
+        ha="right",
+        color="0.3",
+        fontsize=9,
+    )
     axes.set(xlabel=f"GB of cache, {MODEL.split('/')[1]} with {CONTEXT // 1024}k tokens", ylabel="same next token, %")
     axes.set_xlim(0, full * 1.06)
     axes.spines[["top", "right"]].set_visible(False)

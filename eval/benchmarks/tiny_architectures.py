@@ -62,6 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "helium": {"head_dim": 64},
     "longcat_flash": {"head_dim": 16},
     "mimo_v2_flash": {"v_head_dim": ...},
     "mistral": {"sliding_window": None},
