@@ -24,7 +24,7 @@ from ..presets import get_preset
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: columns of the tables whose name in JSON is longer than what 80 columns hold
-HEADINGS = {"bits_per_value": "bits", "residual": "tail"}
+HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
 
 PresetOption = Annotated[
     list[str] | None,

@@ -29,7 +29,7 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import append_fault, attend_error
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import LayerSpec
-from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, modules
+from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
 CPU = torch.device("cpu")
 H200 = {"multi_processor_count": 132, "shared_memory_per_multiprocessor": 228 * 1024}
@@ -216,7 +216,7 @@ def test_kernels_of_a_cell_are_known_before_it_is_measured(monkeypatch):
     spec = storage_spec(get_preset("kivi-2").spec(), "cuda")
     case = build(Shape("tiny", 1, 4, 1, 300), spec, 64, 1, torch.float16, CPU)
     monkeypatch.setattr(modules, "properties", lambda device: SimpleNamespace(**H200))
-    monkeypatch.setattr(cuda_entry_points, "properties", modules.properties)
+    monkeypatch.setattr(decode_kernel, "properties", modules.properties)
     monkeypatch.setattr(kernels_ahead.nvrtc, "_bindings", lambda: pytest.fail("nothing is compiled"))
     wanted = kernels_ahead.wanted_by(case, None, "cuda")
     macros = [dict(each.defines) for each in wanted]

@@ -32,8 +32,8 @@ def test_unknown_preset_names_the_close_ones(model, name, close):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits_k": 3}, r"bits=3 is not offered; allowed: \(2, 4, 8\)"),
-        ({"key_format": "int5-channel"}, r"bits=5 is not offered"),
+        ({"bits_k": 3}, r"bits=3 is not offered; allowed: \(2, 4, 5, 6, 8\)"),
+        ({"key_format": "int7-channel"}, r"bits=7 is not offered"),
         ({"key_format": "float4"}, "format='float4' is not known; allowed"),
         ({"group_size": 48}, "group_size=48 is not offered; allowed"),
         ({"page_size": 100}, "page_size=100 is not offered; allowed"),
