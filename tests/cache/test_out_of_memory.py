@@ -198,7 +198,7 @@ def test_rows_that_share_pages_are_cropped(kind, residual):
 def _check_prefix(layer, rows) -> None:
     """The tokens that a layer says it holds are the first ones that it has stored."""
     lengths = layer.store.state.length[:, 0].tolist()
-    for found, side in zip(ops.read(LayerStore(layer.store, max(lengths)), layer.backend), (0, 1), strict=True):
+    for found, side in zip(ops.read(layer.store, max(lengths), layer.backend), (0, 1), strict=True):
         for row, length, own in zip(rows, lengths, found, strict=True):
             assert torch.equal(own[:, :length], row.stored()[side][:, :length].to(own.dtype))
 

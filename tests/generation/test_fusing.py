@@ -52,7 +52,7 @@ PAIRS = "layers.0.self_attn and 1 more: pairs are no halves"
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_interpreted(part):
-    run_part(__file__, part)
+    run_part([__file__], part)
 
 
 @pytest.fixture(autouse=True)

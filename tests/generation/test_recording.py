@@ -277,7 +277,8 @@ def test_recordings_end_with_the_cache(model, graphs):
 def test_a_full_cache_is_refused_by_replays_too(model, graphs):
     ids, _ = left_padded(1, 20)
     cache = lb.from_preset("kivi-2", model, max_cache_len=30)
-    decoding = decoding_loop.decoding_with(model, cache, recording.recorded_step(cache, model.device))
+    step = recording.recorded_step(cache, model.device, fuse=False)
+    decoding = decoding_loop.decoding_with(model, cache, step)
     with decoding, pytest.raises(ValueError, match="max_cache_len=30 is too small: 30 tokens are stored and 1 came in"):
         model.generate(ids, past_key_values=cache, max_new_tokens=20, **GREEDY)
     assert replays(graphs) == [9]

@@ -50,12 +50,12 @@ class Capture:
         return self
 
     def _keeping(self, layer: Any, step: Any) -> Any:
-        def kept(query, key, value, *args):
+        def kept(chunk):
             stored = reference.OPERATIONS.read(layer.store, int(layer.store.state.length.max()))
-            content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (key, value)))
-            absorbed = layer.side.queries(query.float())[0].cpu()
+            content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (chunk.k, chunk.v)))
+            absorbed = layer.side.queries(chunk.queries.float())[0].cpu()
             self.layers.append((layer.side.module, absorbed, content, rope))
-            return step(query, key, value, *args)
+            return step(chunk)
 
         return kept
 
