@@ -128,7 +128,8 @@ def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    # without numbers of its own: drawing them would change what the user samples
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 

@@ -15,7 +15,7 @@ from sequences import Machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 LAYERS = 2
 #: with a tail, and straight into pages

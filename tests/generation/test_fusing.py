@@ -49,6 +49,14 @@ FOUND = {
 PAIRS = "layers.0.self_attn and 1 more: pairs are no halves"
 
 
+def test_finding_pieces_draws_no_random_numbers():
+    """Else a recorded call would sample other tokens than the next one."""
+    model = tiny_models("llama")[0]
+    before = torch.get_rng_state()
+    assert list(find_pieces(model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_interpreted(part):

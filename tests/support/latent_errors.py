@@ -52,7 +52,9 @@ class Capture:
     def _keeping(self, layer: Any, step: Any) -> Any:
         def kept(chunk):
             stored = reference.OPERATIONS.read(layer.store, int(layer.store.state.length.max()))
-            content, rope = (torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (chunk.k, chunk.v)))
+            content, rope = (
+                torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (chunk.k, chunk.v))
+            )
             absorbed = layer.side.queries(chunk.queries.float())[0].cpu()
             self.layers.append((layer.side.module, absorbed, content, rope))
             return step(chunk)
