@@ -173,4 +173,6 @@ def test_short_windows_are_not_weighed_and_say_so():
     assert weighed.source[0]["attention"] is True
     assert without.source[0]["attention"] is False
     for name, tensor in weighed.tensors.items():
+        if name.endswith(".center") and "values" in name:
+            continue  # attention tells which center of values loses less: none, or their mean
         assert torch.equal(tensor, without.tensors[name]) == ("values" in name), name

@@ -17,7 +17,7 @@ from generation_cases import GREEDY
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.generation import recording, sync_watch
+from hf_lowbit_kv.generation import compiled_layers, recording, sync_watch
 from hf_lowbit_kv.machine import determinism
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
@@ -158,20 +158,20 @@ def test_plain_calls_beside_recorded_ones(models, device):
 
 
 def test_two_threads_run_uncompiled_and_leave_the_stance():
-    """Steps of models that their user compiled are recorded uncompiled, for which torch has a switch of the process."""
+    """Steps of models that are compiled as a whole are recorded uncompiled, for which torch has a switch of the process."""
     models = [tiny_models("llama")[0] for _ in range(2)]
     for model in models:
         model.compile(backend="eager")
     turn = threading.Barrier(2, timeout=60)
 
     def first():
-        with recording._eagerly(models[0]):
+        with compiled_layers.recorded_as_compiled(models[0]):
             turn.wait()  # both are inside
         turn.wait()  # the first has left
         return True
 
     def second():
-        with recording._eagerly(models[1]):
+        with compiled_layers.recorded_as_compiled(models[1]):
             turn.wait()
             turn.wait()
             return torch._dynamo.eval_frame._stance.stance
