@@ -256,7 +256,7 @@ def test_layers_that_are_not_packed():
 @pytest.mark.host
 @pytest.mark.parametrize("release", ["5.17.0", "5.99.1", "6.0.0"])
 def test_other_releases_are_refused(ours, release, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", release)
+    monkeypatch.setattr(paged_calls.transformers, "__version__", release)
     for call in (ours.init_continuous_batching, lambda: ours.generate_batch([[5, 6]], max_new_tokens=2)):
         with pytest.raises(RuntimeError, match=f"transformers {release}.*5.24"):
             call()
