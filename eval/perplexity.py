@@ -33,6 +33,7 @@ from hf_lowbit_kv.storage.paged_store import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
 from hf_lowbit_kv.storage.step import Chunk
 
+from .bootstrap import error_of_mean
 from .data_parallel import ALONE, Processes
 from .texts import Text, read_text
 
@@ -94,13 +95,13 @@ class Scores:
         return torch.cat(self._parts[name]).double()
 
     def means(self) -> dict[str, float]:
-        """`ppl`, `ppl_full`, `kl`, `kl_error` (see `block_error`), `kl_p99` (99th percentile over positions)
+        """`ppl`, `ppl_full`, `kl`, `kl_error` (its standard error, see `bootstrap`), `kl_p99` (99th percentile over positions)
         and `top1`."""
         return {
             "ppl": float(self["nll"].mean().exp()),
             "ppl_full": float(self["nll_full"].mean().exp()),
             "kl": float(self["kl"].mean()),
-            "kl_error": block_error(self["kl"]),
+            "kl_error": error_of_mean(self["kl"]),
             "kl_p99": float(self["kl"].quantile(0.99)),
             "top1": float(self["agrees"].mean()),
         }
@@ -114,16 +115,6 @@ class Scores:
                 kl, top1 = float(self["kl"][here].mean()), float(self["agrees"][here].mean())
                 rows.append({"from": low, "to": high, "kl": kl, "top1": top1})
         return rows
-
-
-def block_error(x: torch.Tensor, block: int = 128, draws: int = 1000) -> float:
-    """Standard error of the mean of `x` `[positions]` by bootstrap: neighbours are not independent, so blocks of positions are
-    drawn again, always the same ones. What is left behind the last whole block is left out; 0 for fewer than two blocks."""
-    blocks = x[: len(x) // block * block].view(-1, block).mean(1)
-    if len(blocks) < 2:
-        return 0.0
-    drawn = torch.randint(len(blocks), (draws, len(blocks)), generator=torch.Generator().manual_seed(0))
-    return float(blocks[drawn].mean(1).std())
 
 
 def position_edges(start: int, context: int) -> list[int]:
@@ -160,7 +151,7 @@ def run(
     Returns:
         One dict a preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything counted),
         `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_error` (its standard
-        error, see `block_error`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
+        error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
         caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:

@@ -2,7 +2,11 @@
 
 Measures every preset on four texts, one record a preset and text; presets that need a calibration take the one that comes with
 the package. What is recorded already is skipped: the same preset, text and setting, and the same stored bytes. Records go to
-`eval/results/accuracy-smollm2.jsonl`; `make results` renders them.
+`eval/results/accuracy-smollm2.jsonl`; `make results` renders them. `kl_blocks` is the mean KL of each block of 128 positions,
+from which the errors of ratios come (`eval/bootstrap.py`).
+
+A record names the commit that it was measured at. Measure in a checkout of a commit that is on main: a branch that is rebased
+later leaves a name behind that nobody can look up.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.calibration_files.calibration_lookup import asked_of, bundled_folder
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.bootstrap import block_means
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.preset_search import fitting_presets
@@ -157,6 +162,9 @@ def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], text
 def main(
     preset: Annotated[list[str] | None, typer.Option(help="Preset, repeatable [default: all].")] = None,
     text: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TEXTS)} [default: all].")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure what is recorded too; the newest record counts.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Records to add at most.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Only tell what is missing.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda; float32 on both.")] = "cpu",
@@ -171,7 +179,7 @@ def main(
     model, tokenizer = load_model(None, torch.float32, device)
     backend = backend or ("cpu" if model.device.type == "cpu" else "torch")
     definitions = {name: definition(name) for name in preset or candidates(model)}
-    todo = missing(read_records(out), definitions, text or TEXTS)[:limit]
+    todo = missing([] if again else read_records(out), definitions, text or TEXTS)[:limit]
     console.print(f"{len(todo)} records to add")
     if dry_run:
         print(json.dumps(todo))
@@ -206,7 +214,7 @@ def _measure(
         found = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(some), parallel=True)
         for preset, scores in found.items():
             for text, one in zip(some, scores, strict=True):
-                yield preset, text, mean_row([one], edges)
+                yield preset, text, mean_row([one], edges) | {"kl_blocks": block_means(one["kl"]).tolist()}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.accuracy import BANDS, table
-from hf_lowbit_kv.eval.perplexity import Expected, Scores, block_error, chunk_bounds, position_edges, run
+from hf_lowbit_kv.eval.perplexity import Expected, Scores, chunk_bounds, position_edges, run
 from hf_lowbit_kv.eval.perplexity import score as perplexity_score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
@@ -128,15 +128,6 @@ def test_overrides_reach_the_cache(model, texts):
 )
 def test_chunks_end_where_pages_are_packed(preset, chunk, expected):
     assert chunk_bounds(lb.get_preset(preset).spec(), 400, chunk) == expected
-
-
-def test_errors_of_means_know_that_neighbours_agree():
-    """Against the closed form: blocks of equal numbers have the error of as many numbers as there are blocks."""
-    of_blocks = torch.randn(400, dtype=torch.float64)
-    error = block_error(of_blocks.repeat_interleave(128))
-    assert error == pytest.approx(float(of_blocks.std() / 20), rel=0.1)
-    assert block_error(torch.randn(400 * 128, dtype=torch.float64)) < 0.2 * error
-    assert block_error(torch.ones(200)) == 0
 
 
 def test_scores_of_known_distributions():

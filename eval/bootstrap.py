@@ -1,0 +1,59 @@
+"""Standard errors of what is measured along a text, by bootstrap over blocks of positions.
+
+Neighbouring positions are not independent: an error in a key is seen by many queries behind it. So whole blocks of positions
+are drawn again, not single ones (Künsch, 1989). The draws are always the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: positions of a block
+BLOCK = 128
+#: times that a text's blocks are drawn again
+DRAWS = 1000
+
+
+def block_means(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+    """Mean of each block of `x` `[positions]`. What is left behind the last whole block is left out."""
+    return x[: len(x) // block * block].view(-1, block).mean(1)
+
+
+def error_of_mean(x: torch.Tensor, block: int = BLOCK) -> float:
+    """Standard error of the mean of `x` `[positions]`; 0 for fewer than two blocks."""
+    blocks = block_means(x, block)
+    return float(_drawn(blocks).std()) if len(blocks) > 1 else 0.0
+
+
+def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Ratio of two caches' means over the same texts, and its standard error.
+
+    Both are drawn from the same blocks of a text, so what makes a text hard for both does not count as noise.
+
+    Args:
+        ours, theirs: of each text, the means of its blocks, in the same order.
+
+    Raises:
+        ValueError: texts or blocks are not the same number, or a text has fewer than two blocks.
+    """
+    if [len(x) for x in ours] != [len(x) for x in theirs] or not ours or min(len(x) for x in ours) < 2:
+        raise ValueError(
+            f"ours has blocks {[len(x) for x in ours]}, theirs {[len(x) for x in theirs]}; they must be those of the same "
+            "texts, two or more of each"
+        )
+    pairs = [(torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)) for x, y in zip(ours, theirs)]
+    means = [sum(float(pair[side].mean()) for pair in pairs) for side in (0, 1)]
+    # texts are independent: each has draws of its own
+    drawn = [
+        sum((_drawn(pair[side], seed) for seed, pair in enumerate(pairs)), torch.zeros(DRAWS, dtype=torch.float64))
+        for side in (0, 1)
+    ]
+    return means[0] / means[1], float((drawn[0] / drawn[1]).std())
+
+
+def _drawn(blocks: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """The mean of each draw, `[DRAWS]`."""
+    chosen = torch.randint(len(blocks), (DRAWS, len(blocks)), generator=torch.Generator().manual_seed(seed))
+    return blocks[chosen].mean(1)
