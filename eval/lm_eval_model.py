@@ -43,6 +43,7 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.eval.local_models import bundled_model, default_device, default_dtype, explained, without_tokenizer
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
+from hf_lowbit_kv.formats.installed import load_installed
 from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
@@ -466,6 +467,7 @@ def main() -> None:
 
     if "--include_path" not in sys.argv and "--tasks" in sys.argv:
         sys.argv += ["--include_path", str(TASKS)]
+    load_installed()
     cli_evaluate()
 
 

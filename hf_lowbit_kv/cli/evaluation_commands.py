@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,11 +23,13 @@ from ..eval.texts import Text, dataset_text
 from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
 from . import missing_calibrations
+from .every_command import add_command, need
 from .shared_options import (
     DTYPES,
     CalibrationOption,
     DeviceOption,
     DtypeOption,
+    JsonObjectOption,
     JsonOption,
     ModelOption,
     PresetOption,
@@ -112,8 +113,7 @@ def lm_eval(
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError("this command needs lm-eval: pip install 'hf-lowbit-kv[eval]'")
+    need("eval", "lm_eval")
     names = [name for name in _options_of_lm_eval(preset) if name != FULL]
     for name in names:
         get_preset(name)
@@ -315,6 +315,8 @@ def sweep(
     """Bits against KL over formats, transforms and windows, named presets or not."""
     pairs = [preset_search.parse_pair(each) for each in _split(formats)]
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
+    if out is not None:
+        need("eval", "matplotlib")
     if out is not None and (out.suffix not in (".png", ".svg") or not out.parent.is_dir()):
         raise ValueError(f"--out {str(out)!r} is not allowed; it must be a .png or .svg in a folder that exists")
     given = parse_overrides(None, calibration)
@@ -386,7 +388,7 @@ def recommend(
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
+    as_json: JsonObjectOption = False,
 ) -> None:
     """Measure the presets that meet a budget, and name the best.
 
@@ -465,9 +467,17 @@ def _check_processes(context: typer.Context) -> None:
         refuse_several_processes(f"eval {context.invoked_subcommand}")
 
 
-eval_app.command("perplexity")(perplexity)
-eval_app.command("layers")(layers)
-eval_app.command("sweep")(sweep)
-eval_app.command("needle")(needle)
+MEASURING = "for the bundled model and texts, where no --model or --text is given"
+add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
+add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)
+add_command(eval_app, "sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
+add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
 # what the command does not know is lm-eval's
-eval_app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
+add_command(
+    eval_app,
+    "lm-eval",
+    lm_eval,
+    extra="eval",
+    extra_for="always",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated
 
 import typer
@@ -12,7 +11,8 @@ from ..eval.local_models import bundled_model
 from ..presets import DEFAULT_PRESET, get_preset
 from ..requests.memory_budget import memory_in_bytes
 from ..requests.paged_calls import check_version
-from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides
+from .every_command import need
+from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides, print_json
 
 
 def serve(
@@ -31,13 +31,15 @@ def serve(
     patience: Annotated[
         int, typer.Option(min=0, help="Seconds that answers may still take at SIGTERM or Ctrl-C.")
     ] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object on standard output when the server is ready.")
+    ] = False,
 ) -> None:
     """Serve a model behind OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
     The server is transformers' own. Many answers are written at once, on packed pages; prompts that begin alike share theirs.
     """
-    if lacking := [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"this command needs {', '.join(lacking)}: pip install 'hf-lowbit-kv[serve]'")
+    need("serve", "accelerate", "fastapi", "uvicorn", "openai")
     check_version()
     get_preset(preset)
     if dtype not in ("auto", *DTYPES):
@@ -61,4 +63,5 @@ def serve(
         patience=patience,
         cache_options=options,
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+        ready=print_json if as_json else None,
     )

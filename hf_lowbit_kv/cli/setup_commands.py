@@ -20,21 +20,24 @@ from ..doctor import doctor as examine
 from ..eval.local_models import calibration_texts, model_name
 from ..planning.fits import fits as memory_fits
 from ..planning.model_shapes import WEIGHT_KINDS
+from ..presets import preset_names
 from .shared_options import (
     DeviceOption,
     DtypeOption,
+    JsonObjectOption,
     JsonOption,
     ModelOption,
     PresetOption,
     load,
     print_json,
+    progress,
     resolve_presets,
 )
 
 
 def doctor(
     device: DeviceOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a report.")] = False,
+    as_json: JsonObjectOption = False,
 ) -> None:
     """Say what runs on this machine and why, and what is missing. Exits with 1 where nothing runs."""
     found = examine(device)
@@ -90,6 +93,7 @@ def calibrate(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    as_json: JsonObjectOption = False,
 ) -> None:
     """Let a model read texts, and make the parameters that presets such as vecinfer-2 need for it.
 
@@ -113,6 +117,10 @@ def calibrate(
     found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)
     console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(
+            {"file": str(path), "model": described["name"], "presets": names, "contents": list(found.contents())}
+        )
 
 
 def share(
@@ -129,6 +137,7 @@ def share(
         ),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
+    as_json: JsonObjectOption = False,
 ) -> None:
     """Upload a calibration to the hub, with a card that says what it was made from."""
     rows = []
@@ -139,7 +148,11 @@ def share(
             raise ValueError(f"--measured {str(measured)!r} is not JSON: {error}") from error
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"--measured {str(measured)!r} is not a JSON list of objects")
-    print(Calibration.load(calibration).push_to_hub(repo_id, measured=rows, private=private or None))
+    address = Calibration.load(calibration).push_to_hub(repo_id, measured=rows, private=private or None)
+    if as_json:
+        print_json({"repo_id": repo_id, "url": str(address)})
+    else:
+        print(address)
 
 
 def fits(
@@ -158,7 +171,11 @@ def fits(
 ) -> None:
     """Say what a model and its cache take of a GPU's memory, for every preset: weights, cache, reading a prompt, CUDA."""
     names = resolve_presets(preset) or None
-    table = memory_fits(model, context, memory, rows=rows, weights=weights, presets=names)
+    count = len(names or preset_names())
+    with progress(count) as begin:  # the longest part: a cache of each preset is made, on the meta device
+        table = memory_fits(
+            model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
+        )
     if as_json:
         print_json([fit.as_dict() for fit in table])
         return

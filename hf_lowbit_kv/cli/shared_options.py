@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ CalibrationOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
+JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:
@@ -179,5 +181,13 @@ def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None
 
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
-    """Rows as a JSON list, or an object, on standard output."""
-    print(json.dumps(rows, indent=2, ensure_ascii=False))
+    """Rows as a JSON list, or an object, on standard output. JSON has no NaN and no infinity: those become null."""
+    print(json.dumps(_finite(rows), indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

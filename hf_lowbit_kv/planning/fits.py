@@ -160,6 +160,7 @@ def fits(
     rows: int = 1,
     weights: str | None = None,
     presets: Sequence[str] | None = None,
+    report: Callable[[str, int, int], None] | None = None,
 ) -> FitTable:
     """What a model and its cache take on a GPU, for every preset.
 
@@ -170,6 +171,7 @@ def fits(
         rows: sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
         presets: names; `None`: all that serve the model.
+        report: called for each preset with its name, how many are done, and how many there are.
 
     Raises:
         ValueError: a number, name or size out of range, or a model that no cache serves.
@@ -182,7 +184,7 @@ def fits(
     memory = parse_size(memory) if isinstance(memory, str) else memory
     shape = shape_of(model)
     parameters = _weights(shape, weights)
-    counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets)}
+    counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}
     table = []
     for name, counter in counters.items():
         chunk = chunk_bytes(shape, packed=name != FULL)
@@ -213,10 +215,15 @@ def _weights(shape: Shape, weights: str | None) -> int:
         raise ValueError(f"weights={weights!r} is not offered; allowed: {allowed}, or a size such as '5.7GB'") from None
 
 
-def _preset_memory(shape: Shape, presets: Sequence[str] | None) -> dict[str, PresetMemory]:
+def _preset_memory(
+    shape: Shape, presets: Sequence[str] | None, report: Callable[[str, int, int], None] | None
+) -> dict[str, PresetMemory]:
     """What counts the caches of these presets; without names, of all that serve the model."""
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
-    for name in preset_names() if presets is None else presets:
+    names = preset_names() if presets is None else presets
+    for done, name in enumerate(names):
+        if report is not None:
+            report(name, done, len(names))
         get_preset(name)  # an unknown one raises in any case
         try:
             counters[name] = PresetMemory(shape, name)

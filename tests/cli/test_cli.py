@@ -79,7 +79,7 @@ def test_presets_as_json(run):
     rows = json.loads(out)
     assert (code, err) == (0, "")
     assert [row["preset"] for row in rows] == preset_names()
-    expected = {"preset", "keys", "values", "transform", "sink", "residual", "bits_per_value"}
+    expected = {"preset", "keys", "values", "transform", "sink", "residual", "calibrated", "bits_per_value"}
     assert all(set(row) == expected for row in rows)
 
 

@@ -11,6 +11,7 @@ import inspect
 import signal
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -111,22 +112,28 @@ def serve(
     max_rows: int | None = None,
     patience: float = 10.0,
     cache_options: dict[str, Any] | None = None,
-    say: Any = print,
+    say: Callable[[str], Any] = print,
+    ready: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C. Answers that are being written then have `patience` seconds.
 
     Args:
         name: hub name or folder. memory, max_rows: see `generate_many`. say: called with one line when all is ready.
+        ready: called then too, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (at most) and `bytes` of the pool.
     """
     models = OneModel(device=device, dtype=dtype, force_model=name)
     model, processor = models.load_model_and_processor(models.process_model_name(name))
     tokenizer = getattr(processor, "tokenizer", processor)
     requests = RequestLoop(model, tokenizer, preset, memory=memory, max_rows=max_rows, cache_options=cache_options)
     pool = requests.pool
+    url = f"http://{host}:{port}/v1"
     say(
         f"{name} with {preset}: {pool.slots} rows at once, of up to {pool.longest} tokens; "
-        f"{pool.memory.nbytes / 1e9:.2f} GB. http://{host}:{port}/v1"
+        f"{pool.memory.nbytes / 1e9:.2f} GB. {url}"
     )
+    if ready is not None:
+        sizes = {"rows": pool.slots, "row_tokens": pool.longest, "bytes": pool.memory.nbytes}
+        ready({"url": url, "model": name, "preset": preset} | sizes)
     server = uvicorn.Server(
         uvicorn.Config(
             build_app(models, requests),

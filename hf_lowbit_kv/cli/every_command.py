@@ -1,0 +1,112 @@
+"""What every command has: `--import FILE` for formats and presets of the user's own, and a line of help on extras."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+#: files that were imported, and the names of their modules
+_imported: dict[Path, str] = {}
+
+
+def import_files(paths: list[Path] | None) -> list[Path]:
+    """Run Python files that register formats and presets, each once.
+
+    Raises:
+        ValueError: not a Python file. ImportError: the file raises; the message says where.
+    """
+    for path in paths or []:
+        if path.suffix != ".py":
+            raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
+        full = path.resolve()
+        if full in _imported:
+            continue
+        name = f"hf_lowbit_kv_file_{len(_imported)}_{full.stem}"
+        spec = importlib.util.spec_from_file_location(name, full)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        if str(full.parent) not in sys.path:
+            sys.path.append(str(full.parent))  # the file may import its neighbours
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(full)]
+            where = f", line {lines[-1]}" if lines else ""
+            raise ImportError(f"--import {str(path)!r}{where}: {_line(error)}") from error
+        _imported[full] = name
+    return paths or []
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+ImportOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        is_eager=True,
+        callback=import_files,
+        help="Python file that registers formats and presets of your own; repeatable.",
+    ),
+]
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    command: Callable[..., Any],
+    *,
+    extra: str | None = None,
+    extra_for: str = "",
+    **options: Any,
+) -> None:
+    """Add a command to the application, with `--import`, which is carried out before other options are looked at.
+
+    Args:
+        extra: the project's extra that the command may need; its help says so. extra_for: what for.
+        options: of `typer.Typer.command`.
+    """
+    needs = "Needs no extra." if extra is None else f"Extra: {_install(extra)} ({extra_for})."
+    text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
+    app.command(name, help=text, **options)(_with_import(command))
+
+
+def need(extra: str, *modules: str) -> None:
+    """Raise `ImportError`, with the line that installs what lacks, where a package of an extra is missing."""
+    if lacking := [name for name in modules if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"this command needs {', '.join(lacking)}: {_install(extra)}")
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'hf-lowbit-kv[{extra}]'"
+
+
+def _with_import(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def run(*args: Any, import_: list[Path] | None = None, **options: Any) -> Any:
+        return command(*args, **options)
+
+    signature = inspect.signature(command, eval_str=True)
+    option = inspect.Parameter("import_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ImportOption)
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
+    last = next((n for n, each in enumerate(parameters) if each.name == "as_json"), len(parameters))
+    parameters.insert(last, option)
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run

@@ -1,0 +1,143 @@
+"""`--json` of every command: one valid JSON document on standard output, and nothing else. What help says of extras."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+
+import pytest
+import typer
+
+from hf_lowbit_kv import Calibration, cli
+
+NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
+
+
+def commands() -> dict[str, object]:
+    """All commands by their full name."""
+    group = typer.main.get_command(cli.app)
+    found = {}
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= {name: command} if inner is None else {f"{name} {each}": sub for each, sub in inner.items()}
+    return found
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(arg) for arg in args])
+        captured = capfd.readouterr()  # of the process: what C code writes counts
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def arguments(model_folder, tmp_path, monkeypatch):
+    """By command, arguments of a small run on a tiny model. Nothing goes to a network."""
+    text = tmp_path / "numbers.txt"
+    text.write_text(NUMBERS, encoding="utf-8")
+    (tmp_path / "kept.safetensors").write_bytes(b"")
+    sentences = tmp_path / "sentences.txt"
+    sentences.write_text("Some words stand here. Others stand there. " * 200, encoding="utf-8")
+    small = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
+    grid = ["--formats", "int2-channel/int2-token", "--transform", "none", "--sink", 0, "--residual", 128]
+    out = tmp_path / "made.safetensors"
+    model = ["--model", model_folder, "--device", "cpu"]
+    short = ["--text", text, "--context", 280, "--from", 200]
+    monkeypatch.setattr(Calibration, "load", classmethod(lambda cls, path: cls.__new__(cls)))
+    monkeypatch.setattr(Calibration, "push_to_hub", lambda self, repo, measured, private: f"https://hub/{repo}")
+    return {
+        "doctor": ["--device", "cpu"],
+        "fits": ["--context", 8192, "--preset", "kivi-2"],
+        "presets": [],
+        "demo": [*model, "--prompt", NUMBERS, "--preset", "kivi-2", "--max-new-tokens", 2],
+        "recommend": [*model, "--bits", 5, "--text", text, "--tokens", 520, "--preset", "kivi-2"],
+        "calibrate": [*model, "--text", text, "-p", "million-2", "--samples", 2, "--length", 256, "-o", out],
+        "share": [tmp_path / "kept.safetensors", "me/mine"],
+        "serve": [*model, "--port", 8765, "--memory", "8MB"],
+        "eval perplexity": [*model, *short, "--preset", "kivi-2"],
+        "eval layers": [*model, *short, "--preset", "kivi-2"],
+        "eval sweep": [*model, *short, *grid],
+        "eval needle": [*model, "--text", sentences, "--length", 700, "--depth", 0.5, "--preset", "kivi-2", *small],
+        "eval lm-eval": [*model, "--tasks", "numbers", "--preset", "kivi-2", "--include_path", tmp_path],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", commands())
+@pytest.mark.filterwarnings("ignore")  # of lm-eval, of the server, and of bits that a small text does not need
+@pytest.mark.usefixtures("one_thread")
+def test_one_document_on_standard_output(run, arguments, name, tmp_path, monkeypatch):
+    if name == "serve":
+        uvicorn = pytest.importorskip("uvicorn")
+        monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
+    if name == "eval lm-eval":
+        pytest.importorskip("lm_eval.models.huggingface")
+        write_task(tmp_path)
+    code, out, err = run(*name.split(), *arguments[name], "--json")
+    assert code == 0, err
+    document = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert document
+    assert isinstance(document, (list, dict))
+
+
+def write_task(folder):
+    row = {"query": NUMBERS[:1200], "choices": ["7 8", "9"], "gold": 1}
+    (folder / "data.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "numbers.yaml").write_text(
+        f"task: numbers\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'data.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: query\ndoc_to_target: gold\ndoc_to_choice: choices\n"
+        "metric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
+    )
+
+
+def test_numbers_that_json_lacks_become_null(capsys):
+    from hf_lowbit_kv.cli.shared_options import print_json
+
+    print_json([{"a": float("nan"), "b": [float("inf"), 1.5]}])
+    assert json.loads(capsys.readouterr().out) == [{"a": None, "b": [None, 1.5]}]
+
+
+def test_presets_that_need_a_calibration_are_marked(run):
+    marked = {row["preset"] for row in json.loads(run("presets", "--json")[1]) if row["calibrated"]}
+    assert marked == {
+        *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
+        *("eigen-2", "eigen-3", "eigen-4"),
+    }
+    table = run("presets")[1]
+    assert set(re.findall(r"^(\S+) \*", table, re.MULTILINE)) == marked
+    assert "*: needs a calibration of the model" in table
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_says_which_extra_a_command_needs(run, name):
+    shown = " ".join(run(*name.split(), "--help")[1].replace("│", " ").split())
+    extras = set(re.findall(r"pip install 'hf-lowbit-kv\[(\w+)\]'", shown))
+    assert extras <= set(importlib.metadata.metadata("hf-lowbit-kv").get_all("Provides-Extra"))
+    assert len(extras) == 1 or "Needs no extra." in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("serve", "serve"), ("eval lm-eval", "eval"), ("eval sweep", "eval"), ("eval needle", "eval")],
+)
+def test_a_missing_extra_gives_the_line_that_installs_it(run, arguments, monkeypatch, tmp_path, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    pictures = {"eval sweep": ["--out", tmp_path / "a.png"], "eval needle": ["--picture", tmp_path / "a.png"]}
+    code, out, err = run(*name.split(), *arguments[name], *pictures.get(name, []))
+    assert (code, out) == (1, "")
+    assert f"pip install 'hf-lowbit-kv[{extra}]'" in " ".join(err.split())
+
+
+def test_calibrating_on_a_cpu_without_faiss_gives_the_line(run, arguments, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    code, _, err = run("calibrate", *arguments["calibrate"])
+    assert code == 1
+    assert "pip install 'hf-lowbit-kv[calibrate]'" in " ".join(err.split())
