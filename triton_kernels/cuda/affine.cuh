@@ -1,7 +1,7 @@
-// Integer pages in layout `fragment-1` / `fragment-1t` (`formats/fragment.py`): words become operands by masking alone.
+// Integer pages in layout `fragment-1` / `fragment-1t` (`formats/fragment.py`): masking alone turns words into operands.
 //
-// Codes are not converted: masked bits read as fp16 are subnormals, code x position x 2^-24, which tensor cores take exactly and
-// at full speed. Positions are divided out of q (channels of a key), of the scores (rows), of the weights (tokens of a value).
+// Codes are not converted. Masked bits, read as fp16, are the subnormal number code x position x 2^-24. Tensor cores multiply subnormals
+// exactly and at full speed. The position is divided out of q (channels of a key), the scores (rows) or the weights (tokens of a value).
 #pragma once
 #include "common.cuh"
 
@@ -37,16 +37,16 @@ template <int BITS> __device__ __forceinline__ void unpack(const u32* w, u32 (*a
   }
 }
 
-// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes: HIGH bits, which are taken as 4 bits are, and LOW bits behind all
-// words of those. `code / 2^LOW` is what sums count, so scales are 2^LOW times as large.
+// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes. HIGH bits are unpacked like 4-bit codes; the words of the LOW bits stand
+// behind all of theirs. Sums are of `code / 2^LOW`, so scales are 2^LOW times as large.
 template <int BITS> struct Planes {
   static constexpr int HIGH = BITS == 5 || BITS == 6 ? 4 : BITS, LOW = BITS - HIGH;
   static constexpr float STEPS = 1 << LOW;
-  static constexpr float PART = 1 / STEPS;  // what a low code counts for
+  static constexpr float PART = 1 / STEPS;  // the weight of a low code
 };
 
-// The low codes of channels 16 c and up, as the operand h that goes with `unpack<4>`'s: theirs stand as far apart, and in operand 1
-// at four times the place. word: of these channels, or (one bit) of these and their neighbours.
+// The low codes of channels 16 c and up, as the operand h that belongs to that of `unpack<4>`. They have the same distances there, and stand at
+// four times the place in operand 1. word: the word of these channels, or (one bit) the word that their neighbours share.
 template <int LOW> __device__ __forceinline__ void unpack_low(u32 word, int c, int h, u32* a) {
   const u32 mask = LOW == 2 ? 0x00030003u << 2 * h : 0x00010001u << 2 * h, x = LOW == 1 && (c & 1) ? word >> 1 : word,
             y = x >> 8;
@@ -57,7 +57,7 @@ template <int LOW> __device__ __forceinline__ void unpack_low(u32 word, int c, i
 }
 __device__ __forceinline__ constexpr float low_position(int h) { return h ? 4.f : 1.f; }
 
-// What a field's position multiplies its code with: by the column half of the operand, and by which of the two operands it is.
+// The factor by which a field's position multiplies its code. It depends on the column half, and on which of the two operands it is.
 template <int BITS> __device__ __forceinline__ constexpr float half_position(int half) {
   return half == 0 || BITS == 8 ? 1.f : BITS == 2 ? 4.f : 16.f;
 }
@@ -66,13 +66,13 @@ template <int BITS> __device__ __forceinline__ constexpr float operand_position(
 }
 
 template <int BITS, int D> struct Codes {
-  static constexpr int LOW_AT = D / 16 * Planes<BITS>::HIGH / 2;  // of a lane, of 32 tokens: words of the first plane
+  static constexpr int LOW_AT = D / 16 * Planes<BITS>::HIGH / 2;  // a lane's words of the first plane, of 32 tokens
   static constexpr int WORDS = LOW_AT + (Planes<BITS>::LOW == 2 ? D / 16 : Planes<BITS>::LOW ? D / 32 : 0);
   static constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
   static constexpr bool SPLIT = Planes<BITS>::LOW > 0;
-  static constexpr int TILES = SPLIT ? 1 : V / (BITS / 2);  // groups of 16 channels a load
+  static constexpr int TILES = SPLIT ? 1 : V / (BITS / 2);  // groups of 16 channels in one load
   static constexpr int HELD = SPLIT ? WORDS : V;            // words in registers at a time
-  // The words of channels 16 k and up, of those at `words` of a lane. Loads what is not in w yet; `first` is the first k that is asked for.
+  // The words of channels 16 k and up, of a lane's words at `words`. Loads them if w does not hold them yet. `first`: the first k of the loop.
   static __device__ __forceinline__ const u32* tile(u32* w, u32 words, int k, int first) {
     if constexpr (SPLIT) {
       if (k == first)
@@ -88,7 +88,7 @@ template <int BITS, int D> struct Codes {
   static __device__ __forceinline__ u32 low(const u32* w, int k) {
     return w[LOW_AT + (Planes<BITS>::LOW == 1 ? k / 2 : k)];
   }
-  static constexpr int BYTES = 128 * WORDS;  // of 32 tokens
+  static constexpr int BYTES = 128 * WORDS;  // bytes of 32 tokens
 };
 
 // Four consecutive fp16 numbers with `stride` elements between them.

@@ -2,13 +2,14 @@
 #pragma once
 #include "affine.cuh"
 
-// GROUP: tokens (CHANNEL) or channels of a group. Per channel: scales go into q, zero points into one bias a row; per token: onto
-// the scores, in groups of channels.
+// GROUP: tokens (CHANNEL) or channels of a group. Per channel, scales are multiplied into q, and zero points become one bias for each row.
+// Per token, both are applied to the scores, in groups of channels.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineKeys {
   using C = Codes<BITS, D>;
   using P = Planes<BITS>;
-  static constexpr bool NORMALISED = true;                    // wants q as fp16 of magnitude 1 at most, times 2^LIFT
-  static constexpr int LIFT = CHANNEL && BITS == 2 ? 14 : 0;  // and then a second time without, see `from_rows`
+  static constexpr bool NORMALISED = true;  // needs q as fp16 of magnitude at most 1, times 2^LIFT
+  static constexpr int LIFT =
+      CHANNEL && BITS == 2 ? 14 : 0;  // if not 0, also a second copy without it: see `from_rows`
   static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
@@ -17,17 +18,18 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2,
                 "codes, scales, zero points");
   static constexpr int SECOND =
-      CHANNEL && GROUP >= UNIT ? CODES : SLOT;  // of a unit's second piece, which has the first one's scales
+      CHANNEL && GROUP >= UNIT ? CODES : SLOT;  // slot of a unit's second piece, which uses the first piece's scales
 
   u32 q[NT][D / 8];  // right operand, scaled
   static constexpr int BIASES = CHANNEL && GROUP < PT ? PT / GROUP : 1;
   float bias[BIASES][NT][2];  // per channel: what zero points add to the scores of a group
   float c[NT][2];             // factor of the scores of columns 2 t, 2 t + 1
-  float lifted[NT][2];        // the same, for the queries in use
+  float lifted[NT][2];        // the same factor for the copy of the queries in use
   static_assert(!LIFT || GROUP >= PT, "one group of tokens a piece");
-  static constexpr bool RAISED = CHANNEL && BITS != 2;  // instructions are dear at 2 bits, which have LIFT instead
-  float raised[RAISED ? BIASES : 1];                    // what is to be taken back of `raise`
-  float sum[NT][2 * GROUPS];                            // per token: c times the sum of q over each group of channels
+  static constexpr bool RAISED =
+      CHANNEL && BITS != 2;           // at 2 bits instructions are the bottleneck, so LIFT replaces this
+  float raised[RAISED ? BIASES : 1];  // the factor that undoes `raise`
+  float sum[NT][2 * GROUPS];          // per token: c times the sum of q over each group of channels
 
   // rows: normalised queries in shared memory; size: what they were divided by; sums: [ROWS][GROUPS]
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
@@ -46,8 +48,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     if constexpr (!CHANNEL) load_q<false>(rows, 0, lane);
   }
 
-  // Scales are so small where keys are that their products with q, divided by positions, leave fp16's normal numbers. A power of two that
-  // brings a group's up together; it is exact.
+  // Where keys are small, scales are small too. Their products with q, divided by positions, would fall below fp16's normal numbers. So a
+  // group's scales are multiplied by one power of two, which is exact.
   __device__ __forceinline__ u32 raise(u32 meta, int which, int lane) {
     const int t = lane & 3;
     u32 most = 0;
@@ -66,8 +68,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     return (15 + k) * 0x04000400u;
   }
 
-  // Scales are so small where keys are that their products with q leave fp16's normal numbers. So queries are 2^LIFT times as large where
-  // no scale of the group is 2 or more, which the exponent's first bit tells. Returns where they are.
+  // Where keys are small, products of scales and q would fall below fp16's normal numbers. So if all scales of the group are below 2 (the
+  // first bit of the exponent tells), the queries that are 2^LIFT times as large are used. Returns the address of the queries to use.
   __device__ __forceinline__ u32 from_rows(u32 rows, u32 meta, int lane) {
     constexpr int V = D > 128 ? 4 : 2;
     u32 s[V];
@@ -82,7 +84,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     return large ? rows + 8 * NT * (D * 2 + 16) : rows;
   }
 
-  // Queries times scales and positions. `meta`: scales, in the order of channels; up: a factor of theirs, a power of two.
+  // Multiplies queries by scales and positions. `meta`: scales, in the order of channels; up: a power of two that multiplies the scales.
   template <bool SCALED> __device__ __forceinline__ void load_q(u32 rows, u32 meta, int lane, u32 up = 0) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
@@ -123,7 +125,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     }
   }
 
-  // New scales and zero points, at `meta`. Returns where the queries are that scales go with.
+  // Takes new scales and zero points from `meta`. Returns the address of the queries that these scales multiply.
   __device__ __forceinline__ u32 load_group(u32 rows, u32 meta, int which, int lane) {
     u32 up = 0, from = rows;
     if constexpr (RAISED) up = raise(meta, which, lane);
@@ -133,12 +135,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     return from;
   }
 
-  // The zero points of a group as one more row of keys.
+  // Multiplies queries by the zero points of a group, as if these were one more row of keys.
   __device__ __forceinline__ void load_bias(u32 rows, u32 meta, int which, int lane) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
-    // A lane's four words of zero points are an operand as they lie: rows g then go with the queries' words 0 and 2, rows g + 8 with
-    // 1 and 3. So there are two products, and half of each counts.
+    // A lane's four words of zero points serve as an operand in the order in which they lie. Then rows g belong to the queries' words 0 and
+    // 2, and rows g + 8 to words 1 and 3. So there are two products, and half of each is used.
     float acc[2][NT][4] = {};
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
@@ -170,7 +172,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
-  // Whether `scores` finds new scales in this piece; returns where the queries are that these go with.
+  // Takes new scales if this piece begins a group. Returns the address of the queries that they multiply.
   __device__ __forceinline__ u32 refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
     if constexpr (CHANNEL && GROUP >= PT)
       if (fresh || token % GROUP == 0) return load_group(rows, slot + CODES, 0, lane);
@@ -195,7 +197,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
           }
       const u32 words = slot + blk * C::BYTES + (lane) * 4 * C::V;
       u32 w[C::HELD];
-      float less[2][NT][4] = {};  // part of the low codes
+      float less[2][NT][4] = {};  // the low codes' part of the sums
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         const u32* own = C::tile(w, words, k, 0);
@@ -252,13 +254,13 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     }
   }
 
-  // What a score is still to be multiplied with. tile: 16 tokens of the piece; e: column 2 t + e.
+  // The factor that a score still needs. tile: which 16 tokens of the piece; e: column 2 t + e.
   __device__ __forceinline__ float factor(int n, int tile, int e) const {
     if constexpr (RAISED)
       return c[n][e] * (raised[BIASES > 1 ? tile * 16 / GROUP : 0] * (1 / operand_position<BITS>(tile & 1)));
     return CHANNEL ? lifted[n][e] * (1 / operand_position<BITS>(tile & 1)) : 1.f;
   }
-  // What is to be added then.
+  // The number to add after that factor.
   __device__ __forceinline__ float offset(int n, int tile, int e) const {
     return CHANNEL ? bias[BIASES > 1 ? tile * 16 / GROUP : 0][n][e] : 0.f;
   }

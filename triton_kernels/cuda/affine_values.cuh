@@ -2,11 +2,14 @@
 #pragma once
 #include "affine.cuh"
 
-// Per token (in groups of channels): the scale goes into the weights' exponent, so that the fp16 weights are normalised by what a
-// token contributes and no range of scales can overflow or vanish; zero points become one sum a row. Zero points are weighted as codes
-// are, by weights of eleven bits: the two all but cancel where one channel, or token, of a group lies far below the others. Only where fp16 has
-// fewer bits (a row that contributes little beyond its zero point: of nearly equal channels, say) do codes get less than zero points, which
-// are added in float32. Per channel: scale and zero point of a group of tokens onto the product.
+// Per token (in groups of channels), the scale is added to the weights' exponent. So fp16 weights are normalised by what a token contributes,
+// and no range of scales overflows or vanishes. Zero points become one sum for each row.
+//
+// Codes and zero points nearly cancel where one channel, or token, of a group lies far below the others. So both are weighted by the same
+// weights of eleven bits. Only a subnormal fp16 weight has fewer bits (the row then contributes little beyond its zero point, because its
+// channels are nearly equal); zero points are added in float32.
+//
+// Per channel, scale and zero point of a group of tokens are applied to the product.
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineValues {
   using C = Codes<BITS, D>;
   using P = Planes<BITS>;
@@ -14,11 +17,11 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
   static constexpr int SLOT = CODES + 2 * META;
-  static constexpr float SUM_UNIT = 1 / TWO24;                 // in which `add` sums up
+  static constexpr float SUM_UNIT = 1 / TWO24;                 // the unit of the sums that `add` makes
   static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;  // bytes of a page's part
   static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2,
                 "codes, scales, zero points");
-  // One scale a token: what is made of it is computed once, by the lane that has the token, and handed on in shared memory.
+  // With one scale for a token, the lane that has the token computes what depends on it once, and shares it through shared memory.
   static constexpr bool HANDED = !CHANNEL && GROUPS == 1;
   static constexpr int SCRATCH = HANDED ? 3 * PT * 4 : 0;
 
@@ -49,7 +52,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int j = 0; j < 4; j++) {
       if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
       scale[j] =
-          scale[j] * (P::STEPS / position(j)) + 1e-15f;  // a scale of zero goes with codes of zero: any number will do
+          scale[j] * (P::STEPS / position(j)) + 1e-15f;  // if the scale is zero, so are the codes: any number will do
     }
   }
 
@@ -175,7 +178,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     }
   }
 
-  // Weights for low codes, of weights p: what those count for, and their operands' places.
+  // Weights for the low codes, made from weights p: they include what a low code counts for, and its place in the operand.
   static __device__ __forceinline__ void lessen(const u32 (*p)[NT][2], u32 (*less)[NT][2]) {
     if constexpr (C::SPLIT)
 #pragma unroll
@@ -187,7 +190,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
             less[h][n][i] = mul2(p[h][n][i], pack_half(P::PART / low_position(h), P::PART / low_position(h)));
   }
 
-  // Adds weighted codes of channels 16 k and up. own: their words, of w.
+  // Adds weighted codes of channels 16 k and up. own: their words in w.
   static __device__ __forceinline__ void product(float (*o)[4], const u32* own, const u32* w, int k,
                                                  const u32 (*p)[NT][2], const u32 (*less)[NT][2]) {
     u32 a[2][4];
@@ -257,7 +260,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     for (int i = 0; i < GROUPS; i++) z[i][n][e] *= a;
   }
 
-  // Bring o to true size.
+  // Multiplies o by its unit, so that it is the true sum.
   __device__ __forceinline__ void finish(float (*o)[NT][4]) {
 #pragma unroll
     for (int n = 0; n < NT; n++)

@@ -1,14 +1,14 @@
 // Storing new tokens: into sink and tail ring, and packing each page that is due: `reference.append`, bit for bit.
 //
-// A block of threads over one (sequence, KV head) owns that row's counters of that head. One token is one launch (`append_one`), or
-// none: `attend.cu` can store it too. A chunk is three: pages, then sink and tail, then counters, because a page is packed from ring
-// slots that the chunk's newest tokens take over.
+// A block of threads owns the counters of one row (sequence x KV head). One token takes one launch (`append_one`), or none, because
+// `attend.cu` can store it too. A longer chunk takes three launches: pages, then sink and tail, then counters. Pages come first, because
+// they are packed from ring slots that the chunk's newest tokens overwrite.
 #include "store.cuh"
 
 extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_constant__ AppendArgs a) {
   __shared__ u64 space[SPACE / 8 + 1];
   const int bh = blockIdx.x, b = bh / a.heads, h = bh % a.heads;
-  // all is loaded before the first branch, so that one memory latency is waited for
+  // everything is loaded before the first branch, so it costs one memory latency
   constexpr int EACH_K = (DK + 255) / 256, EACH_V = (DV + 255) / 256;
   const u16 *k = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h,
             *v = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
   }
 }
 
-// Grid (row * head, page that is due, side).
+// Grid (row * head, due page, keys or values).
 extern "C" __global__ void __launch_bounds__(CREW) append_pages(const __grid_constant__ AppendArgs a) {
   __shared__ u64 space[SPACE / 8 + 1];
   const Counts n(a, blockIdx.x);

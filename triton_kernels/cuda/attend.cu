@@ -1,13 +1,13 @@
 // Attention of a chunk's queries to everything a layer stores and, causally, to the chunk itself: `reference.attend`; with TRANSFORMED,
 // queries and the chunk's keys are transformed here (`reference.attend` does); with FUSED, a chunk of one token is stored too.
 //
-// One launch, one block of threads a multiprocessor. The work of all rows (sequence x KV head), in bytes, is cut into equal shares, one
-// a team of warps; a share may end inside a row and begin inside another. A team's warps take units of a row's pages, each the
-// next one when it is done, after a few of them have taken the window. Teams alternate in the order of warps, because
-// older warps are served first and run ahead. The last team to finish a row merges what the others left in memory.
+// One launch, one block of threads for each multiprocessor. The work of all rows (sequence x KV head), counted in bytes, is cut into equal
+// shares, one for each team of warps. A share may begin and end inside rows. First a few of the team's warps take the row's window. Then
+// every warp takes units of the row's pages: the next one whenever it has finished one. Warps of different teams alternate, because the
+// scheduler serves older warps first and they run ahead. The last team to finish a row merges the results that other teams left in memory.
 //
-// q k^T and p v are computed with the stored tokens as left operand of m16n8k16, and query rows (heads x tokens) as its eight
-// columns: lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
+// q k^T and p v are computed by m16n8k16. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
+// Lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
 #include "warp.cuh"
 #include "pages.cuh"
 #include "window.cuh"
@@ -21,7 +21,7 @@ extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES, argument_b
 static_assert(sizeof(StepArgs) == ARGUMENT_BYTES, "arguments.py declares other fields");
 static_assert(!TABLES || TEAMS == 1 || SHARED_TABLES, "a block has one codebook a side");
 
-// Codebooks of a KV head, from parameters to shared memory.
+// Copies the codebooks of a KV head from the parameters to shared memory.
 template <class F> __device__ __forceinline__ void fill_table(u32 at, const Parameter& x, int h, int thread) {
   if constexpr (TableBytes<F>::value > 0) F::fill(at, x.data + h * x.stride, thread, TEAMS * WARPS * 32);
 }
@@ -29,15 +29,15 @@ template <class F> __device__ __forceinline__ void find_table(F& format, u32 at,
   if constexpr (TableBytes<F>::value > 0) format.find(at, lane);
 }
 
-// Begins to copy the codebooks of a KV head: by a team, or for all heads by a block.
+// Begins to copy codebooks: a team copies those of its KV head, or a block those that serve all heads.
 __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, int thread) {
   fill_table<Keys>(tables, a.tables[0], h, thread);
   fill_table<Values>(tables + KEY_TABLE, a.tables[1], h, thread);
   commit();
 }
 
-// Of a team's warps, how many take the row's window: few, so that it does not hold up the others, and before their pages, so that these
-// even out the rest.
+// How many of a team's warps take the row's window: few, so that the others are not held up. They take it before their pages, because
+// taking pages one by one evens out the time.
 __device__ __forceinline__ int warps_for_window(int blocks, int units) {
   return min(blocks, max(1, min((int)__fdividef((float)(WARPS * blocks + units), (float)(units + 1)), WARPS)));
 }
@@ -50,12 +50,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   __shared__ Share shares[TEAMS];
   const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS,
             lane = threadIdx.x & 31;
-  const int thread = warp * 32 + lane, here = blockIdx.x * TEAMS + team;  // of the team; of all teams
+  const int thread = warp * 32 + lane,
+            here = blockIdx.x * TEAMS + team;  // index in the team; the team's index among all
   u8* smem = memory + team * TEAM_BYTES;
   const int row_block = blockIdx.y, real = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // the team's first part of a row; where the row is known at once, its queries are asked for ahead of all copies, of other blocks too
+  // the team's first part of a row. If the row is known at once, its queries are loaded before any copy begins, those of other blocks too
   Part part;
   Queries queries;
   int b, h;
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   if constexpr (TABLES && SHARED_TABLES) fill_tables(a, tables, 0, threadIdx.x);
   const bool even = a.split && even_part(a, row_block, here, asked, b, h, lane, part);
   asked &= even;
-  if (even && thread == 0) parts[team] = part;  // from which the next row follows
+  if (even && thread == 0) parts[team] = part;  // the next row is computed from it
   if (!even) {
     if (warp == 0) Plan(a, row_block, here, lane).next(parts[team], shares[team]);
     meet(team);
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   Warp w;
   find_table(w.keys, tables, lane);
   find_table(w.values, tables + KEY_TABLE, lane);
-  int books = -1;  // of which KV head codebooks are in shared memory
+  int books = -1;  // the KV head whose codebooks are in shared memory
   while (true) {
     if (thread == 0) takens[team] = 0;
     const Row row = part.row;
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const TokenStore token(part, row_block, warp);
     token.begin(dues, team, thread);
 
-    // copies are begun, and queries brought to where products take them from
+    // begin the copies, and bring the queries to where the products read them
     if (asked) queries.settle();
     else queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &takens[team], lane);
@@ -132,13 +133,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     pages.attend(w, rows, slots, a.softcap);
     leave_pages(w.values, w.o, lane);
 
-    // what the warps have becomes the team's, and what the teams of the row have becomes the row's
+    // merge the warps' results into the team's, and the results of the row's teams into the row's
     __syncwarp();
     sums.put(w, warp, lane);
     BARRIER(sums_ready, meet(team));
     const i64 r = (i64)row.b * a.heads + row.h, all_slots = a.teams + (i64)a.batch * a.heads;
     const int first = part.teams[0], final = part.teams[1];
-    float* partial = a.partial + (row_block * all_slots + r) * SLOT_FLOATS;  // of team c: + c * SLOT_FLOATS
+    float* partial = a.partial + (row_block * all_slots + r) * SLOT_FLOATS;  // team c: + c * SLOT_FLOATS
     const Target target{row.b, row.h, row_block * ROWS, real};
     sums.merge(a, target, first == final, partial + (i64)here * SLOT_FLOATS, thread);
     if (first != final) {

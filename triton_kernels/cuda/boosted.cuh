@@ -1,11 +1,11 @@
 // Boosted keys (`formats/boosted.py`) in layout `fragment-1`: 2-bit keys per channel, and COLUMNS more columns, which hold the high
-// bits of the boosted channels: S = low . q' + high . (4 q')[map], with q' the queries times the scales. What a page changes is q'
-// alone, so nothing diverges and no channel is asked whether it is boosted.
+// bits of the boosted channels: S = low . q' + high . (4 q')[map], where q' is the queries times the scales. Only q' changes from page
+// to page, so nothing diverges, and no code asks whether a channel is boosted.
 #pragma once
 #include "affine_keys.cuh"
 
-// Two operands from the word of 16 columns, as `unpack<2>`, but every code at four times its place in the lower column half:
-// 4 q' is then q' as it is, in both halves.
+// Two operands from the word of 16 columns, like `unpack<2>`, but with every code at four times its place in the lower column half.
+// Then q' can be used in place of 4 q', in both halves.
 __device__ __forceinline__ void unpack_high(u32 w, u32 (*a)[4]) {
   const u32 x = w << 2, y = w >> 6, z = w >> 8;
   a[0][0] = x & 0x000c000cu;
@@ -24,11 +24,11 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   static constexpr bool NORMALISED = Low::NORMALISED;
   static constexpr int GROUPS = Low::GROUPS, LIFT = Low::LIFT;
   static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS,
-                       SECOND = SLOT;            // of a slot, in bytes
+                       SECOND = SLOT;            // bytes of a slot
   static constexpr int PART = MAP_AT + COLUMNS;  // bytes of a page's part
 
   Low low;
-  u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand of the high bits, scaled
+  u32 q[NT][COLUMNS ? COLUMNS / 8 : 1];  // right operand for the high bits, scaled
 
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
     low.begin(rows, size, sums, scale, lane);
@@ -40,7 +40,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
     if (fresh || token % PAGE == 0) copy_linear<COLUMNS>(in_unit(limit), slot + MAP, part + MAP_AT, lane);
   }
 
-  // A lane's columns of 16: four neighbours (`channel_of`), whose channels are one word of the map.
+  // A lane has four neighbouring columns of 16 (`channel_of`). One word of the map holds their channels.
   __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
     const u32 from = low.refresh(slot, rows, token, fresh, lane);
     if (!fresh && token % PAGE) return;
@@ -52,7 +52,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
       lds<1>(&map, slot + MAP + channel_of<COLUMNS>(k, 0, 2 * t));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // behind the last page of a share, the map may say anything
+        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // behind the last page of a share the map may hold anything
         scale[i] = lds_u16(slot + Low::CODES + at[i]);
       }
 #pragma unroll

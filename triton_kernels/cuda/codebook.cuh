@@ -1,8 +1,8 @@
 // Vector-quantized pages in layout `fragment-1` / `fragment-1t` (`formats/codebook.py`): indices look up operands in shared memory.
 //
-// A codebook lies in shared memory as [entry][REPLICAS] of DIM fp16 numbers, and a lane reads replica `lane % REPLICAS`: where those of an entry
-// fill 128 bytes, no two lanes that are served together meet in a bank. An index is brought to the place where it multiplies by the size of an
-// entry, so an address costs a shift, a mask and an addition.
+// A codebook lies in shared memory as [entry][REPLICAS] of DIM fp16 numbers, and a lane reads replica `lane % REPLICAS`. If the replicas of an
+// entry fill 128 bytes, lanes that are served together have no bank conflict. An index is masked at a place where its bits already count
+// bytes of an entry, so an address costs a shift, a mask and an addition.
 #pragma once
 #include "common.cuh"
 
@@ -16,7 +16,7 @@ template <> struct Log2<1> {
 template <int DIM, int BITS, int REPLICAS> struct Table {
   static constexpr int ENTRY = 2 * DIM, SHIFT = Log2<ENTRY * REPLICAS>::value, BYTES = ENTRY * REPLICAS << BITS;
 
-  // By the threads of a crew; somebody waits for the copies.
+  // Called by the threads of a crew. The caller waits for the copies.
   static __device__ __forceinline__ void fill(u32 table, const u8* codebook, int thread, int threads) {
     if constexpr (REPLICAS == 1)
       for (int i = thread; i < BYTES / 16; i += threads) cp16(table + 16 * i, codebook + 16 * i);
@@ -29,7 +29,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
       }
   }
 
-  // Address of the entry that index `n` of a stream of words names, in the table (of the lane) at `table`.
+  // The address, in the lane's table at `table`, of the entry that index `n` of a stream of words names.
   static __device__ __forceinline__ u32 entry(u32 table, const u32* w, int n) {
     const int word = n * BITS / 32, bit = n * BITS % 32;
     if constexpr (BITS == 8) return table + (byte_of(w[word], bit / 8) << SHIFT);
@@ -43,7 +43,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
 // A lane's stream of indices for 32 tokens.
 template <int DIM, int BITS, int D> struct Stream {
   static constexpr int WORDS = D / DIM * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-  static constexpr int BYTES = 128 * WORDS;  // of all lanes
+  static constexpr int BYTES = 128 * WORDS;  // bytes of all lanes
   static_assert(D / DIM * BITS % 32 == 0, "formats.Codebook.in_lanes");
 
   u32 w[WORDS];
@@ -56,7 +56,7 @@ template <int DIM, int BITS, int D> struct Stream {
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr bool NORMALISED = true;  // wants q as fp16 of magnitude 1 at most
+  static constexpr bool NORMALISED = true;  // needs q as fp16 of magnitude at most 1
   static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES,
                        PART = PAGE / 32 * S::BYTES;
 
@@ -98,7 +98,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
         lds<2>(x, T::entry(table, s.w, c * 4 + 2 * h + j));
         a[j] = x[0];
         a[2 + j] = x[1];
-      } else {  // of this c and of the next one
+      } else {  // one entry covers this c and the next
         u32 x[4];
         lds<4>(x, T::entry(table, s.w, c / 2 * 4 + 2 * h + j));
         a[j] = x[0];
@@ -139,8 +139,8 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
 };
 
-// An entry is channels of one token, and an operand wants tokens side by side: two entries are interleaved. So a lane has the channels of a
-// sub-vector, not those that `channel_of` gives it: sums over pages are in an order of their own (`channel`).
+// An entry holds channels of one token, but an operand needs tokens side by side, so two entries are interleaved. A lane then has the channels
+// of a sub-vector, not those of `channel_of`. So sums over pages have their own order of channels (`channel`).
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;

@@ -1,5 +1,5 @@
-// What all kernels share: types, PTX, and the geometry, which the host gives as macros (see `geometry.py`).
-// NVRTC has no headers of the system; nothing is included, so that no toolkit has to be found.
+// Shared by all kernels: types, PTX, and the geometry, which Python passes as macros (see `geometry.py`).
+// NVRTC has no system headers. Nothing is included from a toolkit, so none has to be found.
 #pragma once
 
 using u8 = unsigned char;
@@ -8,7 +8,7 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-// Whether an instruction makes fp16 of e4m3.
+// Whether an instruction converts e4m3 to fp16.
 #ifndef CONVERT
 #if __CUDA_ARCH__ >= 890
 #define CONVERT 1
@@ -17,29 +17,28 @@ using u64 = unsigned long long;
 #endif
 #endif
 
-// What most launches do not come to, or one warp only: out of the others' way. Behind another kernel a launch finds none of its
-// instructions in a cache, and waits for what it comes by.
+// Marks code that most launches do not reach, or only one warp: it is kept out of line. Behind another kernel a launch finds no instruction
+// in a cache, so every instruction on its way costs a load.
 #define COLD __device__ __noinline__
 
-constexpr int ROWS =
-    8 * NT;  // columns of products for query rows (heads x tokens), of which a team of warps attends for as many
-// SPREAD: at most four query rows, in every other column. A lane then has one row's scores, where side by side half of the lanes
-// had two and the others none that count. COLUMNS_USED: of a lane's two columns; EVERY: step over a lane's four numbers.
+constexpr int ROWS = 8 * NT;  // columns of a product: the query rows (heads x tokens) for which a team of warps attends
+// SPREAD: at most four query rows, in every other column. Then each lane has the scores of one row. Side by side, half of the lanes would
+// have two rows and the others none. COLUMNS_USED: how many of a lane's two columns; EVERY: the step over a lane's four numbers.
 constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
 #ifdef PAGE
-// Tokens that a warp takes at a time, in two pieces; and whether not all of them need hold tokens.
+// Tokens that a warp takes at a time, in two pieces; and whether a unit may hold fewer tokens.
 constexpr int UNIT = 2 * PT;
 constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
-// Tokens from a piece's first on (`limit`): whether there is a unit at all. In one, the second piece may have none; it is copied all the same
-// (from another's place), because what has no weight must be numbers.
+// `limit`: tokens from a piece's first one on. Tells whether the unit exists. Its second piece may have no tokens; something is copied for it
+// all the same, from another place, because a weight of 0 times NaN is NaN.
 __device__ __forceinline__ bool in_unit(int limit) { return limit > -PT; }
 #endif
-constexpr float LOWEST = -1e30f;  // stands for a maximum over nothing: finite, so that a difference is never NaN
+constexpr float LOWEST = -1e30f;  // the maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TWO24 = 16777216.f;  // masked bits read as fp16 are subnormal: code x position x 2^-24
 #define INF __int_as_float(0x7f800000)
 
-// A parameter of a layer: of KV head h, `stride * h` bytes from `data` on.
+// A parameter of a layer. That of KV head h begins `stride * h` bytes from `data`.
 struct Parameter {
   const u8* data;
   i64 stride;
@@ -55,10 +54,10 @@ struct Args {
   int* counters;                                                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail, teams,
-      split;  // split: teams of a row, less than 0: rows of a team (`even_row`), or 0
+      split;  // split: teams for each row; or, negative, rows for each team (`even_row`); or 0
   float scaling, softcap;
-  const u8* raw_k;                 // TRANSFORMED: the chunk's keys; `k` is then where they are put, transformed
-  const float *q_scale, *k_scale;  // factors of channels, of KV head h at h * scale_h
+  const u8* raw_k;  // TRANSFORMED: the chunk's keys as the model made them; `k` receives them transformed
+  const float *q_scale, *k_scale;  // factors of channels; those of KV head h begin at h * scale_h
   i64 raw_b, raw_h, raw_s, scale_h;
   Parameter tables[2];  // codebooks of keys and values, or null
 };
@@ -83,8 +82,8 @@ __device__ __forceinline__ float max_rows(float x) {
   return x;
 }
 
-// A number rounded to eleven bits, which are what fp16 keeps of it while it is not subnormal there. By products, because what masks bits
-// has to wait for the words' unpacking, which is all masks.
+// Rounds a number to eleven bits, as fp16 does while it is not subnormal. It multiplies instead of masking, because unpacking keeps the units
+// that mask bits busy.
 __device__ __forceinline__ float eleven_bits(float x) { return __fmul_rn(x, 8193.f) - x * 8192.f; }
 
 // Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
@@ -93,7 +92,7 @@ template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int 
                         : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
 }
 
-// Copy `BYTES` consecutive bytes, the warp together; or, where they are not real, nothing.
+// Copies `BYTES` consecutive bytes, called by a warp; copies nothing if they are not real.
 template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 target, const u8* source, int lane) {
   const u8* from = opaque(source + lane * 16);
 #pragma unroll

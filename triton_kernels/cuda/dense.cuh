@@ -1,7 +1,7 @@
 // Tokens in the model's dtype, row by row: pages of `formats.dense`, and the window (sink, tail, chunk) of every cache.
 //
-// Each lane copies 16 bytes of each of its tokens into a place of its own: a key's are right at once (`channel_of` gives a lane
-// eight neighbouring channels), a value's after one transposition a register.
+// Each lane copies 16 bytes of each of its tokens to a place that it alone uses. A key's bytes can be used at once, because `channel_of` gives
+// a lane eight neighbouring channels. A value's bytes need one transposition for each register.
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +9,7 @@ template <int D> struct Dense {
   static constexpr int BLOCK = 32 * D * 2;  // bytes of 32 tokens
   static constexpr int CHUNKS = D / 32;
 
-  // row(j): the lane's token 4 g + j of the block, and whether to keep it (else zeros).
+  // row(j): the address of the lane's token 4 g + j of the block, and whether to copy it (otherwise zeros).
   template <class F> static __device__ __forceinline__ void copy(u32 target, F row, int lane) {
     const int t = lane & 3;
 #pragma unroll

@@ -2,14 +2,15 @@
 #pragma once
 #include "common.cuh"
 
-// What a decoded number is too small by. An instruction converts (CONVERT, sm89 and later), or bits are moved: sign, exponent and
-// mantissa in place are the number times 2^-8, subnormals included.
+// The factor by which decoded numbers are too small. With CONVERT (sm89 and later) an instruction converts. Otherwise bits are moved: sign,
+// exponent and mantissa, put in their places, are the number times 2^-8, subnormals included.
 constexpr float CODE = CONVERT ? 1.f : 256.f;
 
-// A half of a word, two numbers, as two of fp16, 1 / CODE of their size.
+// The two numbers in half of a word as two fp16 numbers, each 1 / CODE times its value.
 __device__ __forceinline__ u32 e4m3_pair(u32 x, bool upper) {
   if constexpr (CONVERT) return e4m3_to_half(upper ? x >> 16 : x);
-  const u32 y = permuted(x, upper ? 0x3020 : 0x1000);  // to the upper bytes of the halves; the lower ones go
+  const u32 y =
+      permuted(x, upper ? 0x3020 : 0x1000);  // codes go to the upper byte of each half; lower bytes are dropped
   return (y & 0x80008000u) | (y >> 1 & 0x3f803f80u);
 }
 
@@ -24,10 +25,10 @@ __device__ __forceinline__ u32 to_e4m3(float x) {
   return code | bits >> 24 & 0x80u;
 }
 
-// A number's part in the largest magnitude of a token: of NaN infinity, because maxima pass over NaN.
+// A number's magnitude, for a token's maximum. NaN counts as infinity, because maxima ignore NaN.
 __device__ __forceinline__ float e4m3_size(float x) { return fabsf(x) < INF ? fabsf(x) : INF; }
 
-// The scale of a token whose largest magnitude that is: it becomes 448.
+// The scale of a token whose largest magnitude this is. That magnitude becomes 448.
 __device__ __forceinline__ float e4m3_scale(float most) {
   return most < INF ? fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f)
                     : __uint_as_float(0x7fc00000u);  // 2^-60: `LEAST_SCALE`

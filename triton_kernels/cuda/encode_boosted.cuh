@@ -3,8 +3,8 @@
 
 enum Score { MAGNITUDE, VARIANCE, RANGE, RANDOM };
 
-// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, in the order of `fold_sum`: that of a tree whose last step adds the sums over
-// even and over odd tokens. Rounded after every addition.
+// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, rounded after every addition. The order is that of `fold_sum`: a tree whose last step
+// adds the sum over even tokens and the sum over odd tokens.
 template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int offset) {
   if constexpr (STRIDE >= PAGE) return f(offset);
   else {
@@ -23,9 +23,9 @@ __device__ __forceinline__ u32 mixed(u32 x) {
 template <int COUNT, int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT, int SCORE, u32 SEED>
 struct BoostedEncoder {
   static_assert(CREW >= D, "a thread for every channel");
-  static constexpr int PARTS = CREW / D >= 4 ? 4 : CREW / D >= 2 ? 2 : 1;  // threads of a channel
+  static constexpr int PARTS = CREW / D >= 4 ? 4 : CREW / D >= 2 ? 2 : 1;  // threads that share a channel
 
-  // What a thread finds in its share of a channel's tokens, and all of them together.
+  // Statistics of a thread's share of a channel's tokens, and of the whole channel.
   struct Found {
     float low[PARTS][D], high[PARTS][D], sum[PARTS][D];
   };
@@ -33,7 +33,7 @@ struct BoostedEncoder {
     const u16* tokens[PAGE];
     Found found;
     Meta meta[D];
-    int keys[D], counts[(WARPS + 3) / 4 * 4];  // room for a load of four: ptxas reads so, past what a warp adds up
+    int keys[D], counts[(WARPS + 3) / 4 * 4];  // rounded up: ptxas combines four loads, and reads past the last count
     float levels[D];
     u8 map[COLUMNS ? COLUMNS : 1];
   };
@@ -43,7 +43,7 @@ struct BoostedEncoder {
     else return x[0][c];
   }
 
-  // The score of channel `c` as a number that orders as it does. Every thread comes here.
+  // The score of channel `c` as an integer of the same order. Called by all threads.
   static __device__ __forceinline__ int score(Found& found, const u16* const* tokens, int c, int p, float low,
                                               float high, const Crew& crew) {
     float x = 0.f;
@@ -67,7 +67,7 @@ struct BoostedEncoder {
     if constexpr (SCORE == RANGE) x = high - low;
     if constexpr (SCORE == RANDOM)
       x = (float)(mixed(__float_as_uint(low + 0.f) ^ (u32)c * 0x9e3779b1u ^ SEED * 0x27d4eb2fu) >> 8);
-    return __float_as_int(x + 0.f);  // 0 or more: ordered as its bits are
+    return __float_as_int(x + 0.f);  // x is at least 0, so its bits have the same order
   }
 
   // Words of `fragment-1`, 2 bits; code(token, column).
@@ -124,7 +124,7 @@ struct BoostedEncoder {
       if (p == 0) keys[c] = key;
       for (int i = crew.thread; i < COLUMNS; i += CREW) map[i] = 0;
       crew.meet();
-      int ahead = 0;  // channels that come before this one
+      int ahead = 0;  // channels that rank before this one
       if (p == 0)
 #pragma unroll 8
         for (int i = 0; i < D; i++) ahead += keys[i] > key || (keys[i] == key && i < c);

@@ -1,12 +1,12 @@
 // Packing with a codebook: the nearest entry, as `formats/codebook.py` defines it. See encode.cuh.
 #pragma once
 
-// Tensor cores find out how near entries are, up to rounding: x . c - |c|^2 / 2 is largest for the nearest. That is asked of classes of entries:
-// a lane's share of TILES products. Distances are computed as they are defined in the class of the nearest entry, and of all entries
-// where rounding may hide that another class has an entry as near (one sub-vector in thousands).
+// Tensor cores compare entries up to rounding: x . c - |c|^2 / 2 is largest for the nearest entry c. They do so for classes of entries; a
+// class is a lane's share of TILES products. Then distances are computed exactly as defined, for the class of the nearest entry. If
+// rounding may hide an equally near entry of another class (one sub-vector in thousands), they are computed for all entries.
 template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
   static constexpr int COUNT = D / DIM, WORDS = COUNT * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-  // Sub-vectors that a warp takes at a time, MINE of them a lane: more of them make more of an entry, and need more registers.
+  // Sub-vectors that a warp takes at a time; a lane has MINE of them. More sub-vectors use a loaded entry more often, and need more registers.
   static constexpr int ENTRIES = 1 << BITS, VECTORS = ENTRIES >= 1024 ? 64 : 32, N = VECTORS / 8, MINE = VECTORS / 32;
   static constexpr int TILES = ENTRIES >= 1024 ? 8 : ENTRIES >= 128 ? 4 : 1;
   static_assert(32 * COUNT % VECTORS == 0, "a warp's share of 32 tokens");
@@ -14,7 +14,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     u16 codes[32 * COUNT];
   };
 
-  // Sixteen entries as a left operand: rows are entries, the first DIM of 16 columns channels.
+  // Sixteen entries as a left operand: rows are entries, the first DIM of its 16 columns are channels.
   struct Entries {
     u32 a[4];
     float half_square[2];  // |c|^2 / 2 of the lane's two rows
@@ -32,7 +32,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
         half_square[j] = entry < ENTRIES ? 0.5f * x : INF;
       }
     }
-    // How near they are to eight sub-vectors (right operand b).
+    // How near the entries are to eight sub-vectors (right operand b).
     __device__ __forceinline__ void nearness(float* d, u32 b) const {
       const float c[4] = {-half_square[0], -half_square[0], -half_square[1], -half_square[1]};
       mma_from(d, a, b, 0u, c);
@@ -69,7 +69,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   };
 
-  // The nearest of all entries. A warp together.
+  // The nearest of all entries. Called by a warp.
   static __device__ int search_all(const u16* from, const u8* book, int lane) {
     const Vector vector(from);
     float best = INF;
@@ -78,7 +78,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       if (const float d = vector.distance(book + 2 * DIM * e); d < best) {
         best = d;
         code = e;
-      }  // not NaN
+      }  // false for NaN
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
       const float x = __shfl_xor_sync(~0u, best, d);
@@ -91,7 +91,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     return code;
   }
 
-  // The nearest entry of a class, the lower of two that are as near. A lane alone.
+  // The nearest entry of a class; of two equally near entries the one with the lower index. Called by a single lane.
   static __device__ __forceinline__ int search_class(const Vector& vector, const u8* book, int class_) {
     float best = INF;
     int code = class_;
@@ -107,8 +107,8 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     return code;
   }
 
-  // What eight lanes with other classes know of a sub-vector: the class of its nearest entry (by that class's first entry), how near that one
-  // and that of the second class are.
+  // Combines the results of eight lanes, which have different classes, for a sub-vector: the class of its nearest entry (named by the class's
+  // first entry), how near that entry is, and how near the best entry of any other class is.
   struct Nearest {
     float best = -INF, second = -INF;
     int class_ = 0;
@@ -127,7 +127,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   };
 
-  // The codes of sub-vectors `first` and up of a block, whose token 0 has index `base`. A warp together.
+  // The codes of sub-vectors `first` and up of a block whose token 0 has index `base`. Called by a warp.
   static __device__ void search(u16* codes, const Source& source, int base, int first, int lane) {
     const int g = lane >> 2, t = lane & 3;
     u32 b[N];
@@ -173,7 +173,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       }
       const int v = MINE * g + j, at = first + v / 2 * 8 + 2 * t + v % 2;
       const Vector x(vector(source, base, at));
-      // what rounding to 16 bits, and in sums, may hide; what does not fit into 16 bits is not clear either
+      // differences that rounding to 16 bits, and in sums, may hide. Numbers that do not fit into 16 bits count as unclear too
       const float square = x.square(), slack = 0x1p-16f * (square + largest) + 0x1p-22f * sqrtf(largest);
       const bool clear = square < 0x1p31f && mine.second < mine.best - slack;
       if (clear) codes[at] = search_class(x, source.table, mine.class_);
@@ -185,7 +185,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   }
 
-  // Place of index `n` of a lane among those of a block, token by token.
+  // The position of a lane's index `n` among a block's indices, which are counted token by token.
   static __device__ __forceinline__ int place(int lane, int n) {
     const int g = lane >> 2, t = lane & 3;
     if (TRANSPOSED) return (8 * t + 4 * (n & 1) + n / 4 % 2 * 2 + n / 2 % 2) * COUNT + n / 8 * 8 + g;
@@ -202,7 +202,8 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       crew.meet();
       u32* words = reinterpret_cast<u32*>(part) + block * 32 * WORDS;
       for (int i = crew.thread; i < 32 * WORDS; i += CREW) {
-        const int lane = i / V % 32, first = (i / (32 * V) * V + i % V) * 32;  // bit of the lane's stream
+        const int lane = i / V % 32,
+                  first = (i / (32 * V) * V + i % V) * 32;  // first bit of the word in the lane's stream
         u32 value = 0;
         for (int n = first / BITS; n * BITS < first + 32; n++) {
           const u32 x = codes[place(lane, n)];

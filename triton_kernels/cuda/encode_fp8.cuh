@@ -21,7 +21,7 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
       if (lane == 0) reinterpret_cast<float*>(part + SCALE_AT)[i] = scale[i] = e4m3_scale(most);
     }
     crew.meet();
-    constexpr int WORDS = D / 4;  // of a lane, of 32 tokens
+    constexpr int WORDS = D / 4;  // a lane's words of 32 tokens
     u32* words = reinterpret_cast<u32*>(part);
     for (int i = low / 32 * 32 * WORDS + crew.thread; i < (high + 31) / 32 * 32 * WORDS; i += CREW) {
       const int block = i / (32 * WORDS), c = i / 128 % (D / 16), inner = i % 4, owner = i / 4 % 32, g = owner >> 2,

@@ -2,13 +2,13 @@
 #pragma once
 #include "static.cuh"
 
-// Bits of the sums of squares at which a token's scale goes up by one.
+// Sums of squares, as bits of floats, at which a token's scale goes up by one.
 template <u32... X> struct Thresholds {
   static __device__ __forceinline__ int below(float x) { return ((x >= __uint_as_float(X) ? 1 : 0) + ...); }
 };
 
 template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class T, class... W> struct StaticEncoder {
-  static constexpr int PARTS = 4;  // threads of a channel, for sums over a page
+  static constexpr int PARTS = 4;  // threads that share a channel's sum over a page
   static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2   ? LANE
                                                     : LANE <= 4 ? 4
                                                                 : 8;  // channels of a lane; to a power of two
@@ -27,12 +27,12 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     return part * __uint_as_float((125 + (k >> 2)) << 23);
   }
 
-  // Steps from the center. Rounded after every operation, as all here that decides about bytes.
+  // The distance from the center in steps. It is rounded after every operation, like everything here that decides about bytes.
   static __device__ __forceinline__ float steps(const Space& own, int token, int c) {
     return __fdiv_rn(__fsub_rn(to_float(own.tokens[token][c]), own.center[c]), own.step[c]);
   }
 
-  // What one of `Columns` says about channel c.
+  // The value that `Columns` has for channel c.
   template <class F> static __device__ __forceinline__ void of_channel(int c, const F& f) {
     Columns<D, W...>::of_group(c, f);
   }
@@ -58,7 +58,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     crew.meet();
   }
 
-  // Token `token` of the page, number n of its block: its scale and its codes. A warp together.
+  // Computes scale and codes of the page's token `token`, which has index n in its block. Called by a warp.
   static __device__ void quantize(Space& own, int token, int n, int lane) {
     float x[EACH], square[EACH];
 #pragma unroll
@@ -92,7 +92,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     }
   }
 
-  // Words of a block, of keys: an octet at a time.
+  // Writes a block's words of keys, an octet at a time.
   static __device__ void pack_keys(u32* words, const Space& own, const Crew& crew) {
     using X = Columns<D, W...>;
     for (int i = crew.thread; i < 32 * X::WORDS; i += CREW) {
@@ -112,7 +112,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     }
   }
 
-  // The same of values: the plane of 4 or 2 bits as in `AffineEncoder`, behind it that of the lowest bit.
+  // The same for values: the plane of 4 or 2 bits as in `AffineEncoder`, then the plane of the lowest bit.
   template <class X> static __device__ void pack_values(u32* words, const Space& own, const Crew& crew) {
     constexpr int BITS = X::HIGH, PER_TILE = BITS / 2, LOW_AT = D / 16 * PER_TILE,
                   WORDS = LOW_AT + (X::LOW ? D / 32 : 0);

@@ -1,6 +1,6 @@
-// FP8 in layouts `fragment-1` / `fragment-1t` (`formats/fragment.py`: e4m3), with a float32 scale a token. Two codes in half of a
-// word become a register of an operand, in fp16, exactly. A key's scale goes onto its scores. A value's goes into the exponent of its
-// weight, so that fp16 weights are normalised by what a token contributes, whatever the range of scales.
+// FP8 in layouts `fragment-1` / `fragment-1t` (`formats/fragment.py`: e4m3), with a float32 scale for each token. The two codes in half of
+// a word become one register of an operand, in fp16, exactly. A key's scale multiplies its scores. A value's scale is added to the exponent
+// of its weight, so fp16 weights are normalised by what a token contributes, whatever the range of scales.
 #pragma once
 #include "affine.cuh"
 #include "e4m3.cuh"
@@ -24,7 +24,7 @@ template <int D, int SCALE_AT> struct Fp8 {
 #pragma unroll
       for (int i = 0; i < 4; i++) a[h][i] = e4m3_pair(w[2 * h + (i >> 1)], i & 1);
   }
-  // Of the lane's four tokens of a block, times CODE.
+  // Scales of the lane's four tokens of a block, times CODE.
   static __device__ __forceinline__ void scales(float* x, u32 slot, int blk, int lane) {
     lds<4>(reinterpret_cast<u32*>(x), slot + CODES + (blk * 32 + lane / 4 * 4) * 4);
 #pragma unroll
@@ -103,7 +103,7 @@ template <int D, int SCALE_AT> struct Fp8Values {
       if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) x[j] = 1.f;
   }
 
-  // Codes behind the last token become zeros: they may be anything, and no weight takes a NaN away. A lane's words are its own.
+  // Codes behind the last token become zeros: they may be anything, and a weight of 0 times NaN is NaN. A lane reads only its own words.
   static __device__ __forceinline__ void clear(u32 slot, int limit, int lane) {
 #pragma unroll 1
     for (int at = 0; at < PT / 32 * D / 16; at++) {

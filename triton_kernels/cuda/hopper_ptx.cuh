@@ -1,4 +1,4 @@
-// Instructions that only Hopper has (sm_90a), each as a function. In the tests a CPU runs others of these names
+// Instructions that only Hopper has (sm_90a), each as a function. The tests replace them by functions of the same names that run on a CPU
 // (`tests/support/cuda_emulator/hopper.h`).
 #pragma once
 
@@ -8,7 +8,7 @@
 #define SUMS16 SUMS8_(0)
 #define SUMS32 SUMS8_(0), SUMS8_(8)
 #define SUMS64 SUMS8_(0), SUMS8_(8), SUMS8_(16), SUMS8_(24)
-// d += a b, 64 x 32 bytes times 32 bytes x N, of e4m3, the left operand in shared memory. more: 0: d = a b.
+// d += a b for e4m3: a is 64 x 32 in shared memory, b is 32 x N. With more = 0: d = a b.
 template <int N> __device__ __forceinline__ void wgmma_e4m3(float* d, u64 a, u64 b, int more) {
   if constexpr (N == 16)
     asm volatile(
@@ -30,7 +30,7 @@ template <int N> __device__ __forceinline__ void wgmma_e4m3(float* d, u64 a, u64
         : SUMS64
         : "l"(a), "l"(b), "r"(more));
 }
-// The same, the left operand in registers.
+// The same with the left operand in registers.
 template <int N> __device__ __forceinline__ void wgmma_e4m3(float* d, const u32* a, u64 b) {
   if constexpr (N == 16)
     asm volatile(
@@ -52,7 +52,7 @@ template <int N> __device__ __forceinline__ void wgmma_e4m3(float* d, const u32*
         : SUMS64
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// d += a b, 64 x 16 times 16 x N, in the model's dtype.
+// d += a b in the model's dtype: a is 64 x 16, b is 16 x N.
 template <int N> __device__ __forceinline__ void wgmma_model(float* d, u64 a, u64 b, int more) {
   if constexpr (BF16) {
     if constexpr (N == 16)
@@ -96,20 +96,20 @@ template <int N> __device__ __forceinline__ void wgmma_model(float* d, u64 a, u6
           : "l"(a), "l"(b), "r"(more));
   }
 }
-// Before the first product, and where registers that it uses were written by anything else.
+// Needed before the first product, and whenever something else has written registers that a product uses.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most N groups of products are under way.
+// Waits until at most N groups of products are under way.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Sums that products under way write: nothing may be read of them before this.
+// Marks sums that unfinished products write. Nothing may read the sums before this.
 template <int N> __device__ __forceinline__ void keep(float* d) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Barriers of which each phase ends when so many bytes have come.
+// Barriers in shared memory. A phase ends when the expected number of bytes has arrived.
 __device__ __forceinline__ void barrier_init(u32 barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -131,10 +131,10 @@ __device__ __forceinline__ void copy_bulk(u32 target, const void* source, u32 by
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// What this thread wrote to shared memory is there for products and bulk copies, after the next barrier.
+// Makes this thread's writes to shared memory visible to products and bulk copies after the next barrier.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// 8 x 8 matrices of 16-bit elements to shared memory, each transposed; lane 8 i + j gives the address of row j of matrix i.
+// Stores 8 x 8 matrices of 16-bit elements to shared memory, each transposed. Lane 8 i + j gives the address of row j of matrix i.
 template <int COUNT> __device__ __forceinline__ void stmatrix_trans(u32 a, const u32* r) {
   if constexpr (COUNT == 4)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(r[0]),
@@ -144,7 +144,7 @@ template <int COUNT> __device__ __forceinline__ void stmatrix_trans(u32 a, const
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(a), "r"(r[0]), "r"(r[1])
                  : "memory");
 }
-// Two numbers as e4m3, saturated.
+// Converts two numbers to e4m3, saturated.
 __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));

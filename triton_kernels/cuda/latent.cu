@@ -2,15 +2,16 @@
 // `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
 //
 // All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A block of four warps takes a share of a
-// sequence, 64 tokens at a time, out of two stages of shared memory:
+// sequence. It reads 64 tokens at a time from two stages of shared memory:
 //
-//   scores    a warp takes 16 tokens and all channels. Tokens are the left operand of m16n8k16, query rows its columns.
-//   weights   p x scale of the token, relative to the warp's own maximum, in fp16; handed on in the order of operands
-//   values    a warp takes a quarter of the channels and all tokens. Values are the transposed keys: `ldmatrix.trans`.
+//   scores    A warp takes 16 tokens and all channels. Tokens are the left operand of m16n8k16, query rows its columns.
+//   weights   p x scale of the token, relative to the warp's own maximum, in fp16. They are written in the order of operands.
+//   values    A warp takes a quarter of the channels and all tokens. Values are the transposed keys: `ldmatrix.trans`.
 //
-// e4m3 becomes fp16 by an instruction (CONVERT, sm89 and later), or by moving bits: sign, exponent and mantissa in place are the number
-// times 2^-8, subnormals included. Products are exact, and the scale of a token multiplies its score and its weight, never its channels. Queries of the content are fp16,
-// normalised by a power of two a row. Weights are not quantized to FP8, which the narrow case does not need.
+// An instruction converts e4m3 to fp16 (CONVERT, sm89 and later). On older GPUs bits are moved: sign, exponent and mantissa of e4m3, put in
+// their places in fp16, are the number times 2^-8, subnormals included. Products are exact. A token's scale multiplies its score and its
+// weight, never its channels. Queries of the content are fp16; each row is normalised by a power of two. Weights are not quantized
+// to FP8: few query rows do not need it.
 #include "latent_merge.cuh"
 
 constexpr int BLOCK = 64;
@@ -19,29 +20,29 @@ constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2,
 constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
 constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
               STAGES_AT = SCALES_AT + 64;
-constexpr int TILES = RANK / 16 / WARPS;  // of 16 channels, that a warp weighs
+constexpr int TILES = RANK / 16 / WARPS;  // tiles of 16 channels that a warp weighs
 static_assert(PAGE_TOKENS % BLOCK == 0, "");
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;
 
-// Bytes 0 and 2 (odd: 1 and 3) of a word, e4m3, as two numbers of fp16, 1 / CODE of their size.
+// Bytes 0 and 2 (odd: 1 and 3) of a word, as e4m3, become two fp16 numbers of 1 / CODE times their value.
 __device__ __forceinline__ u32 decoded(u32 x, bool odd) {
   if constexpr (CONVERT) return e4m3_to_half(permuted(x, odd ? 0x31 : 0x20));
   return odd ? (x & 0x80008000u) | ((x >> 1) & 0x3f803f80u) : ((x << 8) & 0x80008000u) | ((x << 7) & 0x3f803f80u);
 }
-// Two halves of a word of four channels, in the order of `put_queries`.
+// The two pairs of a word of four channels, in the order of `put_queries`.
 __device__ __forceinline__ u32 decoded_key(u32 x, bool second) {
   if constexpr (CONVERT) return e4m3_to_half(second ? x >> 16 : x);
   return decoded(x, second);
 }
 
-// Query rows of a tile, in the order in which lanes load them as right operands: 16 bytes a lane and 16 channels.
+// Writes a tile's query rows in the order in which lanes load them as right operands: 16 bytes for each lane and 16 channels.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
   constexpr int EACH = 16 / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
   float* size = reinterpret_cast<float*>(smem + SCALES_AT);
   u32 content[EACH][WORDS], rope[EACH][MORE];
 #pragma unroll
-  for (int j = 0; j < EACH; j++) {  // all is asked for before anything is used
+  for (int j = 0; j < EACH; j++) {  // all loads begin before the first result is used
     const int row = tile * 16 + warp + j * WARPS;
     const bool real = row < a.heads * a.tokens;
     const u32* source =
@@ -85,12 +86,12 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   }
 }
 
-// Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
+// The address of the page that holds a block of tokens. It is loaded a block ahead, because the copies need it at once.
 __device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
   return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
 }
 
-// Begins to copy a block of tokens, in the order of the page: 16 bytes of eight tokens lie in different banks.
+// Begins to copy a block of tokens, in the page's order. There 16 bytes of eight tokens lie in different banks.
 __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int thread) {
   static_assert(BLOCK * CHUNKS % THREADS == 0 && BLOCK * ROPE_CHUNKS % THREADS == 0, "every thread copies as much");
   const int token = block * BLOCK % PAGE_TOKENS;
@@ -104,11 +105,11 @@ __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage,
   if (thread < BLOCK / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
 }
 
-// q.k of the warp's 16 tokens: content and RoPE part.
+// q.k of the warp's 16 tokens: content plus RoPE part.
 __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32 stage, u32 queries, int warp,
                                       int lane) {
   const int token = 16 * warp + (lane & 15), side = lane >> 4;
-  float sums[2][2][4] = {};  // two chains of products for each tile of rows
+  float sums[2][2][4] = {};  // two independent chains of products for each tile of rows
 #pragma unroll 4
   for (int p = 0; p < RANK / 32; p++) {
     u32 x[4], q[4], k[4];
@@ -220,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
     }
     BARRIER(weights_ready, __syncthreads());
 
-    u32 factors[2][WARPS];  // of the weights of each warp's tokens, rows g + 8 n, twice in a word
+    u32 factors[2][WARPS];  // factors of the weights of each warp's tokens: rows g + 8 n, twice in a word
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       u32 bits[4];
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
         at[0] = o[k][n][e] * CODE;
         at[1] = o[k][n][2 + e] * CODE;
       }
-  __syncthreads();  // maxima have been read
+  __syncthreads();  // all warps have read the maxima
   float* shared_sums = reinterpret_cast<float*>(memory + MAXIMA_AT);
 #pragma unroll
   for (int n = 0; n < 2; n++)

@@ -1,12 +1,12 @@
-// What the kernels for latents (MLA) share: `latent.cu` (FP8, few query rows), `latent_wide.cu` (FP8, many), `latent_dense.cu` (content in the
+// Shared by the kernels for latents (MLA): `latent.cu` (FP8, few query rows), `latent_wide.cu` (FP8, many), `latent_dense.cu` (content in the
 // model's dtype: DENSE_CONTENT), `latent_merge.cuh` (after all of them).
 #pragma once
 #include "common.cuh"
 
-constexpr int CHUNKS = RANK / (DENSE_CONTENT ? 8 : 16), ROPE_CHUNKS = ROPE / 8;  // of 16 bytes a token
+constexpr int CHUNKS = RANK / (DENSE_CONTENT ? 8 : 16), ROPE_CHUNKS = ROPE / 8;  // a token's chunks of 16 bytes
 static_assert(RANK % 64 == 0 && RANK <= 512 && ROPE % 16 == 0, "");
 
-// Where a token's 16 bytes stand among `chunks` of them, in layout `core-1`: bricks of eight tokens' 16 bytes.
+// The offset of a token's 16 bytes in layout `core-1`, where a token has `chunks` of them: bricks hold 16 bytes of eight tokens.
 __device__ __forceinline__ constexpr int brick(int chunks, int token, int chunk) {
   return ((token >> 3) * chunks + chunk) * 128 + (token & 7) * 16;
 }
@@ -19,7 +19,7 @@ struct LatentArgs {
   int *length, *paged, *lost;  // [B]; lost: tokens for which there was no room
   u8* out;                     // [B, S, Hq, RANK]
   float *partial, *sums;       // [B, tiles, splits, 16, RANK] and, maximum and sum, [B, tiles, splits, 2, 16]
-  const int *order, *count;    // padded chunk: places of the tokens that are no padding [B, S], and their number [B]
+  const int *order, *count;    // padded chunk: indices of the real tokens [B, S], and their number [B]
   i64 q_b, q_h, q_s, c_b, c_s, r_b, r_s, mask_b, mask_s;  // strides in elements
   int heads, tokens, pages, splits, room, stores;         // stores: whether `latent_merge` stores the chunk
   float scaling;

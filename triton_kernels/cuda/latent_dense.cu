@@ -2,33 +2,33 @@
 // `dense` (content) and `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
 //
 // All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A block of four warps takes a share of a
-// sequence, 32 tokens at a time, out of STAGES stages of shared memory:
+// sequence. It reads 32 tokens at a time from STAGES stages of shared memory:
 //
-//   scores    a warp takes 16 tokens, all channels and eight query rows, whose queries it keeps in registers. Tokens are the left operand
+//   scores    A warp takes 16 tokens, all channels and eight query rows. It keeps their queries in registers. Tokens are the left operand
 //             of m16n8k16, query rows its columns.
-//   weights   relative to a reference a query row, rounded to the model's dtype; handed on in the order of operands
-//   values    a warp takes a quarter of the channels, all tokens and all rows. Values are the transposed keys: `ldmatrix.trans`.
+//   weights   They are relative to a reference for each query row, rounded to the model's dtype, and written in the order of operands.
+//   values    A warp takes a quarter of the channels, all tokens and all rows. Values are the transposed keys: `ldmatrix.trans`.
 //
-// The barrier in front of the values also takes a vote: has a score outgrown its row's reference by GROWTH powers of two? Only then the
-// references are renewed, from the block's maxima.
+// The barrier in front of the values also takes a vote: has a score outgrown its row's reference by GROWTH powers of two? Only then are
+// the references renewed, from the block's maxima.
 #include "latent_merge.cuh"
 
 constexpr int BLOCK = 32;
 constexpr int CONTENT_BYTES = BLOCK * RANK * 2, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
 constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // behind the weights
-constexpr int TILES = RANK / 16 / WARPS;                                       // of 16 channels, that a warp weighs
-constexpr int STEPS = (RANK + ROPE) / 16;                                      // products of a score
-constexpr float GROWTH = 8.f;  // weights are at most 2^GROWTH, which fp16 holds
+constexpr int TILES = RANK / 16 / WARPS;   // tiles of 16 channels that a warp weighs
+constexpr int STEPS = (RANK + ROPE) / 16;  // products that make a score
+constexpr float GROWTH = 8.f;              // weights are at most 2^GROWTH, which fp16 holds
 static_assert(PAGE_TOKENS % BLOCK == 0 && STAGES >= 2, "");
 
 extern "C" __device__ int latent_dense_shared_bytes = STAGES_AT + STAGES * STAGE_BYTES;
 
-// Where the page of a block of tokens starts. Asked for a block ahead: the copies need it at once.
+// The address of the page that holds a block of tokens. It is loaded a block ahead, because the copies need it at once.
 __device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
   return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
 }
 
-// Begins to copy `BYTES` of a block's stream, in the order of the page; `chunks` of 16 bytes a token.
+// Begins to copy `BYTES` of a block's stream, in the page's order; a token has `chunks` of 16 bytes.
 template <int BYTES, int CHUNKS_OF>
 __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int le
     if (BYTES / 16 % THREADS == 0 || at < BYTES / 16) cp16(target + at * 16, source + at * 16, token < left);
   }
 }
-// left: tokens from the block's first on. What lies behind them becomes zeros: what has no weight must be numbers.
+// left: tokens from the block's first on. Bytes behind them become zeros, because a weight of 0 times NaN is NaN.
 __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int left, int thread) {
   const int token = block * BLOCK % PAGE_TOKENS;
   copy_stream<CONTENT_BYTES, CHUNKS>(page + (i64)token * RANK * 2, stage, left, thread);
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     latent_dense_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int part = warp & 1, side = warp >> 1;  // of scores: which 16 tokens, which eight query rows
+  const int part = warp & 1, side = warp >> 1;  // the warp's scores: which 16 tokens, which eight query rows
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
   const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
   const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     return;
   }
   const u32 weights = shared_address(memory), maxima = weights + MAXIMA_AT, stages = weights + STAGES_AT;
-  i64 pages[STAGES];  // of the first blocks
+  i64 pages[STAGES];  // pages of the first blocks
 #pragma unroll
   for (int i = 0; i < STAGES; i++) pages[i] = first + i < stop ? ask_page(a, b, first + i) : 0;
   u32 q[STEPS][2];  // right operands
@@ -84,12 +84,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       copy_block(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * BLOCK, thread);
     commit();
   }
-  i64 page = pages[STAGES - 1];  // of the next block to copy
+  i64 page = pages[STAGES - 1];  // the page of the next block to copy
   float o[TILES][2][4] = {}, m[2][2], own[2] = {LOWEST, LOWEST},
-        l[2] = {};  // references: of rows 2 t + e + 8 n, and of those it scores
+        l[2] = {};  // references of rows 2 t + e + 8 n, and of the rows that the warp scores
   m[0][0] = m[0][1] = m[1][0] = m[1][1] = LOWEST;
   const float factor = a.scaling * LOG2E;
-  int here = 0;  // stage of the block
+  int here = 0;  // the block's stage
 
 #pragma unroll 1
   for (int block = first; block < stop; block++) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (ahead + 1 < stop) page = ask_page(a, b, ahead + 1);
     here = here + 1 < STAGES ? here + 1 : 0;
 
-    float chains[4][4] = {}, s[4];  // of products, which wait for each other
+    float chains[4][4] = {}, s[4];  // four independent chains: products of one chain wait for each other
     {
       const int token = 16 * part + (lane & 15), half = lane >> 4;
 #pragma unroll
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     };
     hand_on();
-    if (__syncthreads_or(grew)) {  // weights are there, unless one is too great
+    if (__syncthreads_or(grew)) {  // all weights are written, unless one is too large
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float top = max_rows(fmaxf(s[e], s[2 + e]));
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) sums[2 * t + e + 8 * n] = m[n][e];
-  __syncthreads();  // maxima have been read
+  __syncthreads();  // all warps have read the maxima
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float all = sum_rows(l[e]);

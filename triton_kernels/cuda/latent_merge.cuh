@@ -1,11 +1,12 @@
-// After attention to latents: the chunk's own tokens, in the model's dtype, and what the shares of a sequence found; and storing the chunk.
+// Runs after attention to latents: attends to the chunk's own tokens, in the model's dtype, merges the results of a sequence's shares,
+// and stores the chunk.
 #pragma once
 #include "latent.cuh"
 #include "e4m3.cuh"
 
 constexpr int WARPS = 4, THREADS = 128;
 
-// Of all threads of a block; `space`: a number a warp.
+// Reduces over all threads of a block. `space`: a number for each warp.
 template <bool MOST> __device__ __forceinline__ float reduce(float x, float* space, int thread) {
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) {
   return a.mask && !a.mask[b * a.mask_b + token * a.mask_s];
 }
 
-// A block stores the chunk of sequence b.
+// Stores the chunk of sequence b. Called by a block.
 __device__ __forceinline__ void store_chunk(const LatentArgs& a, int b, float* space, int thread) {
   int place = a.length[b], lost = 0;
   for (int token = 0; token < a.tokens; token++) {
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
     factor[i] = some > 0.f ? f : 0.f;
     l += f * some;
   }
-  l = reduce<false>(l, space, thread);  // and factors are there
+  l = reduce<false>(l, space, thread);  // its barrier also says that all factors are written
   const int group = thread / LANES, channel = blockIdx.z * SLICE + thread % LANES * 4;
   float o[4] = {};
 #pragma unroll 8
@@ -129,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
 }
 
 #if RANK % 128 == 0
-// The same where there are many query rows: a warp takes a whole row. Grid (four query rows, sequence), and with `stores` one block more.
+// The same for many query rows: a warp takes a whole row. Grid (four query rows, sequence), and with `stores` one block more.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __grid_constant__ LatentArgs a) {
-  constexpr int PARTS = RANK / 128;  // of 128 channels, of which a lane has four neighbours
+  constexpr int PARTS = RANK / 128;  // parts of 128 channels; a lane has four neighbours in each
   __shared__ float space[WARPS];
   const int thread = threadIdx.x, lane = thread & 31, b = blockIdx.y, rows = a.heads * a.tokens,
             row = blockIdx.x * WARPS + (thread >> 5);
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
 #pragma unroll
       for (int i = 0; i < 4; i++) o[k][i] = o[k][i] * decay + p * value[k][i];
   }
-  for (int from = 0; from < a.splits; from += 32) {  // a lane's share of the sequence, then share by share
+  for (int from = 0; from < a.splits; from += 32) {  // 32 shares at a time: one in each lane, then one after the other
     const int count = min(a.splits - from, 32);
     const float mine = lane < count ? sums[(from + lane) * 32] : LOWEST,
                 some = lane < count ? sums[(from + lane) * 32 + 16] : 0.f;
@@ -198,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
     for (int i = 0; i < count; i++) {
       const float f = __shfl_sync(~0u, factor, i);
       const float* at = a.partial + ((slot + from + i) * 16 + row % 16) * RANK + 4 * lane;
-      if (f > 0.f) {  // else nothing may have been written
+      if (f > 0.f) {  // a share without tokens may have written nothing
 #pragma unroll
         for (int k = 0; k < PARTS; k++) {
           const float4 x = *reinterpret_cast<const float4*>(at + 128 * k);
@@ -220,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
 }
 #endif
 
-// Grid (token of the chunk, sequence). Counters follow by themselves, `latent_counters`.
+// Grid (token of the chunk, sequence). A launch of its own advances the counters: `latent_counters`.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_append(const __grid_constant__ LatentArgs a) {
   __shared__ float space[WARPS];
   const int i = blockIdx.x, b = blockIdx.y, place = a.length[b] + i;

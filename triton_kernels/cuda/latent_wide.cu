@@ -1,42 +1,43 @@
-// Attention of many query rows (heads x tokens) to latents in FP8 on Hopper: as `latent.cu`, with products of warpgroups (`wgmma`), both of
-// whose operands are e4m3. Queries and weights are quantized (SnapMLA, section 3.2): `hf_lowbit_kv/snapmla.py` is the reference.
+// Attention of many query rows (heads x tokens) to latents in FP8 on Hopper. It does what `latent.cu` does with products of warpgroups
+// (`wgmma`), whose operands are both e4m3. So queries and weights are quantized (SnapMLA, section 3.2). The reference is
+// `eval/benchmarks/snapmla_pipeline.py`.
 //
 // A block of two warpgroups attends for COLUMNS query rows, 128 tokens at a time. Operands are swapped: tokens, or channels, are the rows.
 //
-//   scores    S^T = K q^T. A warpgroup takes 64 tokens; content in e4m3, the RoPE part in the model's dtype.
-//   weights   p x scale of the token, in e4m3, relative to a reference that all 128 tokens have. It is renewed where a weight is too great
-//             for it, and every RENEWAL blocks, after which it follows the block's own maximum: small weights lose nothing. In between
-//             no warp waits for another's maximum, and sums need no decay.
-//   values    O^T = V^T P^T. A warpgroup takes half of the channels and all tokens. V^T comes from the same bytes as K: `ldmatrix.trans`
-//             turns pairs of channels, `prmt` parts them, and products take it from registers.
+//   scores    S^T = K q^T. A warpgroup takes 64 tokens. Content is in e4m3, the RoPE part in the model's dtype.
+//   weights   p x scale of the token, in e4m3, relative to a reference that the 128 tokens share. The reference is renewed when a weight
+//             is too large for it, and every RENEWAL blocks; then it becomes the block's own maximum, so small weights lose nothing.
+//             In between no warp waits for another's maximum, and sums need no decay.
+//   values    O^T = V^T P^T. A warpgroup takes half of the channels and all tokens. V^T is read from the bytes of K: `ldmatrix.trans`
+//             transposes pairs of channels, `prmt` separates them, and the products read them from registers.
 //
-// Pages are in core matrices (layout `core-1`), so 64 tokens come as plain bulk copies, into a ring of STAGES halves.
+// Pages are in core matrices (layout `core-1`), so plain bulk copies bring 64 tokens into a ring of STAGES halves.
 #include "latent.cuh"
 #include "hopper.cuh"
 
 constexpr int HALF = 64, THREADS = 256, WARPS = 8;
 constexpr int CODE_BYTES = HALF * RANK, ROPE_BYTES = HALF * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + HALF * 4;
-constexpr int TILES = RANK / 128;          // of 64 channels, that a warpgroup weighs
-constexpr int EACH = COLUMNS / 4;          // columns of which a lane has scores, of two tokens each
+constexpr int TILES = RANK / 128;          // tiles of 64 channels that a warpgroup weighs
+constexpr int EACH = COLUMNS / 4;          // columns for which a lane has scores, of two tokens each
 constexpr int GROUP_BYTES = COLUMNS * 16;  // weights of 16 tokens
 constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
-constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // of the queries' scales, a float a column
-constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;           // of the block, ordered as integers
-constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;        // twice: in powers of two, less LIFT
-constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;          // twice: maximum so far, less LIFT
-constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;                // of each warp
+constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // scales of the queries, a float a column
+constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;           // the block's maxima, as integers of the same order
+constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;        // two copies: references in powers of two, less LIFT
+constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;          // two copies: maximum so far, less LIFT
+constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;                // each warp's sums
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
-// A weight at the reference is 2^LIFT. One that is 3.7 powers of two greater is e4m3 still, so maxima may grow for long before they
-// outgrow the reference. Renewed, it becomes the block's maximum where that is greater, or SHRINKAGE smaller. After it has jumped by JUMP the
-// next block renews it again: tokens behind one that outweighs them all are not lost. It never gets DEPTH below the maximum so far, so that sums stay
-// finite. A weight is lost below 2^-15 of the reference.
+// A weight at the reference is 2^LIFT. A weight 3.7 powers of two larger still fits into e4m3, so maxima may grow for a long time before
+// they outgrow the reference. When the reference is renewed, it becomes the block's maximum if that is larger, or smaller by SHRINKAGE.
+// After a jump by JUMP the next block renews it again, so that tokens behind a token that outweighs them all are not lost. It never falls
+// more than DEPTH below the maximum so far, so that sums stay finite. A weight below 2^-15 of the reference is lost.
 constexpr float LIFT = 5.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
 constexpr int RENEWAL = 8;
 static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 && STAGES >= 2, "");
 
 extern "C" __device__ int latent_wide_shared_bytes = BARRIERS_AT + STAGES * 8;
 
-// Floats in the order of integers.
+// Maps floats to integers of the same order.
 __device__ __forceinline__ int ordered(float x) {
   const int i = __float_as_int(x);
   return i ^ (i >> 31 & 0x7fffffff);
@@ -48,15 +49,15 @@ __device__ __forceinline__ float2 pair_at(u32 address) {
   return {__uint_as_float(x[0]), __uint_as_float(x[1])};
 }
 
-// Query rows as right operands: content in e4m3, a scale a row, and the RoPE part as it is.
+// Writes query rows as right operands: content in e4m3 with a scale for each row, and the RoPE part as it is.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
   constexpr int OWN = COLUMNS / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
   const int last = a.heads * a.tokens - 1;
   float* factors = reinterpret_cast<float*>(smem + FACTORS_AT);
   u32 content[OWN][WORDS], rope[OWN][MORE];
 #pragma unroll
-  for (int j = 0; j < OWN; j++) {                                  // all is asked for before anything is used
-    const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // behind the last one: read, and replaced by zeros
+  for (int j = 0; j < OWN; j++) {                                  // all loads begin before the first result is used
+    const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // rows behind the last one are replaced by zeros
     const u32* source =
         reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
 #pragma unroll
@@ -101,10 +102,10 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   }
 }
 
-// The halves of a share of a sequence, and where the next one goes: one thread begins the copies.
+// The halves of a share of a sequence, and where the next half is copied to. One thread begins the copies.
 struct Halves {
-  int next, stop;  // halves of the sequence
-  i64 page;        // where the page of `next` starts, asked for early
+  int next, stop;  // indices of halves in the sequence
+  i64 page;        // the address of the page of `next`, loaded early
   __device__ __forceinline__ void ask_page(const LatentArgs& a, int b) {
     if (next < stop) page = ask(a.address + (i64)b * a.pages + next * HALF / PAGE_TOKENS);
   }
@@ -121,8 +122,8 @@ struct Halves {
   }
 };
 
-// Of `COUNT` numbers a lane, maxima over the eight lanes that have the same columns: what is left are `COUNT / 8` numbers, at least one, of the
-// columns from `column` on.
+// Takes maxima of `COUNT` numbers over the eight lanes that have the same columns. Each lane keeps `COUNT / 8` numbers, at least one: those of
+// the columns from `column` on.
 template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, int& column, int lane) {
   int left = COUNT;
 #pragma unroll
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int i = 0; i < STAGES; i++) barrier_init(memory + BARRIERS_AT + 8 * i);
     barrier_init_done();
-    i64 pages[STAGES];  // all are asked for before one is used
+    i64 pages[STAGES];  // all loads begin before the first result is used
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       halves.next = 2 * first + i;
@@ -200,12 +201,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
   const float factor = a.scaling * LOG2E;
   const u64 queries = matrix(memory, 128, RANK * 8), rope_queries = matrix(memory + COLUMNS * RANK, 128, ROPE * 16);
   const u64 weight_rows = matrix(weights, GROUP_BYTES, 128);
-  int turn = 0, slot = 0, phase = 0;  // slot: of the block's first half; phase: of that slot
+  int turn = 0, slot = 0, phase = 0;  // slot: where the block's first half stands; phase: that slot's
   bool again = false;                 // renew, because the reference has just jumped
 
 #pragma unroll 1
   for (int block = first; block < stop; block++) {
-    const bool whole = 2 * block + 1 < halves.stop;  // else there is no second half, and the first stands for it
+    const bool whole = 2 * block + 1 < halves.stop;  // otherwise the first half is read in place of the second
     const int next = slot + 1 == STAGES ? 0 : slot + 1, next_phase = phase ^ (slot + 1 == STAGES);
     const u32 stages = memory + STAGES_AT, mine = stages + (group && whole ? next : slot) * STAGE_BYTES;
     barrier_wait(memory + BARRIERS_AT + slot * 8, phase);
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       wgmma_e4m3<COLUMNS>(s, further(keys, k * 256), further(queries, k * 256), k > 0);
     wgmma_commit();
 
-    float scale[2], inverse[2], logarithm[2];  // of tokens g and g + 8 of the warp's 16
+    float scale[2], inverse[2], logarithm[2];  // tokens g and g + 8 of the warp's 16
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = 16 * part + g + 8 * i;
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       u32 bits;
       lds<1>(&bits, mine + CODE_BYTES + ROPE_BYTES + token * 4);
       scale[i] = real ? __uint_as_float(bits) : 1.f;
-      logarithm[i] = real ? lg2(scale[i]) : -INF;  // a token that is not there has no weight
+      logarithm[i] = real ? lg2(scale[i]) : -INF;  // a token that does not exist gets no weight
       inverse[i] = rcp(scale[i]);
     }
     wgmma_wait<0>();
@@ -265,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         stmatrix_trans<AT_ONCE>(weights + warp * GROUP_BYTES + j * 128 + (lane & (8 * AT_ONCE - 1)) * 16, codes + j);
       proxy_fence();
     };
-    // Values, 32 tokens at a time: the first ones are loaded before weights are waited for, the next ones while products run.
+    // Values, 32 tokens at a time: the first ones are loaded before the wait for weights, the others while products run.
     u32 v[2][TILES][4];
     auto load = [&](int step) {
       const u32 stage = stages + (step >= 2 && whole ? next : slot) * STAGE_BYTES;
@@ -282,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     load(0);
     if (!renew) {
       float sum[EACH];
-      u32 greatest = 0;  // a byte has its highest bit: that weight is 0x7e, the greatest code, or saturated
+      u32 greatest = 0;  // a byte's highest bit is set if the weight is 0x7e, the largest code, or saturated
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
         u32 pair[2];
@@ -296,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         greatest |= codes[j] + 0x02020202u;
       }
       put_weights();
-      renew = __syncthreads_or(greatest & 0x80808080u);  // weights are there, unless one is too great
+      renew = __syncthreads_or(greatest & 0x80808080u);  // all weights are written, unless one is too large
       if (!renew) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) l[i] += sum[i];
@@ -347,10 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         }
       }
       put_weights();
-      BARRIER(renewed_weights_ready, __syncthreads());  // weights are there
+      BARRIER(renewed_weights_ready, __syncthreads());  // all weights are written
       if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
       turn ^= 1;
-      again = __any_sync(~0u, jumped);  // in all warps alike
+      again = __any_sync(~0u, jumped);  // the same in all warps
       if (__any_sync(~0u, moved)) {
 #pragma unroll
         for (int k = 0; k < TILES; k++)
@@ -368,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         wgmma_e4m3<COLUMNS>(o[k], v[step & 1][k], further(weight_rows, 2 * step * GROUP_BYTES));
       wgmma_commit();
       if (step < 3) {
-        if (step) wgmma_wait<1>();  // registers of the next are free
+        if (step) wgmma_wait<1>();  // the registers of the next values are free
         load(step + 1);
       }
     }
@@ -376,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
 
-    BARRIER(stages_free, __syncthreads());  // the block's bytes are used up
+    BARRIER(stages_free, __syncthreads());  // all warps have read the block's bytes
     if (thread == 0) {
       halves.copy(a, b, memory, slot);
       halves.ask_page(a, b);

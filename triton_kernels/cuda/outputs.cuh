@@ -1,9 +1,9 @@
-// From the sums of warps to outputs: merged over the warps of a team, then over the teams that share a row.
+// Turns the warps' sums into outputs: merges them over the warps of a team, then over the teams that share a row.
 #pragma once
 #include "warp.cuh"
 #include "crew.cuh"
 
-// Values are stored rotated, and the rotation is its own inverse: a row's sums, of channels 32 k + lane, rotated back.
+// Rotates a row's sums back (channels 32 k + lane). Values are stored rotated, and the rotation is its own inverse.
 template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane) {
   constexpr int WORDS = D / 32;
   static_assert(!RESTORED || (WORDS * 32 == D && (WORDS & WORDS - 1) == 0), "transforms.Hadamard.own_inverse");
@@ -43,18 +43,18 @@ __device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, i
   reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(value, 0.f);
 }
 
-// The query rows of a block of them that one row (sequence x KV head) has, and where its results go.
+// The query rows that a block of query rows has of one row (sequence x KV head), and where their results go.
 struct Target {
-  int b, h, first, count;  // of the sequence's rows the first, and how many are real
+  int b, h, first, count;  // the first query row of the sequence, and how many are real
 
   __device__ __forceinline__ void put(const Args& a, int i, int channel, float o, float l, float m) const {
     put_output(a, b, h, first + i, channel, o, l, m);
   }
 };
 
-// What the warps of a team have summed up, each where its copies were: sums `o` row by row, then maxima, then weights `l`.
+// The results of a team's warps, each where the warp's copies were: sums `o` row by row, then maxima, then sums of weights `l`.
 struct WarpSums {
-  float* memory;  // of the first warp
+  float* memory;  // the first warp's results
   static constexpr int STRIDE = WARP_BYTES / 4, MAXIMA = ROWS * MERGE_STRIDE, WEIGHTS = MAXIMA + ROWS;
 
   __device__ __forceinline__ void put(Warp& w, int warp, int lane) const {
@@ -79,7 +79,7 @@ struct WarpSums {
     }
   }
 
-  // Of row i and a channel, over all warps: o and l, both relative to 2^m.
+  // o and l of row i and a channel, summed over all warps, both relative to 2^m.
   __device__ __forceinline__ float merged(int i, int channel, float& m, float& l) const {
     float o = 0.f;
     m = LOWEST;
@@ -96,7 +96,7 @@ struct WarpSums {
     return o;
   }
 
-  // A team's results: outputs, where no other team has a part of the row, else `slot` gets them.
+  // Writes a team's results: to the output if no other team has a part of the row, otherwise to `slot`.
   __device__ __forceinline__ void merge(const Args& a, const Target& target, bool alone, float* slot,
                                         int thread) const {
     if constexpr (RESTORED)
@@ -132,18 +132,18 @@ struct WarpSums {
   }
 };
 
-// Whether this team is the last one of those that share a row to be done with it: what the others wrote is there then.
+// Whether this team is the last to finish the row. If so, the results of the other teams can be read.
 __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last, int thread, int team) {
   meet(team);
   if (thread == 0) {
-    __threadfence();  // what the whole team wrote comes first: it was written before the barrier
+    __threadfence();  // orders what the whole team wrote before the barrier
     last = atomicAdd(counter, 1) == others;
   }
   meet(team);
   return last;
 }
 
-// Outputs of a row that the teams `first` to `final` share. partial: of team c, + c * SLOT_FLOATS.
+// Writes the outputs of a row that the teams `first` to `final` share. partial: the results of team c stand at + c * SLOT_FLOATS.
 __device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first,
                                             int final, int warp, int lane) {
   __threadfence();

@@ -2,10 +2,10 @@
 #pragma once
 #include "warp.cuh"
 
-// Units [first, first + units) of a row's pages, which the warps of a team take as they get done (older warps are served first and
-// run ahead).
+// Units [first, first + units) of a row's pages. A warp of the team takes the next unit when it has finished one: the scheduler serves
+// older warps first, so they run ahead.
 struct Work {
-  int first, units, end;  // end: where tokens end
+  int first, units, end;  // end: index behind the last token
   __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
     first = begin;
     units = stop - begin;
@@ -13,17 +13,17 @@ struct Work {
   }
 };
 
-// A unit is two pieces, each with a slot of its own in the warp's shared memory, and the loop over units is written out for both: where
-// a piece lies and what belongs to it is then known to the compiler. Copies run ahead of what is computed: while a unit's piece 0 is
-// weighed, the next unit's keys 0 and this one's values 1 are copied; while piece 1 is, the next one's keys 1 and values 0.
+// A unit is two pieces. Each piece has its own slot in the warp's shared memory, and the loop over units is written out for both pieces,
+// so the compiler knows every address. Copies run ahead of the computation. While piece 0 of a unit is weighed, keys 0 of the next unit
+// and values 1 of this unit are copied. While piece 1 is weighed, keys 1 and values 0 of the next unit are copied.
 struct Pages {
   static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT},
                        VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
-  static constexpr int NONE = -2 * UNIT;  // tokens of a unit that is not there: `in_unit` of neither piece
+  static constexpr int NONE = -2 * UNIT;  // `left` of a unit that does not exist: `in_unit` is false for both pieces
   static_assert(PAGE % UNIT == 0 || UNIT % PAGE == 0, "a piece lies in one page");
   static constexpr int EACH = PAGE < UNIT ? UNIT / PAGE : 1;  // pages of a unit
 
-  // Where a unit lies, and what of it holds tokens.
+  // Where a unit lies, and how many of its tokens exist.
   struct Place {
     i64 page[EACH];   // bytes from `pool`
     int token, left;  // of piece 0: place in its page; tokens from there on, or NONE
@@ -72,7 +72,7 @@ struct Pages {
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
     here = place(unit);
     next = place(unit + WARPS);
-    if (here.left == NONE) return;  // nothing is begun that nobody would wait for
+    if (here.left == NONE) return;  // nobody would wait for this copy
     pending = unit - WARPS;         // ORDERED
     copy_keys<0>(w.keys, here, slots);
     commit();
@@ -81,13 +81,13 @@ struct Pages {
     commit();
   }
 
-  // Asks for one more unit, where the one before it was there.
+  // Asks for one more unit, if the unit before it existed.
   __device__ __forceinline__ void claim() {
     if (ORDERED) pending += WARPS;
     else count_up(lane == 0 && next.left != NONE, taken, pending);
   }
 
-  // One piece: its weights from its scores s and its values, and the scores of the piece behind it.
+  // One piece: turns its scores s into weights, weighs its values, and computes the scores of the next piece.
   template <int PIECE>
   __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
     const u32 values = slots + VALUES[PIECE], scratch = slots + KEYS[1] + Keys::SECOND;
@@ -110,7 +110,7 @@ struct Pages {
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
     w.subtract_maximum<TILES>(s);
-    // the next piece's scores do not depend on this one's weights: the compiler interleaves the two (behind the last piece
+    // the next piece's scores do not depend on this piece's weights, so the compiler interleaves the two. (Behind the last piece
     // they are computed from stale memory and not used)
     const u32 keys = slots + KEYS[1 - PIECE];
     w.keys.refresh(keys, rows, PIECE == 0 ? here.at(1) : next.at(0), PIECE == 1, lane);
@@ -136,8 +136,9 @@ struct Pages {
     w.keys.scores(s, slots, rows, lane);
 #pragma unroll 1
     while (true) {
-      const Place behind = place(
-          2 * WARPS + __shfl_sync(~0u, pending, 0));  // the unit after the next: its page is asked for a unit ahead
+      const Place behind =
+          place(2 * WARPS +
+                __shfl_sync(~0u, pending, 0));  // the unit after the next: its page address is loaded a unit ahead
       claim();
       attend_piece<0>(w, s, rows, slots, cap);
       attend_piece<1>(w, s, rows, slots, cap);

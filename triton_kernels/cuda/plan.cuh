@@ -1,31 +1,31 @@
 // Which rows a team attends to, and which parts of them.
 //
-// The work of all rows, in units of 256 bytes, lies in a line, row after row, and is cut into equal shares, one a team. Where rows are of
-// one length, and the grid is a multiple of their number or they fill it evenly several times, every row has its own teams or every
-// team its own rows, and each warp knows its part at once (`even_part`: everything waits for it). Else one warp of the team works its
-// share out and tells the others.
+// The work of all rows is counted in units of 256 bytes. The rows are laid end to end and cut into equal shares, one for each team.
+// Usually one warp of the team computes the team's share and tells the other warps. There is a faster way where all rows have the same
+// length, and the number of teams is a multiple of the number of rows, or the rows fill the teams evenly several times. Then every row
+// has its own teams, or every team its own rows, and each warp computes its part by itself (`even_part`). Everything waits for the part.
 #pragma once
 #include "warp.cuh"
 
-// A row is one team's where it has so many units and blocks for each of the team's warps, or fewer. (With two a step over 1024 tokens takes
-// 2 % longer on an H200.)
+// One team takes the whole row if the row has at most this many units and blocks for each of the team's warps. (With two, a step over
+// 1024 tokens takes 2 % longer on an H200.)
 constexpr int SHORT = 1;
 
-// A team's part of a row. Bounds: from and to.
+// A team's part of a row. Bounds are pairs: first, and one behind the last.
 struct alignas(16) Part {
   Row row;
   int blocks[2], units[2];  // of the window and of the pages
   int teams[2];             // the first and the last team that share the row
-  int some, last;           // whether there is a part (WHOLE: one of several rows), whether it is the team's last one
+  int some, last;           // whether the team has a part (WHOLE: whole rows, several); whether this is its last part
   static constexpr int WHOLE = 2;
 
-  // Of `count` units or blocks, where of the row's work `x` is done. All teams that share a row come to the same bounds.
+  // The number of units or blocks, of `count`, that belong to the row's first `x` of work. All teams that share a row compute the same bounds.
   static __device__ __forceinline__ int bound(u32 x, int count, u32 cost) {
     return x >= cost ? count : min((int)((float)x * __fdividef((float)count, (float)cost)), count);
   }
 };
 
-// Lengths of 32 sequences, one a lane.
+// The lengths of 32 sequences, one in each lane.
 struct Lengths {
   int base, length, paged;  // of sequence base + lane
   __device__ __forceinline__ void load(const Args& a, int first, int lane) {
@@ -43,8 +43,8 @@ struct Lengths {
   }
 };
 
-// The first row of a team where rows are dealt out evenly: each has `a.split` teams of its own, or each team has -`a.split` whole rows. Before
-// anything is known of lengths.
+// The first row of a team where rows are dealt out evenly: each row has `a.split` teams of its own, or each team has -`a.split` whole rows.
+// This needs no lengths, so it is known before they are loaded.
 __device__ __forceinline__ bool even_row(const Args& a, int team, int& b, int& h) {
   const int r = a.split < 0 ? team * -a.split : (int)__fdividef(team + 0.5f, (float)a.split);
   b = (int)__fdividef(r + 0.5f, (float)a.heads);
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool even_row(const Args& a, int team, int& b, int& h
   return a.split && b < a.batch;
 }
 
-// The team's part of that row (some: it has one); false where rows are not of one length. All teams come to the same answer.
+// The team's part of that row (`some`: whether it has one). Returns false where the rows differ in length; all teams compute the same answer.
 __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team, bool some, int b, int h, int lane,
                                           Part& out) {
   constexpr int BATCH = 4;  // loads in flight, twice
@@ -94,8 +94,8 @@ __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team
     out.last = r + 1 == min((team + 1) * -a.split, a.batch * a.heads);
     return true;
   }
-  // one team where each of its warps has one unit or block at most: nothing has to be merged through memory; else as many as get
-  // something for each of their warps
+  // one team if each of its warps has at most one unit or block: then nothing is merged through memory. Otherwise as many teams as have
+  // work for every warp
   const int c = team - r * a.split, fit = (int)__fdividef((float)cost, (float)(WARPS * UNIT_COST)) + 1;
   const int count = out.row.units + out.row.blocks <= SHORT * WARPS ? 1 : min(a.split, fit);
   if (c >= count) out.some = 0;
@@ -111,7 +111,7 @@ __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team
   return true;
 }
 
-// The next of a team's whole rows: all are of one length.
+// Moves on to the next of a team's whole rows. All rows have the same length.
 __device__ __forceinline__ void next_row(const Args& a, Part& part) {
   if (++part.row.h == a.heads) {
     part.row.h = 0;
@@ -121,19 +121,19 @@ __device__ __forceinline__ void next_row(const Args& a, Part& part) {
   part.last = (r + 1) % -a.split == 0 || r + 1 == a.batch * a.heads;
 }
 
-// What is still to be done of a share, from row to row: from `at` to `stop`, of row (b, h) that begins at `start`.
+// The rest of a team's share, which advances from row to row: from `at` to `stop`. Row (b, h) is the present one, and begins at `start`.
 struct Share {
   u32 total, shares, at, stop, start;
   int b, h;
 };
 
-// Works out a share, in one warp.
+// Computes a team's share, in one warp.
 struct Plan : Share {
   const Args& a;
   int row_block, lane;
   Lengths lengths;
 
-  // Of all heads of the lane's sequence.
+  // The work of all heads of the lane's sequence.
   __device__ __forceinline__ u32 cost() const {
     if (lengths.base + lane >= a.batch) return 0;
     Row row;
@@ -148,16 +148,16 @@ struct Plan : Share {
       lengths.load(a, first, lane);
       total += __reduce_add_sync(~0u, cost());
     }
-    // as many as get something for each of their warps; of rows that get more than one, all the same number, so that few teams have
-    // parts of two rows, one after the other
+    // as many teams as have work for every warp. Rows that get more than one team all get the same number, so that few teams have parts
+    // of two rows
     shares = min((u32)a.teams, max(total / (WARPS * UNIT_COST), 1u));
     if (const u32 rows = a.batch * a.heads; shares > rows && shares < (u32)a.teams)
       shares = min(shares / rows + 1, (u32)a.teams / rows) * rows;
     at = stop = start = 0;
     b = h = 0;
     if (team >= (int)shares) return;
-    // rows of one length divide evenly where the grid is a multiple of their number: shares then end where rows do
-    // (total x / shares, and back; 64-bit divisions take half a microsecond each)
+    // rows of one length divide evenly if the number of teams is a multiple of the number of rows: shares then end where rows end.
+    // (The division total x / shares and its inverse: a 64-bit division takes half a microsecond)
     const u32 each = total / shares, rest = total - each * shares;
     const u32 x = team + (lane & 1), border = each * x + rest * x / shares;
     at = __shfl_sync(~0u, border, 0);
@@ -189,12 +189,12 @@ struct Plan : Share {
     lengths.load(a, b & -32, lane);
   }
 
-  // The first and the last team of a row are those that have its first and its last unit.
+  // The row's first team has its first unit, the row's last team its last unit.
   __device__ __forceinline__ int owner(u32 x) const {
     return __umulhi(total, shares) ? (int)(((u64)(x + 1) * shares - 1) / total) : (int)(((x + 1) * shares - 1) / total);
   }
 
-  // The next row's part, in shared memory, and what is left then. All other warps are done with the one before.
+  // Writes the next row's part to shared memory and advances. All other warps have finished with the part before.
   __device__ __forceinline__ void next(Part& out, Share& left) {
     if (at >= stop) {
       if (lane == 0) out.some = 0;
@@ -202,9 +202,9 @@ struct Plan : Share {
     }
     const Row row = lengths.row(a, row_block, b, h);
     const u32 cost = row.cost(), low = at - start, high = min(stop - start, cost);
-    // the same part of the row's units and of its window, so that no team has the whole window
+    // the same fraction of the row's units as of its window, so that no team gets the whole window
     const int bound = Part::bound(lane & 1 ? high : low, lane & 2 ? row.units : row.blocks, cost);
-    __syncwarp();  // all lanes have read what is overwritten now
+    __syncwarp();  // all lanes have read the part that is overwritten now
     if (lane < 4) (lane & 2 ? out.units : out.blocks)[lane & 1] = bound;
     else if (lane < 6) out.teams[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
     at = start += cost;

@@ -1,14 +1,14 @@
-// What stands in front of a decode step where the transform of keys is a full matrix for each KV head: queries and the chunk's keys times
-// their matrices, and (ROTATED) the chunk's values rotated, in one launch. Products are summed in float32.
+// Runs in front of a decode step whose key transform is a full matrix for each KV head. One launch multiplies queries and the chunk's keys by
+// their matrices, and (ROTATED) rotates the chunk's values. Products are summed in float32.
 //
-// A block takes EACH rows of one KV head and COLUMNS columns of its matrix. Its warps share the sums: a lane asks for all that it needs of the
-// matrix at once, and for the rows meanwhile, so a block waits for memory once.
+// A block takes EACH rows of one KV head and COLUMNS columns of its matrix. Its warps share the sums. A lane begins all its loads of the
+// matrix at once, and loads the rows meanwhile, so a block waits for memory once.
 #include "rotate.cuh"
 
 struct ProjectArgs {
   const u8 *q, *k, *v;
   u8 *q_out, *k_out, *v_out;         // contiguous
-  const float *q_matrix, *k_matrix;  // of KV head h at h * matrix_h; rows are channels as the model made them
+  const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are channels as the model made them
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
   i64 matrix_h;
   int batch, q_heads, heads, tokens;
@@ -22,7 +22,8 @@ struct Space {
   float x[EACH][DIM], part[SHARES][EACH][COLUMNS];
 };
 
-// Rows first, ... of `rows` of a KV head, head by head and token by token, times a slice of a matrix; each: heads of q, or 1.
+// Multiplies rows `first` and up of a KV head's `rows` by a slice of a matrix. Rows are counted head by head, then token by token; each: query
+// heads of a KV head, or 1.
 __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice,
                                              i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows,
                                              int tokens) {
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   __shared__ Space space;
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
   const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES,
-            blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // of a KV head
+            blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // blocks of a KV head
   int block = blockIdx.x;
   if (block < blocks_q * a.heads) {
     const int h = block / blocks_q, at = block % blocks_q;

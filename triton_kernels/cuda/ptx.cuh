@@ -1,10 +1,10 @@
-// Instructions of NVIDIA GPUs that CUDA C++ has no word for, each as a function. No other file but `hopper_ptx.cuh` has assembly in it: the
-// tests run the kernels on a CPU, with other functions of these names (`tests/support/cuda_emulator/ptx.h`).
+// Instructions that CUDA C++ cannot express, each as a function. Only this file and `hopper_ptx.cuh` contain assembly. The tests run the
+// kernels on a CPU, with other functions of these names (`tests/support/cuda_emulator/ptx.h`).
 #pragma once
 
-// Shared memory as large as the launch says. One array in a file.
+// Shared memory whose size the launch sets. A file has one such array.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
-// A barrier with a name. The tests leave one out at a time, and see that the race is found.
+// A barrier with a name. The tests leave out one at a time, and check that the race is found.
 #define BARRIER(name, wait) wait
 
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void cp4(u32 s, const void* g) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// The same pointer, about which the compiler knows nothing: what is added to it later are then offsets, not pointers of their own.
+// Returns the same pointer, but hides its origin from the compiler. So the compiler adds offsets to it instead of keeping several pointers.
 __device__ __forceinline__ const u8* opaque(const u8* p) {
   asm volatile("" : "+l"(p));
   return p;
@@ -37,7 +37,7 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
 }
-// From global memory, asked for where this stands: before copies that come after it, behind which it would wait.
+// Loads from global memory, exactly here: the compiler must not move the load behind later copies, for which it would then wait.
 __device__ __forceinline__ u32 ask(const u32* p) {
   u32 x;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
@@ -62,15 +62,15 @@ __device__ __forceinline__ void sts4(u32 a, const u32* x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Adds one to a counter in shared memory; `found` gets what it was, when that is looked at: nothing waits here. In a branch, with
-// atomicAdd and with atom.add it would: compilers add for a warp's lanes together and hand out the answer. Counters stay far below the limit.
+// Adds one to a counter in shared memory. `found` receives the old value; only its first use waits for it. In a branch, atomicAdd and
+// atom.add would wait here, because compilers add for a warp's lanes together and distribute the answer. Counters stay far below the limit.
 __device__ __forceinline__ void count_up(bool does, int* counter, int& found) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.shared.inc.u32 %0, [%2], 0x7fffffff;}"
                : "+r"(found)
                : "r"((int)does), "r"((u32)__cvta_generic_to_shared(counter))
                : "memory");
 }
-// The same in global memory.
+// The same for a counter in global memory.
 __device__ __forceinline__ void count_up_global(bool does, int* counter, int& found) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.global.inc.u32 %0, [%2], 0x7fffffff;}"
                : "+r"(found)
@@ -138,7 +138,7 @@ __device__ __forceinline__ u32 byte_of(u32 x, int i) {
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(0x4440 + i));
   return r;
 }
-// Two neighbouring bytes (0 and 1, or 2 and 3) as fp16, and byte `i` as a float, of numbers to which 128 has been added
+// Two neighbouring bytes (0 and 1, or 2 and 3) as fp16, and byte `i` as a float. The bytes hold numbers plus 128
 __device__ __forceinline__ u32 signed_halves(u32 x, int upper) {
   u32 r;
   asm("{.reg .b32 t; prmt.b32 t, %1, 0x64646464, %2; add.f16x2 %0, t, %3;}"
@@ -151,13 +151,13 @@ __device__ __forceinline__ float signed_byte(u32 x, int i) {
   asm("prmt.b32 %0, %1, 0x4b000000, %2;" : "=r"(r) : "r"(x), "r"(0x7540 + i));
   return __uint_as_float(r) - 8388736.f;  // 2^23 + byte - 2^23 - 128
 }
-// 32 bits from bit `by` (below 32) of two words on
+// 32 bits of two words, from bit `by` (below 32) on
 __device__ __forceinline__ u32 funnel(u32 low, u32 high, int by) {
   u32 r;
   asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(by));
   return r;
 }
-// `V` consecutive words that nobody writes
+// `V` consecutive words that no kernel writes while this one runs
 template <int V> __device__ __forceinline__ void ldg(u32* r, const void* p) {
   if constexpr (V == 4)
     asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));

@@ -1,9 +1,9 @@
-// The queries of a block of rows: from memory through a transform to where products take them from.
+// Brings the queries of a block of rows from memory, through a transform, to where products read them.
 #pragma once
 #include "warp.cuh"
 #include "transform_in_attend.cuh"
 
-// The queries a warp brings into shared memory: as they are, and where keys are integers normalised, in fp16, with sizes and sums.
+// The queries that a warp brings to shared memory: as they are; and, if keys are integers, normalised in fp16, with their sizes and sums.
 struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
   u32 x[EACH][WORDS];
@@ -35,15 +35,15 @@ struct Queries {
       most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
   }
 
-  // The first use of what was asked for, which waits for it: ahead of copies where that is possible, because compilers let such a wait
-  // take in copies that were begun before it. (A transform takes too long for that.)
+  // Waits for the queries by using them. This comes before copies begin, where possible: compilers make such a wait include copies that
+  // began before it. (With a transform it would take too long.)
   __device__ __forceinline__ void settle() {
 #pragma unroll
     for (int j = 0; j < EACH; j++)
       if constexpr (!TRANSFORMED) measure(j);
   }
 
-  // kv_head: the row's
+  // kv_head: the row's KV head
   __device__ __forceinline__ void put(const Args& a, u8* head, int kv_head, int warp, int lane) {
     float* size = reinterpret_cast<float*>(head + Q_BYTES);
 #pragma unroll
@@ -67,7 +67,7 @@ struct Queries {
         fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i,
                  size + ROWS + i, lane);
       else if constexpr (Keys::NORMALISED) {
-        // the next power of two, less the keys' LIFT
+        // the next power of two, divided by 2^LIFT of the keys
         const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};

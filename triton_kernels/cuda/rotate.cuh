@@ -1,5 +1,6 @@
-// A row of keys or queries, transformed by a warp in registers, bit for bit as `transforms` defines it. Python gives, as
-// macros: FACTORS (0 no factors, 1 before the rotation, 2 after it), ROTATED, BASE and SIGNS (the matrix that the rotation is made of), NORM_BITS (its factor).
+// Transforms a row of keys or queries: a warp does it in registers, bit for bit as `transforms` defines it. Python passes macros: FACTORS
+// (0 no factors, 1 before the rotation, 2 after it), ROTATED, BASE and SIGNS (the matrix that the rotation is built from), NORM_BITS (its
+// factor).
 #pragma once
 #include "common.cuh"
 
@@ -50,12 +51,12 @@ template <int D> struct Rotation {
   // BASE channels at a time with the matrix of that order, then a butterfly over these blocks
   static __device__ __forceinline__ void blocks(float* y, int lane) {
     float next[2 * WORDS];
-    auto channel = [&](int i) { return min(32 * (i & ~1) + 2 * lane, D - 2) + (i & 1); };  // behind the last one: any
+    auto channel = [&](int i) { return min(32 * (i & ~1) + 2 * lane, D - 2) + (i & 1); };  // clamped behind the last
 #pragma unroll
     for (int i = 0; i < 2 * WORDS; i++) {
       const int c = channel(i);
       const u32 signs = negative_entries[c % BASE];
-      float total = -0.f;  // what is added to it stays what it is
+      float total = -0.f;  // adding to -0 changes no number, not even -0
 #pragma unroll 1
       for (int p = 0; p < BASE; p += 2)
 #pragma unroll
@@ -80,7 +81,7 @@ template <int D> struct Rotation {
   }
 };
 
-// x: the row's words of a lane, two channels each, in the model's dtype; replaced. scale: factors of the channels, where FACTORS.
+// x: a lane's words of the row, two channels each, in the model's dtype; they are overwritten. scale: factors of the channels, if FACTORS.
 template <int D> __device__ __forceinline__ void transform_row(u32* x, const float* scale, int lane) {
   using R = Rotation<D>;
   float y[2 * R::WORDS];
@@ -110,7 +111,7 @@ template <int D> __device__ __forceinline__ void transform_row(u32* x, const flo
   }
 }
 
-// The same of a token in memory, from one place to another.
+// The same for a token in memory, from one place to another.
 template <int D> __device__ __forceinline__ void transform_token(const u8* from, u8* to, const float* scale, int lane) {
   const u32* source = reinterpret_cast<const u32*>(from);
   u32* target = reinterpret_cast<u32*>(to);

@@ -1,14 +1,14 @@
-// Static codes (`formats/static.py`) in layout `fragment-1`: which columns there are, and what a query becomes. Steps and centers do not
-// depend on the page, so they go into the query once a step:
+// Static codes (`formats/static.py`) in layout `fragment-1`: the columns of a page, and how a query is prepared. Steps and centers do not
+// depend on the page, so they are multiplied into the query once a decode step:
 //   q . k = sum (q step gain) code + sum (q step unit) mean + [sum q center - sum (q step gain) middle]
-// The last is a number a query; the middle one is one product a page.
+// The bracket is one number for each query. The term with the mean is one product for each page.
 #pragma once
 #include "affine.cuh"
 
 template <int N> struct Number {
   static constexpr int value = N;
 };
-// f(Number<FIRST>), ..., f(Number<LAST - 1>): what a loop that is written out cannot do, use its number as a constant.
+// f(Number<FIRST>), ..., f(Number<LAST - 1>): a loop whose index is a compile-time constant.
 template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(const F& f) {
   if constexpr (FIRST < LAST) {
     f(Number<FIRST>{});
@@ -16,15 +16,14 @@ template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(con
   }
 }
 
-// Neighbouring channels of one width. GAIN, UNIT: bits of the float that a code's distance from the middle, and a page's mean, is
-// multiplied with.
+// Neighbouring channels of one width. GAIN, UNIT: bits of the floats that multiply a code's distance from the middle, and a page's mean.
 template <int BITS_, u32 GAIN_, u32 UNIT_> struct Width {
   static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
   static constexpr u32 GAIN = GAIN_, UNIT = UNIT_;
   static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
 };
 
-// Eight channels from `channel` on of a plane: bits, bits of the code below them, place among a lane's bits (4 a word).
+// Eight channels of a plane, from `channel` on: their bits, the code's bits below them, and their place among a lane's bits (4 for a word).
 struct Octet {
   int channel, width, shift, at;
 };
@@ -34,7 +33,7 @@ template <int D, class... W> struct Columns {
   static constexpr int GROUPS = sizeof...(W), SIZE = D / GROUPS, EACH = SIZE / 8;
   static_assert(SIZE % 8 == 0, "formats.static_fragment.validate");
 
-  // Octet n, in order; behind the last one only `at` means something.
+  // Octet n, in order. Behind the last octet only `at` has a meaning.
   static __device__ __forceinline__ constexpr Octet octet(int n) {
     const int high[] = {W::HIGH...}, low[] = {W::LOW...};
     int at = 0;
@@ -54,23 +53,23 @@ template <int D, class... W> struct Columns {
     return found * EACH;
   }
   static constexpr int COUNT = count(), TILES = (COUNT + 1) / 2;  // octets, and operands of 16 columns
-  static constexpr int WORDS = (octet(COUNT).at + 3) / 4;         // of a lane, of 32 tokens
+  static constexpr int WORDS = (octet(COUNT).at + 3) / 4;         // a lane's words of 32 tokens
   static constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1, BYTES = 128 * WORDS;
 
-  // What a channel's group says, f(Width).
+  // Calls f(Width) with the width of the channel's group.
   template <class F> static __device__ __forceinline__ void of_group(int channel, const F& f) {
     int i = 0;
     ((channel / SIZE == i++ ? f(W{}) : void()), ...);
   }
 };
 
-// Steps and centers of a lane's channels (two of every 64), and what they make of queries.
+// Steps and centers of a lane's channels (two of every 64), and how they change queries.
 template <int D, class X> struct StaticFold {
   static constexpr int WORDS = (D + 63) / 64;
-  static constexpr int ROOM = 12;  // queries are of magnitude 2^ROOM at most
+  static constexpr int ROOM = 12;  // queries have a magnitude of at most 2^ROOM
   u32 center[WORDS][2], step[WORDS][2];
 
-  // record: of the KV head, float32 [D] both
+  // record: the KV head's centers and steps, each float32 [D]
   __device__ __forceinline__ void load(const u8* record, int lane) {
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
@@ -93,8 +92,8 @@ template <int D, class X> struct StaticFold {
       for (int e = 0; e < 2; e++) found = fmaxf(found, fabsf(scaled(x, k, e)));
     return found;
   }
-  // Puts query x where means are multiplied with it (`means`), and where codes are (`codes`), of what it is `size` times; what it adds to
-  // every score is `fixed`. largest: `most` of all lanes. A warp together.
+  // Writes query x, divided by `size`, for products with means (`means`) and with codes (`codes`). `fixed` is what it adds to every score.
+  // largest: the maximum of `most` over all lanes. Called by a warp.
   __device__ __forceinline__ void put(const u32* x, float largest, u32* means, u32* codes, float* size, float* fixed,
                                       int lane) const {
     const u32 exponent = min(max((__float_as_uint(largest) >> 23) + 1, ROOM + 2u), 252u);
@@ -120,7 +119,7 @@ template <int D, class X> struct StaticFold {
       const u32 both = pack_half(code[0], code[1]);
       codes[pair] = both;
       means[pair] = pack_half(mean[0], mean[1]);
-      // of what codes are multiplied with, as rounded: the two all but cancel
+      // computed from the rounded factors of the codes, because the two nearly cancel
       constant -= (half_to_float(both & 0xffff) + half_to_float(both >> 16)) * middle * back;
     }
 #pragma unroll
@@ -132,21 +131,21 @@ template <int D, class X> struct StaticFold {
   }
 };
 
-// MEAN_AT: -1 where pages have no means.
+// MEAN_AT: -1 if pages have no means.
 template <int D, int MEAN_AT, class... W> struct StaticKeys {
   using X = Columns<D, W...>;
   using Fold = StaticFold<D, X>;
-  static constexpr bool NORMALISED = true;  // wants queries in copies of their own
+  static constexpr bool NORMALISED = true;  // needs its own copies of the queries
   static constexpr int GROUPS = 1, LIFT = 0;
   static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + (MEAN_AT < 0 ? 0 : D),
                        SECOND = PAGE >= UNIT ? CODES : SLOT;
 
   u32 q[NT][2 * X::TILES];  // right operand for codes
-  float c[NT][2];           // what products with q, or means, are multiples of
+  float c[NT][2];           // the unit of products with q and with means
   float fixed[NT][2];       // what is added to all scores
   float bias[NT][2];        // the same, with the page's part
 
-  // rows: queries for means, those for codes behind; size, sums: see `StaticFold.put`
+  // rows: queries for means, then queries for codes; size, sums: see `StaticFold.put`
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16;
@@ -174,7 +173,7 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
       if (fresh || token % PAGE == 0) copy_linear<D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
   }
 
-  // A page's means as one more row of keys. A lane has eight neighbouring channels of every 32, of the queries too.
+  // Multiplies queries by a page's means, as if these were one more row of keys. A lane has eight neighbouring channels of every 32.
   __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
     if (!fresh && token % PAGE) return;
     const int g = lane >> 2, t = lane & 3;

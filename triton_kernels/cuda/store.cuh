@@ -1,10 +1,10 @@
-// What storing tokens does to a row (sequence x KV head): shared by `append.cu` and `attend.cu`.
+// Storing tokens of a row (sequence x KV head): shared by `append.cu` and `attend.cu`.
 #pragma once
 #include "encode.cuh"
 
 struct AppendArgs {
   const u8 *k, *v, *mask;
-  const int *order, *count;  // padded chunk: places of the tokens that are no padding [B, S], and their number [B]
+  const int *order, *count;  // padded chunk: indices of the real tokens [B, S], and their number [B]
   u8* pool;
   const i64* address;
   u8 *sink_k, *sink_v, *tail_k, *tail_v;
@@ -20,9 +20,9 @@ using EncodeValues = VALUE_ENCODER;
 constexpr int SPACE = sizeof(EncodeKeys::Space) > sizeof(EncodeValues::Space) ? sizeof(EncodeKeys::Space)
                                                                               : sizeof(EncodeValues::Space);
 
-// What storing a chunk does to a row's counters.
+// How storing a chunk changes a row's counters.
 struct Counts {
-  int stored, before, fits, after, missing;  // missing: tokens without room
+  int stored, before, fits, after, missing;  // missing: tokens that do not fit
   __device__ __forceinline__ Counts(const AppendArgs& a, int bh) : Counts(a, bh, a.length[bh], a.paged[bh]) {}
   __device__ __forceinline__ Counts(const AppendArgs& a, int bh, int length, int paged) {
     stored = length;
@@ -38,7 +38,7 @@ struct Counts {
 // Shared memory for a page's tokens.
 constexpr int STAGE = PAGE * ((DK > DV ? DK : DV) + 8) * 2;
 
-// Puts a page's tokens into shared memory: packing reads each number several times, one at a time.
+// Copies a page's tokens to shared memory, because packing reads each number several times, one at a time.
 template <int D> __device__ __forceinline__ void stage(Source& source, int base, const Crew& crew, u8* memory) {
   constexpr int STRIDE = D + 8;  // padded against bank conflicts
   for (int i = crew.thread; i < PAGE * (D / 8); i += CREW) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
   }
 }
 
-// Where the token `place` of a row (sink counted) belongs in sink or tail, or null where it has no place there.
+// The address in sink or tail of a row's token `place` (counted from the start of the sink), or null if it has none there.
 template <int D> __device__ __forceinline__ u16* home(const AppendArgs& a, u8* sink, u8* tail, int bh, int place) {
   if (place < a.sink) return reinterpret_cast<u16*>(sink) + ((i64)bh * a.sink + place) * D;
   return a.tail ? reinterpret_cast<u16*>(tail) + ((i64)bh * a.tail + (place - a.sink) % a.tail) * D : nullptr;
@@ -94,13 +94,13 @@ template <int D> __device__ __forceinline__ void keep(const AppendArgs& a, u8* s
     for (int i = lane; i < D; i += 32) target[i] = x[i];
 }
 
-// One token. Whether it is none (padding), whether it has a place in sink or tail (else it goes straight into a page).
+// One token: whether it is padding, and whether it goes to sink or tail (otherwise it goes straight into a page).
 __device__ __forceinline__ bool padding(const AppendArgs& a, int b) { return a.mask && !a.mask[b * a.mask_b]; }
 __device__ __forceinline__ bool kept(const AppendArgs& a, const Counts& n) {
   return n.fits && (n.stored < a.sink || n.stored - a.sink >= n.after);
 }
 
-// Packs what one token makes due.
+// Packs the page that one token makes due.
 __device__ __forceinline__ void pack_due(const AppendArgs& a, const Counts& n, int bh, const Crew& crew, void* space,
                                          u8* staged = nullptr) {
   if (n.after > n.before)

@@ -1,14 +1,14 @@
-// Storing a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
+// Stores a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
 //
-// What is written is not read by any team of the grid, so most of it need not wait:
-// - The token is number i = length - sink behind the sink, and fewer than `tail_size` tokens stand in the ring (paged to i - 1: packing
-//   leaves fewer), so its slot i % tail_size holds none of them. In the sink, its place is the first one not in use. (More tokens
-//   than one could take over slots that others still read: they are stored by launches of their own.)
-// - The page that is due begins at token `paged`, behind all that are read. It is packed from slots of the ring, which nobody
-//   writes but the token's own; where that one is among them (no residual), it is taken from the chunk and not kept.
-// - Counters are read by all teams, of all rows and row blocks, and written by one, the last one to say that it reads them no more.
-//   Per team: its reads, which have been used by then, then the meeting over its last row's queries, then an atomic addition by one
-//   thread (no fence: nothing written later can come into what has been read); the last one adds a fence before it writes.
+// No team reads the bytes that this writes, so most writes need not wait:
+// - The token has index i = length - sink behind the sink. Fewer than `tail_size` tokens stand in the ring (`paged` to i - 1; packing
+//   sees to that), so slot i % tail_size is free. In the sink the token takes the first free place. (Several tokens could take over
+//   slots that other teams still read. So chunks of several tokens are stored by launches of their own.)
+// - The page that is due begins at token `paged`, behind all pages that are read. It is packed from slots of the ring, and only the
+//   token's own slot is written. If the token itself belongs to the page (no residual), it is taken from the chunk and not kept.
+// - All teams, of all rows and row blocks, read the counters. The team that finishes reading last writes them. Each team
+//   reads and uses the counters, then meets over its last row's queries, then one thread adds to an atomic counter. This needs no
+//   fence: a later write cannot change what has been read. The last team issues a fence before it writes.
 #pragma once
 #include "warp.cuh"
 #include "plan.cuh"
@@ -18,16 +18,16 @@
 
 struct StepArgs : Args {
   AppendArgs store;
-  int* arrived;  // teams that read no counter any more, zero before and after
+  int* arrived;  // number of teams that have finished reading the counters; zero before and after the launch
 };
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
-// What a row's token makes due, handed from the start of its work to the end, when counters in memory may have advanced.
+// What storing a row's token has to do. It is computed at the start and used at the end, when the counters in memory may have advanced.
 struct Due {
   int stored, before;
-};  // stored: -1 where nothing is to be packed
+};  // stored: -1 if no page is due
 
-// A token's channels, two a lane at a time.
+// A token's channels; a lane has pairs of neighbours.
 template <int D> struct Token {
   static constexpr int WORDS = (D + 63) / 64;
   u32 x[WORDS];
@@ -44,13 +44,13 @@ template <int D> struct Token {
   }
 };
 
-// Puts the token of a row and head into sink or ring. A warp of the team that has transformed the key (TRANSFORMED), behind a `meet`.
-// One way out: where a warp alone calls a function that returns early, compute-sanitizer's synccheck reports its next barrier.
+// Puts the token of a row and head into sink or ring. Called by one warp of the team, after a `meet` where the key was transformed (TRANSFORMED).
+// It has a single exit: if one warp alone calls a function that returns early, compute-sanitizer's synccheck reports the next barrier.
 COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;
   const Counts n(a, bh, length, paged);
   Token<DK> k;
-  Token<DV> v;  // all is loaded before the first branch: one memory latency
+  Token<DV> v;  // everything is loaded before the first branch, so it costs one memory latency
   k.load(a.k, b * a.k_b + h * a.k_h, lane);
   v.load(a.v, b * a.v_b + h * a.v_h, lane);
   const bool real = !padding(a, b);
@@ -64,7 +64,8 @@ COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, in
   return {real && n.fits && n.after > n.before ? length : -1, paged};
 }
 
-// Packs what the token makes due. A team, behind its last use of `space`. Once in PAGE steps, and its registers are none of the loops'.
+// Packs the page that is due. Called by a team after its last use of `space`. It runs once in PAGE steps and is kept out of line, so the
+// main loops do not pay for its registers.
 COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
   const Counts n(a, bh, stored, before);
   BARRIER(merging_done, meet(team));
@@ -72,16 +73,16 @@ COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int th
   pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
 }
 
-// A team's last word about counters: a warp, behind a `meet` after the team's last look at them. Split in two because the answer takes
-// a memory latency: lane 0 gets how many teams were before it.
+// Says that the team reads the counters no more. Called by one warp, after a `meet` behind the team's last read. Lane 0 gets the number of
+// teams that came before. The caller uses that later, because the answer takes a memory latency.
 __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   int before = 0;
   count_up_global(lane == 0, arrived, before);  // atomicAdd would wait for its answer
   return before;
 }
 
-// count: rows times heads. BATCH: loads in flight, three times; where rows are few, the function shall be short as well: behind another
-// kernel its instructions come from memory.
+// count: rows times heads. BATCH: a third of the loads in flight. Few rows need few loads, and a short function: behind another kernel
+// its instructions come from memory.
 template <int BATCH> COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
 #pragma unroll 1
@@ -107,7 +108,7 @@ template <int BATCH> COLD void advance_counters(const AppendArgs& a, int* arrive
   if (lane == 0) *arrived = 0;
 }
 
-// The last team writes them. before: what `leave_counters` gave.
+// The last team writes the counters. before: the number that `leave_counters` returned.
 __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived, int before, int count, int lane) {
   if (__shfl_sync(~0u, before, 0) == (int)(gridDim.x * gridDim.y) * TEAMS - 1) {
     if (count <= 64) advance_counters<1>(a, arrived, count, lane);
@@ -116,13 +117,13 @@ __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived
   }
 }
 
-// A team's part in it, while it attends to one row.
+// What a team does to store tokens while it attends to one row.
 constexpr int DUES = TEAMS;
 static_assert(SPACE <= TEAM_BYTES, "what packing needs");
 struct TokenStore {
-  bool stores, leaves;  // it has the chunk's block of the window; the warp ends its reads of counters
+  bool stores, leaves;  // the team has the window's block with the chunk; this warp reports the end of the team's reads
 
-  // The warp of a team without any part ends them as well.
+  // A team without any part reports too.
   static __device__ __forceinline__ void leave_unused(const StepArgs& a, int lane) {
     write_counters(a.store, a.arrived, leave_counters(a.arrived, lane), a.batch * a.heads, lane);
   }
@@ -135,10 +136,10 @@ struct TokenStore {
     if (thread == 0) dues[team].stored = -1;
   }
 
-  // By the last warp: it has neither window nor pages, where there is not enough for all.
+  // Done by the last warp: it is the one without window or pages if there is not enough work for all.
   __device__ __forceinline__ void keep(const StepArgs& a, const Row& row, Due* dues, int team, int warp,
                                        int lane) const {
-    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // its answer takes as long as the token's reads
+    const int before = leaves ? leave_counters(a.arrived, lane) : 0;  // the answer takes as long as loading the token
     if (stores && warp == WARPS - 1) {
       const Due due = keep_token(a.store, row.b, row.h, row.length, row.paged, lane);
       if (lane == 0) dues[team] = due;

@@ -1,12 +1,12 @@
-// Transforms: a chunk's keys (or values) and queries in one launch. A warp takes a row of DIM channels.
+// Transforms a chunk's keys (or values) and queries in one launch. A warp takes a row of DIM channels.
 //
-// Steps of few query rows need none: `attend.cu` does the same where it reads them.
+// Steps with few query rows do not need this launch: `attend.cu` does the same when it reads the rows.
 #include "rotate.cuh"
 
 struct TransformArgs {
   const u8 *q, *k;
   u8 *q_out, *k_out;                 // contiguous
-  const float *q_scale, *k_scale;    // factors of KV head h at h * scale_h, where FACTORS
+  const float *q_scale, *k_scale;    // if FACTORS: factors; those of KV head h begin at h * scale_h
   i64 q_b, q_h, q_s, k_b, k_h, k_s;  // strides in elements; of channels: 1
   i64 rows;                          // batch x (q_heads + heads) x tokens
   i64 scale_h;

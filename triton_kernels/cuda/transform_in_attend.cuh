@@ -5,13 +5,13 @@
 #if TRANSFORMED
 #include "rotate.cuh"
 
-// x: a query's words of a lane, of a query head that belongs to `kv_head`.
+// x: a lane's words of a query whose head belongs to `kv_head`.
 __device__ __forceinline__ void transform_query(const Args& a, u32* x, int kv_head, int lane) {
   transform_row<DK>(x, a.q_scale + kv_head * a.scale_h, lane);
 }
 
-// The chunk's keys that lie in a warp's blocks of a row's window, transformed: from where they came to where the window looks for
-// them, and where storing finds them afterwards. Before the warp copies any of them.
+// Transforms the chunk's keys that lie in a warp's blocks of a row's window. It writes them to where the window reads them, and storing
+// too. It runs before the warp copies any of them.
 __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride,
                                                 int lane) {
   const int stored = row.sinks + row.tail;

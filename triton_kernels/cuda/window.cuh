@@ -2,15 +2,15 @@
 #pragma once
 #include "warp.cuh"
 
-// The blocks of 32 tokens first, first + stride, ... below `stop` of a row's window: its sink, tail and chunk, one behind the other.
+// Blocks of 32 tokens of a row's window (sink, tail and chunk, in this order): first, first + stride, ... below `stop`.
 struct Window {
   const Args& a;
   const Row& row;
   int first, stop, stride, lane;
   u32 space;
-  static constexpr int VALUES = NARROW ? 0 : Dense<DK>::BLOCK;  // place of values behind `space`
+  static constexpr int VALUES = NARROW ? 0 : Dense<DK>::BLOCK;  // offset of the values in `space`
 
-  // which: 0 keys, 1 values; i: number of the token in the window
+  // which: 0 keys, 1 values; i: index of the token in the window
   __device__ __forceinline__ const u8* locate(int which, int i, bool& keep) const {
     const i64 bh = (i64)row.b * a.heads + row.h;
     const int stored = row.sinks + row.tail, d = 2 * (which ? DV : DK);
@@ -26,7 +26,7 @@ struct Window {
                          : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
     return (which ? a.v : a.k) + 2 * at;
   }
-  // Each lane finds one token of the block, and hands its address on to those that copy it.
+  // Each lane computes the address of one token of the block, and shuffles hand it to the lanes that copy the token.
   template <int D> __device__ __forceinline__ void copy(int which, int block, u32 target) const {
     bool real;
     const u64 own = (u64)locate(which, 32 * block + lane, real);
