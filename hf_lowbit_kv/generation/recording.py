@@ -281,6 +281,7 @@ class Recorder:
         self._tries: dict[Any, int] = {}
         self._compiling: dict[Any, int] = {}
         self._why_not: str | None = None
+        self._report: str | None = None
 
     @property
     def count(self) -> int:
@@ -289,8 +290,10 @@ class Recorder:
 
     @property
     def report(self) -> str:
-        """How steps run, for `summary()`."""
-        return f"eager: {self._why_not}" if self._why_not else f"recorded; fused: {self._fusion.report()}"
+        """How steps run, for `summary()`. Put together once: a large model has hundreds of pieces, and every step asks."""
+        if self._report is None:
+            self._report = f"eager: {self._why_not}" if self._why_not else f"recorded; fused: {self._fusion.report()}"
+        return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
         """Forget recordings that another state of model, cache or torch was recorded with."""
@@ -311,6 +314,7 @@ class Recorder:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *_windows_full(cache), model.training)
         if (recording := self._recordings.get(kind)) is None:
+            self._report = None  # pieces may be found not to hold
             if kind not in self._warm:
                 return self._warm_up(kind, model, inputs)
             try:
