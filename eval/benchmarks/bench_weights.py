@@ -1,8 +1,8 @@
 """Decode steps under quantized weights: `python -m hf_lowbit_kv.eval.benchmarks.bench_weights`.
 
-A model of the 8B Llama 3.1 shape with random weights, which transformers quantizes while it loads them, goes on from caches that
-are filled with random keys and values. `lb.generate` records its steps where it can; `decoding_steps` says so, or why not. Nothing
-is timed before the recorded logits have been compared with the eager ones of the same cache (`agreement`).
+transformers quantizes the random weights of a model of the 8B Llama 3.1 shape while it loads them. The model goes on from
+caches filled with random keys and values. `lb.generate` records its steps where it can; `decoding_steps` says so, or why not.
+Nothing is timed before the recorded logits have been compared with the eager ones of the same cache (`agreement`).
 
 Fields: `weights`, `meaning`, `preset`, `batch`, `tokens`, `step_ms` (median time of a step of `generate`), `decoding_steps`,
 `weight_bytes` (all parameters as stored, embedding and head included), `cache_bytes` (stored tokens), `allocated_bytes` (of the

@@ -1,6 +1,7 @@
-"""Steps under weights that torchao and bitsandbytes store below 16 bits, as transformers loads them: recorded, with the tokens of
-eager steps, and what keeps their products from being fused is told. The truth is the quantized model with transformers' own
-cache."""
+"""Steps under weights that torchao and bitsandbytes store below 16 bits, as transformers loads them.
+
+They are recorded, and the report says why products are not fused. The truth is the quantized model with transformers' cache.
+"""
 
 from __future__ import annotations
 
