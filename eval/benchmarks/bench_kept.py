@@ -3,8 +3,8 @@
 A model of 8B with random weights holds `tokens` tokens. Records, each a median of `repeats`:
 
 - `fork`: seconds of `cache.fork()`, growing and preallocated.
-- `restore`: seconds of `from_pretrained`, of the fingerprint in it, and of `raw`: reading the same file into pinned memory and
-  copying it to the GPU (page cache warm). `share`: raw / restore.
+- `restore`: seconds of `from_pretrained`, of the fingerprint and of reading tensors in it, and of `raw`: reading the same file
+  into pinned memory and copying it to the GPU (page cache warm). `share`: raw / restore.
 - `save`: seconds of `save_pretrained`, and of taking the tokens out of the cache, for which the GPU is busy.
 - `first_token`: seconds of `lb.generate` of one token behind a prompt of `tokens` with 64 new ones: from the store on the
   GPU, from its folder (main memory's page cache), and without a store.
@@ -23,7 +23,7 @@ import torch
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import cache_contents
+from hf_lowbit_kv.cache import cache_contents, saved_cache
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
 from hf_lowbit_kv.eval.provenance import (
     append_record,
@@ -34,11 +34,13 @@ from hf_lowbit_kv.eval.provenance import (
     wide_console,
 )
 from hf_lowbit_kv.machine.cache_argument import as_argument
-from hf_lowbit_kv.machine.checked_tensors import BUFFER
+from hf_lowbit_kv.machine.checked_tensors import read_tensors
 from hf_lowbit_kv.machine.model_fingerprint import fingerprint_of
 
 console = wide_console()
 NEW_TOKENS = 64
+#: bytes of a buffer, where a file is read without checks
+BUFFER = 2**25
 
 
 def _wait(device: torch.device) -> None:
@@ -128,8 +130,11 @@ def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable
         raw = _median(model.device, repeats, lambda: _raw(file, model.device))
         restore = _median(model.device, repeats, lambda: lb.LowBitCache.from_pretrained(folder, model))
         looked = _median(model.device, repeats, lambda: fingerprint_of(model))
+        sums = saved_cache.read_description(Path(folder) / saved_cache.FILE_NAME)["checksums"]
+        read = _median(model.device, repeats, lambda: read_tensors(file, sums, model.device))
+        parts = {"raw_seconds": raw, "fingerprint_seconds": looked, "read_seconds": read}
         sizes = {"nbytes": file.stat().st_size, "in_use": int(growing.nbytes) - growing.nbytes.unused}
-        record("restore", seconds=restore, raw_seconds=raw, fingerprint_seconds=looked, share=raw / restore, **sizes)
+        record("restore", seconds=restore, **parts, share=raw / restore, **sizes)
     assert growing.text is not None
     return growing.text
 

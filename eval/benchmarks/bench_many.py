@@ -1,15 +1,17 @@
 """Many requests: `python -m hf_lowbit_kv.eval.benchmarks.bench_many`.
 
-A model of the shape of Llama 3.1 8B with random weights. Three measurements:
+A model of the shape of Llama 3.1 8B with random weights. Measurements:
 
 - `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch: the median, of rows of one
   length.
 - `ragged`: the same of rows of different lengths, of which some fill a page in most steps: the mean over as many steps as a
   page has tokens. `round_ms` is a whole round of the scheduler with such rows.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
-- `static`: `lb.generate` on the same requests in batches within the same memory. Of three orders and five batch sizes the one
-  that is fastest by what `steps` and `many` have measured is run.
-- `peer`: transformers' `generate_batch` in 16 bits, on the first requests.
+- `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and five batch
+  sizes: worked out from the prompt's and the steps' times that `steps` has measured.
+- `static`: the fastest of them is run.
+- `packed`: `model.generate_batch` under `lb.enable`: transformers' own scheduler on packed pages.
+- `peer`: the same in 16 bits, on the first requests, for `peer_seconds` at most.
 
 Seconds of prompts and of decode steps are the device's own, in columns of their own.
 """
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 from rich.table import Table
 
@@ -39,7 +42,7 @@ from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 
-PARTS = ("steps", "ragged", "many", "static", "peer")
+PARTS = ("steps", "ragged", "many", "predicted", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
 STEPS = 24
 #: a page's tokens
@@ -131,8 +134,11 @@ def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> li
     return times
 
 
-def batch_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
-    """The same of `lb.generate` with a batch of these rows, padded on the left."""
+def batch_steps_ms(
+    model: Any, preset: str, lengths: list[int], count: int, read: dict[str, float] | None = None
+) -> list[float]:
+    """The same of `lb.generate` with a batch of these rows, padded on the left. read: gets `batch_token_s`, the seconds of the
+    prompts by their tokens, padding counted."""
     ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
     mask = torch.ones_like(ids)
     for row, length in enumerate(lengths):
@@ -140,9 +146,22 @@ def batch_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> l
     clock = StepClock(model.device)
     inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False, "logits_processor": [clock]}
+    start: Any = StepClock(model.device)
+    start(None, None)
     lb.generate(model, inputs, preset, count + 7, prefill_chunk_size=256, **options)
     lb.release(model)
+    if read is not None:
+        read["batch_token_s"] = between(model.device, start, clock) / ids.numel()
     return clock.steps_ms(5)
+
+
+def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
+    """Seconds from the first tick of one clock to that of another one."""
+    begin, end = start.ticks[0], clock.ticks[0]
+    if device.type != "cuda":
+        return end - begin
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3
 
 
 def rounds_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
@@ -164,7 +183,9 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
     for count in rows:
         lengths = lengths_of(count, length, ragged)
         record: dict[str, Any] = {"part": "ragged" if ragged else "steps", "rows": count, "length": length}
-        for name, measure in (("batch_ms", batch_steps_ms), ("pool_ms", pool_steps_ms), ("round_ms", rounds_ms)):
+        clean(model.device)
+        record["batch_ms"] = of(batch_steps_ms(model, preset, lengths, steps, record))
+        for name, measure in (("pool_ms", pool_steps_ms), ("round_ms", rounds_ms)):
             clean(model.device)
             record[name] = of(measure(model, preset, lengths, steps))
         found.append(record)
@@ -249,11 +270,7 @@ def measure_static(model: Any, preset: str, some: list[list[Job]], chunk: int) -
             prefill_chunk_size=size,
             **options,
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            prompt_s += start.ticks[0].elapsed_time(clock.ticks[0]) / 1e3
-        else:
-            prompt_s += clock.ticks[0] - start.ticks[0]
+        prompt_s += between(device, start, clock)
     seconds = time.perf_counter() - begin
     lb.release(model)
     written = sum(job.answer for batch in some for job in batch)
@@ -267,26 +284,58 @@ def measure_static(model: Any, preset: str, some: list[list[Job]], chunk: int) -
     }
 
 
-def measure_peer(model: Any, work: list[Job]) -> dict[str, Any]:
-    """transformers' own scheduler, in the model's dtype."""
+def measure_batching(model: Any, work: list[Job], most_seconds: float | None = None, **batching: Any) -> dict[str, Any]:
+    """transformers' own scheduler, with the attention and the cache that the model has now.
+
+    Args:
+        most_seconds: stop then, whatever is left.
+    """
     clean(model.device)
-    model.set_attn_implementation("sdpa")
-    inputs, options = [job.prompt.tolist() for job in work], {"do_sample": False, "eos_token_id": -1}
-    config = model.generation_config.__class__(max_new_tokens=max(job.answer for job in work), **options)
+    options = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": max(job.answer for job in work)}
+    config = model.generation_config.__class__(**options)
+    written = dict.fromkeys(range(len(work)), 0)
     begin = time.perf_counter()
-    manager = model.init_continuous_batching(generation_config=config)
+    manager = model.init_continuous_batching(generation_config=config, **batching)
     manager.start()
-    for prompt, job in zip(inputs, work, strict=True):
-        manager.add_request(prompt, max_new_tokens=job.answer)
-    done: list[Any] = []
-    while len(done) < len(work):
-        if (result := manager.get_result(timeout=60)) is not None and result.is_finished():
-            done.append(result)
+    try:
+        names = {
+            manager.add_request(
+                job.prompt.tolist(), max_new_tokens=job.answer, streaming=most_seconds is not None
+            ): index
+            for index, job in enumerate(work)
+        }
+        done = 0
+        while done < len(work) and (most_seconds is None or time.perf_counter() - begin < most_seconds):
+            if (result := manager.get_result(timeout=1)) is None:
+                if not manager.is_running():
+                    raise RuntimeError(f"the scheduler has ended: {manager.background_thread_status.fatal_error}")
+                continue
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            written[names[result.request_id]] = len(result.generated_tokens)
+            done += result.is_finished()
+        seconds = time.perf_counter() - begin
+    finally:
+        manager.stop(block=True)
+    tokens = sum(written.values())
     attention = model.config._attn_implementation
-    manager.stop(block=True)
-    seconds = time.perf_counter() - begin
-    written = sum(len(result.generated_tokens) for result in done)
-    return {"seconds": seconds, "tokens": written, "tokens_per_s": written / seconds, "attention": attention}
+    facts = {"attention": attention, "ended": done, "transformers": transformers.__version__}
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, **facts}
+
+
+def measure_packed(model: Any, preset: str, work: list[Job], memory: int) -> dict[str, Any]:
+    """transformers' own scheduler on packed pages."""
+    lb.enable(model, preset)
+    try:
+        return measure_batching(model, work)
+    finally:
+        lb.disable(model)
+
+
+def measure_peer(model: Any, work: list[Job], most_seconds: float) -> dict[str, Any]:
+    """transformers' own scheduler, in the model's dtype."""
+    model.set_attn_implementation("sdpa")
+    return measure_batching(model, work, most_seconds)
 
 
 def best_static(
@@ -311,6 +360,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
     answers: Annotated[list[str] | None, typer.Option(help="long-tailed, 50-500; repeatable.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
+    peer_seconds: Annotated[float, typer.Option(help="Most seconds of transformers' scheduler in 16 bits.")] = 300,
     chunk: Annotated[int, typer.Option(help="Tokens of prompts read at a time.")] = 2048,
     length: Annotated[int, typer.Option(help="Tokens of a row, where steps are timed.")] = 2000,
     rows: Annotated[
@@ -349,32 +399,38 @@ def main(
             record["part"], record["answers"], *numbers, str(record.get("steps", "")), rate, str(record.get("rows", ""))
         )
 
-    def time_steps() -> dict[int, float]:
+    def time_steps() -> Cost:
         found = measure_steps(model, preset, length, rows, False)
         for record in found:
             append_record(out, record | facts)
-        return {record["rows"]: record["batch_ms"] for record in found}
+        return Cost(found[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in found})
 
     if steps_first := wanted[0] == "steps":
-        cost = cost._replace(steps_ms=time_steps())
+        cost = time_steps()
     for kind in answers or ["long-tailed", "50-500"]:
         work = jobs(requests, kind, model.config.vocab_size, prompts)
         if "many" in wanted:
             record = measure_many(model, preset, work, size, chunk)
             note({"part": "many", "answers": kind, "requests": requests, "rows": record["slots"]} | record)
-            cost = cost._replace(token_s=record["prompt_s"] / sum(len(job.prompt) for job in work))
             if not steps_first:  # of the average of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
-                cost = cost._replace(steps_ms={1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
-        if "static" in wanted:
+                token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
+                cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
+        if {"predicted", "static"} & {*wanted}:
             sorting, size_, some, tried = best_static(work, cost, row_bytes_of(model, preset), size)
-            record = measure_static(model, preset, some, chunk)
-            chosen = {"rows": size_, "sorting": sorting, "predicted_s": tried}
-            note({"part": "static", "answers": kind, "requests": requests} | chosen | record)
+            chosen = {"answers": kind, "requests": requests, "rows": size_, "sorting": sorting, "predicted_s": tried}
+            if "predicted" in wanted:
+                prompt_s, decode_s = cost.parts(some)
+                record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
+                record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
+                note({"part": "predicted"} | chosen | record | {"cost": cost._asdict()})
+            if "static" in wanted:
+                note({"part": "static"} | chosen | measure_static(model, preset, some, chunk))
+        if "packed" in wanted:
+            note({"part": "packed", "answers": kind, "requests": requests} | measure_packed(model, preset, work, size))
         if "peer" in wanted:
-            note(
-                {"part": "peer", "answers": kind, "requests": PEER_REQUESTS} | measure_peer(model, work[:PEER_REQUESTS])
-            )
+            of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
+            note(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
     console.print(shown)
     if "steps" in wanted and not steps_first:
         time_steps()

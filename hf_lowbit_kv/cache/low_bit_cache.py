@@ -28,7 +28,7 @@ from ..storage.readings import DIRECT, sides_of
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .implementation import warn_if_dense
-from .low_bit_layer import LowBitLayer
+from .low_bit_layer import LowBitLayer, fork_layers
 from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (
@@ -468,8 +468,9 @@ class LowBitCache(Cache, PushToHubMixin):
         new = memo[id(self)] = type(self).__new__(type(self))
         own = {name: value for name, value in self.__dict__.items() if name not in ("layers", "text")}
         new.__dict__.update(copy.deepcopy(own, memo), text=self.text)
+        packed = iter(fork_layers(self.packed_layers, max_cache_len, memo))
         new.layers = [
-            layer.fork(max_cache_len, memo)
+            next(packed)
             if isinstance(layer, LowBitLayer)
             else copy.deepcopy(layer, memo)
             if max_cache_len == self._first.length.capacity

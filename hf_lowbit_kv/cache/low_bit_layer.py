@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,12 @@ from ..storage.paged_store import PagedStore
 from ..storage.readings import DIRECT, Side
 from ..storage.reference import as_made, unpack_into_tail
 from ..storage.step import Chunk
+from ..storage.store_forks import fork_stores
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .token_counts import FixedLength, Length, Padding
+
+#: what a fork need not copy: `copy.deepcopy` takes long for it
+_NEVER_CHANGED = (bool, int, str, type(None), torch.dtype, torch.device, LayerSpec)
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
@@ -274,24 +278,26 @@ class LowBitLayer(CacheLayerMixin):
             self.batch_size, self._padding = self.store.batch_size, padding
 
     @torch.inference_mode(False)
-    def fork(self, max_cache_len: int | None, memo: dict[int, Any]) -> LowBitLayer:
-        """A layer that holds what this one holds, see `PagedStore.fork`; what is only read is shared. memo: as of
-        `copy.deepcopy`."""
+    def fork(self, store: PagedStore | None, max_cache_len: int | None, memo: dict[int, Any]) -> LowBitLayer:
+        """A layer that goes on from what this one holds, in a fork of its store; what is only read is shared.
+
+        Args:
+            store: see `fork_stores`; `None` where nothing is stored. max_cache_len: its tokens, or `None` to grow.
+            memo: as of `copy.deepcopy`.
+        """
         new = memo[id(self)] = type(self).__new__(type(self))
-        shared = ("spec", "store", "length", "parameters", "_prepared", "_padding")
-        new.__dict__.update(copy.deepcopy({name: x for name, x in self.__dict__.items() if name not in shared}, memo))
-        new.spec = self.spec
-        new.parameters, new._prepared, new._padding = dict(self.parameters), self._prepared, copy.copy(self._padding)
-        new.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
-        new.store = None
-        if self.store is not None:
-            new.store = self.store.fork(max_cache_len)
-            new.length.place(self.device)
-            new.length.set(self.length.ask())
+        own = ("store", "length", "parameters", "_padding", "_prepared")
+        for name, value in self.__dict__.items():
+            if name not in own:
+                new.__dict__[name] = value if isinstance(value, _NEVER_CHANGED) else copy.deepcopy(value, memo)
+        new.parameters, new._padding, new.store = dict(self.parameters), copy.copy(self._padding), store
+        new._prepared = self._prepared
+        new.length = self.length.fork(max_cache_len)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitLayer:
-        return self.fork(self.length.capacity, memo)
+        (new,) = fork_layers([self], self.length.capacity, memo)
+        return new
 
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
@@ -458,3 +464,9 @@ class LowBitLayer(CacheLayerMixin):
     def _check_capacity(self, tokens: int) -> None:
         # a prompt may wait for the device; a decode step may not
         self.length.check(tokens, wait=self.is_initialized and (tokens > 1 or self.device.type == "cpu"))
+
+
+def fork_layers(layers: Sequence[LowBitLayer], max_cache_len: int | None, memo: dict[int, Any]) -> list[LowBitLayer]:
+    """A fork of each layer, for so many tokens (`None`: growing). memo: as of `copy.deepcopy`. Waits for the device."""
+    forks = iter(fork_stores([layer.store for layer in layers if layer.store is not None], max_cache_len))
+    return [layer.fork(None if layer.store is None else next(forks), max_cache_len, memo) for layer in layers]

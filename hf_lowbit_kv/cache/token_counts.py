@@ -102,6 +102,12 @@ class Length:
         """So many have been seen. Waits for nothing."""
         self.seen = self.at_least = tokens
 
+    def fork(self, capacity: int | None) -> Length:
+        """Another count of the same tokens, for another layer with room for `capacity` (`None`: it grows)."""
+        new = Length()
+        new.set(self.at_least)
+        return new
+
     def ask(self) -> int:
         """How many have been seen; waits for the device where only the device knows."""
         self.at_least = int(self.seen)
@@ -132,6 +138,14 @@ class FixedLength(Length):
     def place(self, device: torch.device) -> None:
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         torch._dynamo.mark_static_address(self.seen)
+
+    @torch.inference_mode(False)
+    def fork(self, capacity: int | None) -> FixedLength:
+        assert capacity is not None
+        new = FixedLength(capacity)
+        new.seen, new.at_least = self.seen.clone(), self.at_least
+        torch._dynamo.mark_static_address(new.seen)
+        return new
 
     def add(self, tokens: int) -> None:
         self.seen.add_(tokens)  # in place: a compiled step reads this address

@@ -1,15 +1,19 @@
-"""Tensors in a safetensors file with a checksum of each, written at once and read in a stream.
+"""Tensors in a safetensors file with a checksum of each, written at once and read by several threads.
 
-A file is read through two buffers (of pinned memory on the way to a GPU): while one is copied to its tensor and summed up, the
-other one is filled.
+Each thread reads a tensor in pieces and sums them up. On the way to a GPU pieces go through buffers of pinned memory:
+while one is copied, the next one is filled.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import struct
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +21,12 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-#: bytes of a buffer
-BUFFER = 2**25
+#: threads, at most: one alone is slower than the way to a GPU
+WORKERS = 8
+#: bytes that are read, summed up and copied at a time
+PIECE = 2**22
+#: buffers of a thread
+BUFFERS = 3
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -31,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def read_tensors(path: Path, checksums: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a file, on `device`.
+    """The tensors of a file, on `device`. On a GPU they arrive in its current stream.
 
     Raises:
         ValueError: truncated or altered; names the tensor.
@@ -39,16 +47,29 @@ def read_tensors(path: Path, checksums: Mapping[str, str], device: torch.device)
     with path.open("rb") as file:
         header = _header(file, checksums[""], path)
         start, size = file.tell(), path.stat().st_size
-        end = max([entry["data_offsets"][1] for entry in header.values()], default=0)
-        if size != start + end:
-            raise ValueError(f"{path} is truncated or has grown: it has {size} bytes, and was saved with {start + end}")
-        out = {}
-        with _Stream(file, device) as stream:
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                out[name] = stream.read(entry)
-                stream.expect(name, checksums[name], path)
-            stream.check()
+    end = max([entry["data_offsets"][1] for entry in header.values()], default=0)
+    if size != start + end:
+        raise ValueError(f"{path} is truncated or has grown: it has {size} bytes, and was saved with {start + end}")
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    out = {name: _empty(entry, device) for name, entry in entries}
+    reader = _Reader(path, device)
+    with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+        sums = {name: pool.submit(reader.read, out[name], start + entry["data_offsets"][0]) for name, entry in entries}
+        try:
+            for name, checksum in sums.items():
+                if checksum.result() != checksums[name]:
+                    raise ValueError(f"{path} was altered: {name} is not what was saved")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return out
+
+
+def _empty(entry: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Memory for a tensor of a file."""
+    first, last = entry["data_offsets"]
+    flat = torch.empty(last - first, dtype=torch.uint8, device=device)
+    return flat.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def _header(file: BinaryIO, checksum: str, path: Path) -> dict[str, Any]:
@@ -60,73 +81,52 @@ def _header(file: BinaryIO, checksum: str, path: Path) -> dict[str, Any]:
     return {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
 
 
-class _Stream:
-    """Reads tensors one behind the other; checksums are computed by a thread."""
+class _Reader:
+    """Fills tensors from a file; threads share it. Each has buffers of its own where tensors are on a GPU."""
 
-    def __init__(self, file: BinaryIO, device: torch.device):
-        self.file, self.device = file, device
-        self.staged = device.type == "cuda"
-        self._pool = ThreadPoolExecutor(1)
-        self._buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(2 * self.staged)]
-        self._busy: list[tuple[Any, Future] | None] = [None, None]
-        self._next = 0
-        self._sums: list[tuple[str, str, Path, Any, list[Future]]] = []
-        self._sum, self._pending = xxhash.xxh3_128(), list[Future]()
+    def __init__(self, path: Path, device: torch.device):
+        self.path = path
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._own = threading.local()
 
-    def __enter__(self) -> _Stream:
-        return self
+    def read(self, tensor: torch.Tensor, start: int) -> str:
+        """Fill a tensor with what stands in the file from byte `start` on. The checksum of that.
 
-    def __exit__(self, *error: Any) -> None:
-        self._pool.shutdown(wait=True)
+        Raises:
+            ValueError: the file ends before.
+        """
+        flat, checksum = tensor.reshape(-1).view(torch.uint8), xxhash.xxh3_128()
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            for part in flat.split(PIECE):
+                # summed up at once: the piece is still in the processor's cache
+                checksum.update(self._on_cpu(file, part) if self._stream is None else self._on_gpu(file, part))
+        return checksum.hexdigest()
 
-    def read(self, entry: Mapping[str, Any]) -> torch.Tensor:
-        dtype = _DTYPES[entry["dtype"]]
-        first, last = entry["data_offsets"]
-        self._sum, self._pending = xxhash.xxh3_128(), []
-        flat = torch.empty(last - first, dtype=torch.uint8, device=self.device)
-        for at in range(0, last - first, BUFFER):
-            part = flat[at : at + BUFFER]
-            if self.staged:
-                self._through_buffer(part)
-            else:
-                content = _bytes(part)
-                self._fill(content)
-                self._pending.append(self._pool.submit(self._sum.update, content))
-        return flat.view(dtype).view(entry["shape"])
+    def _on_cpu(self, file: RawIOBase, part: torch.Tensor) -> memoryview:
+        content = _bytes(part)
+        self._fill(file, content)
+        return content
 
-    def _through_buffer(self, part: torch.Tensor) -> None:
-        index, self._next = self._next, 1 - self._next
-        if (busy := self._busy[index]) is not None:
-            busy[0].synchronize()
-            busy[1].result()
-        buffer = self._buffers[index][: len(part)]
-        content = _bytes(buffer)
-        self._fill(content)
-        part.copy_(buffer, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self.device))
-        self._pending.append(self._pool.submit(self._sum.update, content))
-        self._busy[index] = copied, self._pending[-1]
+    def _on_gpu(self, file: RawIOBase, part: torch.Tensor) -> memoryview:
+        if not hasattr(self._own, "buffers"):
+            pinned = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
+            self._own.buffers = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
+        buffer, copied = next(self._own.buffers)
+        copied.synchronize()  # of the piece before; an event that was never recorded is over
+        content = _bytes(buffer[: len(part)])
+        self._fill(file, content)
+        with torch.cuda.stream(self._stream):
+            part.copy_(buffer[: len(part)], non_blocking=True)
+            copied.record(self._stream)
+        return content
 
-    def _fill(self, content: memoryview) -> None:
+    def _fill(self, file: RawIOBase, content: memoryview) -> None:
         done = 0
         while done < len(content):
-            if not (count := self.file.readinto(content[done:])):  # type: ignore[attr-defined]
-                raise ValueError(f"{self.file.name} is truncated")
+            if not (count := file.readinto(content[done:])):
+                raise ValueError(f"{self.path} is truncated")
             done += count
-
-    def expect(self, name: str, checksum: str, path: Path) -> None:
-        """The tensor that was read last is to have this checksum. Those before it are looked at now."""
-        self.check()
-        self._sums.append((name, checksum, path, self._sum, self._pending))
-
-    def check(self) -> None:
-        for name, checksum, path, found, pending in self._sums:
-            for each in pending:
-                each.result()
-            if found.hexdigest() != checksum:
-                raise ValueError(f"{path} was altered: {name} is not what was saved")
-        self._sums.clear()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -31,6 +31,7 @@ from .memory_budget import USABLE
 from .new_pool import new_pool
 from .pool_steps import PoolSteps
 from .row_pool import Row
+from .sampling import on_device
 from .shared_prefixes import SharedPrefixes
 
 #: tokens of a batch, where the caller does not say: prompts are read in pieces of at most this
@@ -179,13 +180,20 @@ class PackedRunner(ModelRunner):
 
     cache: PackedCache
     inputs_and_outputs: Any
+    #: requests of the last batch
+    _running: frozenset[str] = frozenset()
 
     def compute_batch(self, model: Any, batch_data: dict) -> None:
         """Logits of the batch, and from them new tokens, as transformers draws them."""
         # `_forward_process_and_sample` reads this: the logits are those of the new tokens alone
         batch_data["logits_to_keep"] = batch_data["logits_indices"]
+        before = self._running
+        self._running = frozenset(each.state.request_id for each in self.inputs_and_outputs.requests_in_batch)
         with kept_caches(model).lock, selected(model), torch.inference_mode(False):
-            self.cache.steps.begin()
+            if (
+                not self._running <= before
+            ):  # a look at all of the model takes longer than a step, so not in each of them
+                self.cache.steps.begin()
             forward: Any = self._forward  # in the place of the model
             self._forward_process_and_sample(forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs())
 
@@ -203,13 +211,17 @@ class PackedRunner(ModelRunner):
             else:
                 logits.append(steps.read(row, ids[first : first + count]))
             first += count
+        batch = self.inputs_and_outputs.requests_in_batch
         if decoding:
-            slots = torch.tensor([row.slot for _, row, _ in decoding], device=ids.device)
-            steps.newest[slots] = ids[torch.tensor([place for _, _, place in decoding], device=ids.device)]
+            slots = on_device([row.slot for _, row, _ in decoding], ids.device)
+            steps.newest[slots] = ids[on_device([place for _, _, place in decoding], ids.device)]
             found = steps.decode([row for _, row, _ in decoding])[slots]
+            if len(decoding) == len(
+                batch
+            ):  # as a rule; logits of many rows are large, and need not be put together again
+                return SimpleNamespace(logits=found[None])
             for (place, _, _), of_row in zip(decoding, found, strict=True):
                 logits[place] = of_row
-        batch = self.inputs_and_outputs.requests_in_batch
         wanted = [x for x, each in zip(logits, batch, strict=True) if each.has_new_token]
         if not wanted:  # chunks of prompts alone: no token is drawn
             return SimpleNamespace(logits=logits[0].new_empty(1, 0, len(logits[0])))

@@ -285,63 +285,6 @@ class PagedStore(LayerStore):
         self._leave_shared_blocks()
         self._spread_pages(state.paged)  # rows may have shared pages
 
-    @torch.inference_mode(False)
-    def fork(self, capacity: int | None) -> PagedStore:
-        """Another store with the same tokens. Full pages are shared, windows and open pages are copied; what is stored in one
-        of the two from now on does not show in the other. Waits for the device.
-
-        Args:
-            capacity: as for a new store. Nothing says so where a row holds more tokens already.
-        """
-        state, size = self.state, self.spec.page_size
-        # one copy from the device: a cache has many layers
-        told = torch.cat([state.page_table, state.paged[:, :1]], dim=1).cpu()
-        table, full = told[:, :-1], told[:, -1].long() // size
-        width = int(full.max()) + self.spec.direct
-        width = max(width, 1, self.spec.pages_for(capacity or 0))
-        shared = torch.arange(width) < full[:, None]
-        ids = table[:, :width][shared[:, : table.shape[1]]].long()
-        # blocks with pages that are shared; in front of them one with pages for everything else
-        pool, new_id = [], torch.zeros(self.num_pages, dtype=torch.int32)
-        if (count := shared.numel() - len(ids)) > 0:
-            pool.append(self._new_block(count))
-        first, holding, uses = 0, Holding(), []
-        for block in state.pool:
-            held = torch.zeros(len(block), dtype=torch.bool)
-            held[ids[(ids >= first) & (ids < first + len(block))] - first] = True
-            if bool(held.any()):
-                new_id[first : first + len(block)] = torch.arange(len(block)) + sum(map(len, pool))
-                uses.append((block, held))
-                pool.append(block)
-            first += len(block)
-        entries = torch.zeros(shared.shape, dtype=torch.int32)
-        entries[shared], entries[~shared] = new_id[ids], torch.arange(count, dtype=torch.int32)
-
-        new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.capacity, new.holding = capacity, holding
-        cloned = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
-        new.state = state._replace(
-            pool=pool,
-            page_table=entries.to(self.device),
-            page_address=torch.cat([self._starts_of(block, pool, "cpu") for block in pool])[entries.long()].to(
-                self.device
-            ),
-            scratch=self._new_scratch(self.batch_size),
-            **{name: getattr(state, name).clone() for name in cloned},
-        )
-        if self.spec.direct:
-            new._write_open_pages(self._read_open_pages())
-        for block, held in uses:
-            self.holding.use(block)
-            holding.use(block, held)
-        for record in state.parameters:
-            self.holding.read(record)
-            holding.read(record)
-        if capacity is not None:
-            new._mark_static()
-        return new
-
     def _leave_shared_blocks(self) -> None:
         """Keep only blocks that this store owns, in a state without tokens."""
         if (closed := self.holding.closed(self.state.pool)) is None:

@@ -197,6 +197,10 @@ class Direct(Side):
 
     reading = READINGS["separate"]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Direct:
+        """It has no state."""
+        return self
+
     def sizes(self, config: Any) -> StreamSizes:
         heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
         head_dim = getattr(config, "head_dim", None)

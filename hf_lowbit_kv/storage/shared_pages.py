@@ -17,16 +17,28 @@ import threading
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class _Users:
-    """Of one block: the stores that use it, in the order in which they came, and how many of them hold each page."""
+def mask_of(pages: torch.Tensor) -> int:
+    """Pages of a block, bool `[pages]` on the CPU, as the bits of a number: page 0 is the lowest."""
+    return int.from_bytes(np.packbits(pages.numpy(), bitorder="little").tobytes(), "little")
 
-    def __init__(self, pages: int):
-        self.held: dict[int, torch.Tensor] = {}  # by a store's number, bool [pages]
-        self.holders = torch.zeros(pages, dtype=torch.int32)
+
+def pages_of(mask: int, count: int) -> torch.Tensor:
+    """The inverse of `mask_of`, of a block of `count` pages."""
+    content = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(content, count=count, bitorder="little").astype(bool))
+
+
+class _Users:
+    """Of one block: the stores that use it, in the order in which they came, each with the pages that it holds. Numbers,
+    because a cache has many layers, and many blocks in each."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}  # by a store's number, a bit for each page
 
 
 #: by block, its users; a block that no two stores ever used is not listed
@@ -47,18 +59,25 @@ class Holding:
         self._read: list[list[int]] = []
         weakref.finalize(self, _leave, self._number, self._blocks, self._read).atexit = False
 
-    def use(self, block: torch.Tensor, pages: torch.Tensor | None = None) -> None:
-        """Count this store among the users of a block. pages: bool `[pages]`, those that it holds, on the CPU."""
+    def use(self, block: torch.Tensor, pages: int = 0) -> None:
+        """Count this store among the users of a block. pages: that it holds, see `mask_of`."""
         with _lock:
             if (users := _users.get(block)) is None:
-                users = _users[block] = _Users(len(block))
-            if self._number not in users.held:
-                users.held[self._number] = torch.zeros(len(block), dtype=torch.bool)
-                self._blocks.append(users)
-            if pages is not None:
-                new = pages & ~users.held[self._number]
-                users.held[self._number] |= new
-                users.holders += new
+                users = _users[block] = _Users()
+            self._use(users, pages)
+
+    def _use(self, users: _Users, pages: int) -> None:
+        if self._number not in users.held:
+            self._blocks.append(users)
+        users.held[self._number] = users.held.get(self._number, 0) | pages
+
+    def share(self, other: Holding, block: torch.Tensor, pages: int) -> None:
+        """Count this store among the users of a block, and behind it another one, which holds these pages."""
+        with _lock:
+            if (users := _users.get(block)) is None:
+                users = _users[block] = _Users()
+            self._use(users, 0)
+            other._use(users, pages)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Count this store among those that read a tensor which nobody writes."""
@@ -84,17 +103,21 @@ class Holding:
         """The pages of these blocks that this store must not write to, whatever its tables say: bool `[pages of all blocks]`
         on the CPU; `None`: there is no such page."""
         with _lock:
-            parts = [self._closed(block) for block in pool]
-        found = torch.cat(parts)
-        return found if bool(found.any()) else None
+            masks = [self._closed(block) for block in pool]
+        if not any(masks):
+            return None
+        return torch.cat([pages_of(mask, len(block)) for mask, block in zip(masks, pool, strict=True)])
 
-    def _closed(self, block: torch.Tensor) -> torch.Tensor:
+    def _closed(self, block: torch.Tensor) -> int:
         if (users := _users.get(block)) is None:
-            return torch.zeros(len(block), dtype=torch.bool)
+            return 0
         if not self.owns(block):
-            return torch.ones(len(block), dtype=torch.bool)
-        own = users.held.get(self._number)
-        return users.holders > (0 if own is None else own.int())
+            return (1 << len(block)) - 1
+        closed = 0
+        for number, pages in users.held.items():
+            if number != self._number:
+                closed |= pages
+        return closed
 
     def let_go(self, block: torch.Tensor) -> None:
         """Hold no page of a block any more; one that this store does not own, it does not use any more."""
@@ -102,9 +125,9 @@ class Holding:
             if (users := _users.get(block)) is None or self._number not in users.held:
                 return
             owned = self.owns(block)
-            users.holders -= users.held.pop(self._number).int()
+            del users.held[self._number]
             if owned:  # and stays the first
-                users.held = {self._number: torch.zeros(len(block), dtype=torch.bool), **users.held}
+                users.held = {self._number: 0, **users.held}
             else:
                 self._blocks.remove(users)
 
@@ -112,7 +135,6 @@ class Holding:
 def _leave(number: int, blocks: list[_Users], read: list[list[int]]) -> None:
     with _lock:
         while blocks:
-            users = blocks.pop()
-            users.holders -= users.held.pop(number).int()
+            del blocks.pop().held[number]
         while read:
             read.pop().remove(number)

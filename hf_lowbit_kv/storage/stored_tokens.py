@@ -13,7 +13,7 @@ import torch
 
 from .layer_spec import LayerSpec
 from .paged_store import PagedStore, read_pages
-from .shared_pages import Holding
+from .shared_pages import Holding, mask_of
 
 #: pages whose codes are reordered at a time: each code takes some eight bytes meanwhile
 PAGES_AT_ONCE = 64
@@ -122,7 +122,7 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
         used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
         used[tokens.table[lasting]] = True
         for block, held in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, held)
+            store.holding.use(block, mask_of(held))
     store.take_pool([*own, *tokens.blocks], ids)
 
 

@@ -19,6 +19,8 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache import saved_cache
+from hf_lowbit_kv.calibration.window_reading import packed_sizes
+from hf_lowbit_kv.calibration_files import model_description
 from hf_lowbit_kv.formats import bricks, fragment
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
@@ -240,7 +242,7 @@ def test_adapters(model, saved, tmp_path):
         lb.LowBitCache.from_pretrained(saved, merged)
 
 
-def test_another_preset_calibration_or_version(model, saved, tmp_path):
+def test_another_preset_or_version(model, saved, tmp_path):
     with pytest.raises(ValueError, match="holds a cache of preset='kivi-4', not of preset='kivi-2'"):
         lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
     with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
@@ -256,6 +258,38 @@ def test_another_preset_calibration_or_version(model, saved, tmp_path):
         (tmp_path / saved_cache.FILE_NAME).write_text(saved_cache._signed(description))
         with pytest.raises(ValueError, match=message):
             lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+def _calibrations(model):
+    """Two, which differ in one number of the last layer."""
+    found = []
+    for change in (0.0, 1e-3):
+        tensors = {f"layers.{layer}.keys.smooth.factors": torch.linspace(0.5, 2, 128).view(2, 64) for layer in range(2)}
+        tensors["layers.1.keys.smooth.factors"] = tensors["layers.1.keys.smooth.factors"].clone()
+        tensors["layers.1.keys.smooth.factors"][1, 5] += change
+        found.append(lb.Calibration(tensors, model_description.describe_model(model, packed_sizes(model))))
+    return found
+
+
+def test_another_calibration(model, tmp_path):
+    """The tensors decide, not the file that they came from."""
+    mine, other = _calibrations(model)
+    cache = lb.LowBitCache(model, "int4-channel", "int4-token", transform="smooth", calibration=mine, **SMALL_PAGES)
+    _read(model, cache, left_padded(1, 90)[0])
+    cache.save_pretrained(tmp_path / "cache")
+    mine.save(tmp_path / "mine.safetensors")
+    for same in (mine, tmp_path / "mine.safetensors", None):
+        new = lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=same)
+    text = torch.randint(3, 160, (1, 50))
+    assert torch.equal(_read(model, new, text), _read(model, cache, text))
+    with pytest.raises(ValueError, match=r"another calibration: key_transform\.factors of layer 1 differs"):
+        lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=other)
+    other.save(tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"another calibration: key_transform\.factors of layer 1 differs"):
+        lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=tmp_path / "other.safetensors")
+    empty = lb.Calibration({}, mine.model)
+    with pytest.raises(ValueError, match="calibration holds no factors for keys of smooth"):
+        lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=empty)
 
 
 def _copied(saved, folder):

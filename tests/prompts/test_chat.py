@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from cases import SMALL_PAGES, tiny_models
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chat_cases import PLAIN, tokenizer_of, words
 
 import hf_lowbit_kv as lb
 
 DENSE = {"cache_options": {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}, "do_sample": False}
-PLAIN = (
-    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 #: forgets all but the last words of earlier answers
 REWRITES = PLAIN.replace(
     "{{ m['content'] }}", "{{ m['content'].split()[-2:] | join(' ') if m['role'] == 'assistant' else m['content'] }}"
 )
-
-
-def _tokenizer(template=PLAIN):
-    words = ["<pad>", "<bos>", "<unk>", "<end>", "[user]", "[system]", "[assistant]"]
-    words += [f"w{number}" for number in range(160 - len(words))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>")
-    made.chat_template = template
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +33,8 @@ class Counted:
         return tokens
 
 
-def _words(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{number}" for number in torch.randint(0, 140, (count,), generator=generator).tolist())
-
-
 def _chat(model, template=PLAIN, **options):
-    return lb.Chat(model, _tokenizer(template), "kivi-4", max_length=600, max_new_tokens=10, **DENSE, **options)
+    return lb.Chat(model, tokenizer_of(template), "kivi-4", max_length=600, max_new_tokens=10, **DENSE, **options)
 
 
 def _fresh(model, chat, text, template=PLAIN):
@@ -68,28 +47,28 @@ def _fresh(model, chat, text, template=PLAIN):
 @pytest.mark.host
 @pytest.mark.parametrize("template", [PLAIN, REWRITES], ids=["plain", "rewrites"])
 def test_turns_undo_and_edited_messages(model, template):
-    chat = _chat(model, template, system=_words(60, 0))
+    chat = _chat(model, template, system=words(60, 0))
     for turn in range(3):
-        text = _words(20, turn + 1)
+        text = words(20, turn + 1)
         want = _fresh(model, chat, text, template)
         assert chat.send(text) == want
     assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * 3]
     chat.undo()
     assert len(chat.messages) == 5
-    text = _words(30, 9)
+    text = words(30, 9)
     assert _fresh(model, chat, text, template) == chat.send(text)
-    chat.messages[3]["content"] = _words(15, 10)
-    text = _words(5, 11)
+    chat.messages[3]["content"] = words(15, 10)
+    text = words(5, 11)
     assert _fresh(model, chat, text, template) == chat.send(text)
     assert "of 600 tokens" in repr(chat)
 
 
 @pytest.mark.host
 def test_a_turn_sends_what_lies_behind_the_common_prefix(model):
-    chat, counted = _chat(model, system=_words(60, 0)), Counted(model)
+    chat, counted = _chat(model, system=words(60, 0)), Counted(model)
     for turn in range(3):
         held = 0 if chat.cache.text is None else chat.cache.text[0].tolist()
-        text = _words(20, turn + 1)
+        text = words(20, turn + 1)
         ids = chat._ids(text)[0].tolist()
         common = next((i for i, pair in enumerate(zip(held, ids)) if pair[0] != pair[1]), len(held)) if held else 0
         counted.taken()
@@ -102,19 +81,19 @@ def test_a_turn_sends_what_lies_behind_the_common_prefix(model):
 def test_models_that_cannot_crop(family):
     model, _ = tiny_models(family)
     counted = Counted(model)
-    chat = _chat(model, system=_words(60, 0))
-    chat.send(_words(20, 1))
-    chat.send(_words(20, 2))
+    chat = _chat(model, system=words(60, 0))
+    chat.send(words(20, 1))
+    chat.send(words(20, 2))
     chat.undo()
-    text = _words(20, 3)
+    text = words(20, 3)
     whole = chat._ids(text).shape[1]
     counted.taken()
     answer = chat.send(text)
     assert counted.taken() < whole  # from the end of the first turn
     assert answer == _fresh(model, _before(chat), text)
-    chat.messages[0]["content"] = _words(50, 8)
+    chat.messages[0]["content"] = words(50, 8)
     with pytest.warns(UserWarning, match="is read anew"):
-        chat.send(_words(5, 4))
+        chat.send(words(5, 4))
 
 
 def _before(chat):
@@ -127,20 +106,20 @@ def _before(chat):
 @pytest.mark.host
 def test_stream(model):
     chat, other = _chat(model), _chat(model)
-    text = _words(20, 1)
+    text = words(20, 1)
     assert "".join(chat.stream(text)).split() == other.send(text).split()
     assert chat.messages == other.messages
-    for _ in chat.stream(_words(20, 2)):
+    for _ in chat.stream(words(20, 2)):
         break  # what was written stays
     assert len(chat.messages) == 4
-    text = _words(5, 3)
+    text = words(5, 3)
     want = _fresh(model, chat, text)
     assert chat.send(text) == want
 
 
 def test_an_interrupted_answer_is_the_turn(model):
     chat = _chat(model)
-    chat.send(_words(20, 1))
+    chat.send(words(20, 1))
     calls = 0
 
     def interrupt(module, args):
@@ -152,24 +131,24 @@ def test_an_interrupted_answer_is_the_turn(model):
     hook = model.model.layers[1].register_forward_pre_hook(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            chat.send(_words(20, 2))
+            chat.send(words(20, 2))
     finally:
         hook.remove()
     assert len(chat.messages) == 4
     assert 1 <= len(chat.messages[-1]["content"].split()) <= 4
-    text = _words(5, 3)
+    text = words(5, 3)
     want = _fresh(model, chat, text)
     assert chat.send(text) == want
 
 
 @pytest.mark.host
 def test_files(model, tmp_path):
-    chat, counted = _chat(model, system=_words(60, 0)), Counted(model)
-    chat.send(_words(20, 1))
+    chat, counted = _chat(model, system=words(60, 0)), Counted(model)
+    chat.send(words(20, 1))
     chat.save(tmp_path)
-    again = lb.Chat.load(tmp_path, model, _tokenizer())
+    again = lb.Chat.load(tmp_path, model, tokenizer_of())
     assert again.messages == chat.messages
-    text = _words(20, 2)
+    text = words(20, 2)
     counted.taken()
     answer = chat.send(text)
     sent = counted.taken()
@@ -177,13 +156,13 @@ def test_files(model, tmp_path):
     assert counted.taken() == sent
     chat.cache.save_pretrained(tmp_path / "cache")
     with pytest.raises(ValueError, match="holds a cache, and no chat"):
-        lb.Chat.load(tmp_path / "cache", model, _tokenizer())
+        lb.Chat.load(tmp_path / "cache", model, tokenizer_of())
 
 
 def test_a_full_context_raises_before_reading(model):
     chat, counted = _chat(model), Counted(model)
     with pytest.raises(ValueError, match="max_length=600 leaves no room for an answer"):
-        chat.send(_words(600, 1))
+        chat.send(words(600, 1))
     assert (counted.taken(), chat.messages) == (0, [])
     with pytest.raises(ValueError, match="there is nothing to undo"):
         chat.undo()
@@ -191,8 +170,8 @@ def test_a_full_context_raises_before_reading(model):
 
 def test_bad_arguments(model):
     with pytest.raises(ValueError, match="prefixes is not allowed: a chat sets it itself"):
-        lb.Chat(model, _tokenizer(), prefixes=lb.PrefixStore())
+        lb.Chat(model, tokenizer_of(), prefixes=lb.PrefixStore())
     with pytest.raises(ValueError, match="tokenizer has no chat template"):
-        lb.Chat(model, _tokenizer(None))
+        lb.Chat(model, tokenizer_of(None))
     with pytest.raises(ValueError, match="max_length=0 is not allowed"):
-        lb.Chat(model, _tokenizer(), max_length=0)
+        lb.Chat(model, tokenizer_of(), max_length=0)
