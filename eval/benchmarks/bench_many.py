@@ -39,6 +39,7 @@ from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
 from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.machine.byte_sizes import parse_size
+from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 
@@ -324,10 +325,17 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
 
 
 def measure_packed(model: Any, preset: str, work: list[Job], memory: int) -> dict[str, Any]:
-    """transformers' own scheduler on packed pages."""
+    """transformers' own scheduler on packed pages, of a pool as large as that of `lb.generate_many`."""
+    template = lb.from_preset(preset, model, max_cache_len=64)
+    with selected(model), torch.no_grad():
+        read_once(model, template, 8)
+    limits = [len(job.prompt) + job.answer for job in work]
+    size = pool_size(stored_layers(template), memory, limits, None, None, True)
+    pages = size.tokens // template.spec.page_size
+    config = transformers.ContinuousBatchingConfig(num_blocks=pages, max_requests_per_batch=size.slots)
     lb.enable(model, preset)
     try:
-        return measure_batching(model, work)
+        return {"rows": size.slots} | measure_batching(model, work, continuous_batching_config=config)
     finally:
         lb.disable(model)
 

@@ -11,7 +11,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: presets whose formats and windows differ most; the others run in `make test-all`
-FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-1.5", "kv8-hadamard")
+FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-4", "kv8")
 LATENT = tuple(name for name in lb.preset_names() if lb.get_preset(name).reading == "latent")
 SEPARATE = tuple(name for name in lb.preset_names() if name not in LATENT)
 
