@@ -108,7 +108,7 @@ def _content(folder):
     return json.loads((folder / saved_cache.FILE_NAME).read_text())["content"]
 
 
-@pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kitty", "int8"])
+@pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kitty", "kv8"])
 @pytest.mark.parametrize("spilled", [False, True], ids=["on the GPU", "in a folder"])
 def test_a_stored_prompt_gives_the_logits_of_its_cache(model, backend, preset, spilled, tmp_path):
     prompt, text = texts(2)
@@ -129,14 +129,14 @@ def test_a_stored_prompt_gives_the_logits_of_its_cache(model, backend, preset, s
 
 def test_a_prompt_that_begins_alike_is_read_from_there(model, backend):
     """`lb.generate`, with recorded steps: dense pages give the logits of a prompt that is read whole."""
-    prompt, text = texts(2)
-    counted = []
+    first, second, text = texts(3)
+    prompt, counted = torch.cat([first, second]), []
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1]))
     store = lb.PrefixStore("1GB")
     options = {"do_sample": False, "pad_token_id": 0, "progress": False, "return_dict_in_generate": True}
     options |= {"cache_options": {"key_format": "dense", "value_format": "dense", **WINDOW, "backend": backend}}
     options |= {"output_logits": True}
-    both = torch.cat([prompt[:300], text])[None].cuda()
+    both = torch.cat([prompt[:450], text])[None].cuda()
     try:
         lb.generate(model, prompt[None].cuda(), "kivi-4", 8, prefixes=store, **options)
         counted.clear()
@@ -144,7 +144,7 @@ def test_a_prompt_that_begins_alike_is_read_from_there(model, backend):
     finally:
         hook.remove()
     cached = found.past_key_values.cached_tokens
-    assert cached == 128  # a whole page, the residual tokens before the place where the two part
+    assert cached == 256  # whole pages, the residual tokens before the place where the two part
     assert counted == [both.shape[1] - cached]
     expected = lb.generate(model, both, "kivi-4", 1, **options)
     close(found.logits[0].cpu(), expected.logits[0].cpu())
