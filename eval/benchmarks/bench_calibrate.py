@@ -2,7 +2,8 @@
 
 A model of the 8B Llama 3.1 shape with random weights reads random tokens, in as many windows as any model would. What
 `hf-lowbit-kv calibrate` does besides (loading a model, tokenizing, writing a file) is not counted. Records go to
-`calibrate-<gpu>.jsonl` in `eval/results/`.
+`calibrate-<gpu>.jsonl` in `eval/results/`. `--memory 24GB` lets PyTorch allocate no more than a GPU of that size has, less 1 GB
+for CUDA: what does not fit fails, and is told.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibration import gradients
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
 from hf_lowbit_kv.eval.provenance import (
@@ -27,6 +29,8 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
+from hf_lowbit_kv.machine.byte_sizes import parse_size
+from hf_lowbit_kv.planning.fits import CUDA_BYTES
 
 #: texts, and tokens of each: more than a calibration reads
 TEXTS, TOKENS = 8, 32768
@@ -71,6 +75,7 @@ def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
         "samples": found.source[0]["samples"],
         "length": found.source[0]["length"],
         "gradients": found.source[0]["gradients"],
+        "offload": bool(options.get("offload")),
         "growth": peak.growth,
     }
 
@@ -80,6 +85,11 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     samples: Annotated[int | None, typer.Option(help="Windows to read [default: as calibrate].")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window [default: as calibrate].")] = None,
+    gradient_windows: Annotated[
+        int | None, typer.Option(help="Windows to read for gradients [default: as calibrate].")
+    ] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="As `calibrate --offload`.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Of a smaller GPU, e.g. 24GB [default: all there is].")] = None,
     tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
@@ -89,16 +99,34 @@ def main(
 ) -> None:
     """Time the calibration of each preset, and append a JSON line for each."""
     where = torch.device(device)
+    if gradient_windows is not None:
+        gradients.SAMPLES[where.type] = gradient_windows
+    if memory is not None and where.type == "cuda":
+        there_is = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction((parse_size(memory) - CUDA_BYTES) / there_is)
     model = random_model(shape_8b(layers, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
     columns = ("preset", "seconds", "reading", "gradients", "fitting", "windows", "tokens each", "GB beyond the model")
-    table, console = Table(*columns), wide_console()
+    table, console = Table("offload", *columns), wide_console()
     for name in preset or ["vecinfer-2", "eigen-2"]:
-        record = measure(model, name, samples=samples, length=length)
+        try:
+            record = measure(model, name, samples=samples, length=length, offload=offload)
+        except torch.OutOfMemoryError:
+            table.add_row(str(offload), name, "out of memory")
+            continue
+        record |= {"memory": memory, "gradient_windows": gradients.SAMPLES[where.type]}
         shown = {"gpu": device_name(where), "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers"}
         append_record(out or results_path("calibrate", device_name(where)), record | shown | provenance(commit))
         parts = (f"{record['parts'][what]:.1f}" if what in record["parts"] else "-" for what in columns[2:5])
         growth = "-" if record["growth"] is None else f"{record['growth'] / 1e9:.1f}"
-        table.add_row(name, f"{record['seconds']:.1f}", *parts, str(record["samples"]), str(record["length"]), growth)
+        table.add_row(
+            str(offload),
+            name,
+            f"{record['seconds']:.1f}",
+            *parts,
+            str(record["samples"]),
+            str(record["length"]),
+            growth,
+        )
     console.print(table)
 
 

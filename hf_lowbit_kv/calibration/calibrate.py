@@ -40,6 +40,7 @@ def calibrate(
     per_head: bool | None = None,
     gradients: bool = True,
     attention: bool = True,
+    offload: bool = False,
     progress: bool | Report | None = True,
 ) -> Calibration:
     """Make what `preset` needs for `model`, of its keys and values on `texts`.
@@ -61,6 +62,8 @@ def calibrate(
             at most 1024 tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
         attention: whether presets that weigh tokens by the attention they get (`eigen-2` and kin) may compute it. Windows of
             fewer than 1024 tokens are not weighed, with a warning.
+        offload: save the GPU's memory: kept tokens lie in the CPU's, and gradients are computed layer by layer, each layer a
+            second time. The same calibration up to rounding, in somewhat more time.
         progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
             terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
             and how far it goes.
@@ -76,7 +79,7 @@ def calibrate(
     jobs = [job for spec in specs.values() for job in _jobs(spec)]
     if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
-    plan = _Plan(jobs, packed_sizes(model), per_head)
+    plan = _Plan(jobs, packed_sizes(model), per_head, torch.device("cpu") if offload else None)
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
     windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
@@ -95,9 +98,11 @@ def calibrate(
             for number, (page_size, sides) in enumerate(watched.items()):
                 see = functools.partial(plan.see_gradients, page_size)
                 told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
-                differentiation.read_gradients(model, extra.windows, plan.sizes, sides, see, seed, told, page_size)
+                differentiation.read_gradients(
+                    model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload
+                )
         for number, layer in enumerate(plan.sizes):
-            tensors |= plan.fit(layer, seed)
+            tensors |= plan.fit(layer, seed, model.device)
             shown("fitting", number + 1, len(plan.sizes))
     source = {
         "presets": list(specs),
@@ -160,12 +165,18 @@ class _Drawn(NamedTuple):
 
 
 class _Plan:
-    """The calibrators of all layers, and the tokens kept for them."""
+    """The calibrators of all layers, and the tokens kept for them.
 
-    def __init__(self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None):
+    Args:
+        storage: where tokens are kept; `None`: where the model makes them.
+    """
+
+    def __init__(
+        self, jobs: Sequence[_Job], sizes: dict[int, Any], per_head: bool | None, storage: torch.device | None = None
+    ):
         self.jobs = list({(job.side, job.transform, job.format, job.page_size): job for job in jobs}.values())
         self.page_sizes = sorted({job.page_size for job in self.jobs})
-        self.sizes, self.per_head = sizes, per_head
+        self.sizes, self.per_head, self.storage = sizes, per_head, storage
         self.calibrators: dict[tuple[Any, ...], Calibrator] = {}
         for layer, (heads, *dims) in sizes.items():
             for job in self.jobs:
@@ -241,14 +252,18 @@ class _Plan:
         for side, tokens in zip(SIDES, x, strict=True):
             for size, drawn in self.drawn.items():
                 pages = [tokens[0, :, size * page : size * (page + 1)] for page in drawn.keep[window]]
-                self.kept.setdefault((size, layer, side), []).extend(page.clone() for page in pages)
+                self.kept.setdefault((size, layer, side), []).extend(self._kept(page) for page in pages)
             for calibrator, job, part_of in self._found(layer, side, tokens, "map"):
                 seen = weights.get(job.grid) if side == "keys" and calibrator.attention else None
                 calibrator.observe(part_of, None if seen is None else seen[:, job.skip :])
         for grid, of_tokens in weights.items():
             size = grid.page_size
             pages = [of_tokens[:, size * page : size * (page + 1)] for page in self.drawn[size].keep[window]]
-            self.kept_weights.setdefault((grid, layer), []).extend(page.clone() for page in pages)
+            self.kept_weights.setdefault((grid, layer), []).extend(self._kept(page) for page in pages)
+
+    def _kept(self, page: torch.Tensor) -> torch.Tensor:
+        """A copy of its own, where tokens are kept."""
+        return torch.empty_like(page, device=self.storage, memory_format=torch.contiguous_format).copy_(page)
 
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
         """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`, read in pages of this size."""
@@ -276,15 +291,15 @@ class _Plan:
                 if isinstance(part, Transform):
                     tokens = getattr(part, how)(tokens.float(), ())
 
-    def fit(self, layer: int, seed: int) -> dict[str, torch.Tensor]:
-        """The tensors of a layer, by their names in the file. Its tokens are forgotten."""
+    def fit(self, layer: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The tensors of a layer, by their names in the file, computed on the device. Its tokens are forgotten."""
         found = {}
         for job in self.jobs:
             places = self.drawn[job.page_size].for_job(job)
             pages = self.kept[job.page_size, layer, job.side]
-            x = torch.stack([pages[at] for at in places], 1).float()
+            x = torch.stack([pages[at] for at in places], 1).to(device).float()
             of_pages = self.kept_weights.get((job.grid, layer))
-            weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1)
+            weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1).to(device)
             for key, part in _parts(job):
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:

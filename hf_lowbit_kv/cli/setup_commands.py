@@ -85,6 +85,10 @@ def calibrate(
     attention: Annotated[
         bool, typer.Option(help="Weigh keys by the attention that they get, for the presets that do (eigen-*).")
     ] = True,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Take less of the GPU's memory beside the model, and somewhat longer."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -112,7 +116,7 @@ def calibrate(
         before.check(described)
     console = Console(stderr=True)
     drawn = {"samples": samples, "length": length, "seed": seed}
-    options = {**drawn, "per_head": per_head, "gradients": gradients, "attention": attention}
+    options = {**drawn, "per_head": per_head, "gradients": gradients, "attention": attention, "offload": offload}
     shown = True if console.is_terminal else log_line
     found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     found = add_to_file(found, path)

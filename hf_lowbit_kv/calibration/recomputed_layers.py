@@ -1,0 +1,84 @@
+"""A model's layers, computed a second time in the backward pass instead of keeping what their first pass made.
+
+transformers' own gradient checkpointing leaves the cache away, which calibration needs. Here a layer keeps its inputs alone
+(`torch.utils.checkpoint`), and before it is computed again its part of the cache is what it was before the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Module, int]:
+    """The decoder layers that can be computed again, each with the one layer of the cache that it writes. Left out are those
+    whose cache changes its tensors in place (recurrent states)."""
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
+            continue
+        indices = {part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
+        if len(indices) != 1 or (index := indices.pop()) >= len(cache.layers):
+            continue
+        # these replace their tensors by longer ones
+        if isinstance(cache.layers[index], DynamicLayer):
+            found[module] = index
+    return found
+
+
+@contextmanager
+def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
+    """Inside, the model's layers keep their inputs for the backward pass, and nothing else. The backward pass belongs inside.
+
+    Args:
+        cache: transformers' own, empty; the one that the model is called with.
+
+    Raises:
+        ValueError: the model has no layer that can be computed again.
+    """
+    if not (layers := recomputable_layers(model, cache)):
+        raise ValueError(
+            f"{type(model).__name__} has no layers that can be computed again in the backward pass: offload=False does without"
+        )
+    try:
+        for module, index in layers.items():
+            vars(module)["forward"] = _recomputed(type(module).forward.__get__(module), cache, index)
+        yield
+    finally:
+        for module in layers:
+            vars(module).pop("forward", None)
+
+
+def _recomputed(forward: Callable[..., Any], cache: Any, index: int) -> Callable[..., Any]:
+    """A layer's `forward` that keeps its inputs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, first = dict(vars(cache.layers[index])), True
+
+        def compute(*args: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                return forward(*args, **kwargs)
+            layer = cache.layers[index]
+            now = dict(vars(layer))
+            try:
+                _set(layer, before)
+                return forward(*args, **kwargs)
+            finally:  # torch ends this call by an exception once it has what it needs
+                _set(layer, now)
+
+        return checkpoint(compute, *args, use_reentrant=False)
+
+    return run
+
+
+def _set(layer: Any, attributes: dict[str, Any]) -> None:
+    vars(layer).clear()
+    vars(layer).update(attributes)
