@@ -19,6 +19,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
@@ -238,6 +239,14 @@ class _Checking:
         super().add_waiting_request(state)  # type: ignore[misc]
 
 
+def _check_ranks(model: Any) -> None:
+    """Raise `RuntimeError` where another process of tensor parallelism has died. Every manager makes a new group of processes,
+    and would wait for that one until `cpu_group_timeout` is over."""
+    mesh = DistributedHelper.extract_tp_mesh(getattr(model, "_device_mesh", None))
+    if mesh is not None:
+        torch.distributed.all_reduce(torch.zeros(1, device=model.device), group=mesh.get_group())
+
+
 class PackedManager(ContinuousBatchingManager):
     """transformers' manager with packed pages.
 
@@ -256,6 +265,7 @@ class PackedManager(ContinuousBatchingManager):
     ):
         self.made_for, self._make_template = enabled, make_cache
         self._asked, self._hints = config, others.get("workload_hints")
+        _check_ranks(model)
         super().__init__(model=model, continuous_batching_config=config, **others)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,16 @@ def load(folder: str):
 
 
 def _batching_rank(rank: int, folder: str) -> None:
-    _save(folder, rank, {"batched": batched(load(f"{folder}/two-heads"))})
-    torch.distributed.destroy_process_group()
+    model = load(f"{folder}/two-heads")
+    results = {"batched": batched(model)}
+    if rank == 1:
+        _save(folder, rank, results)
+        os._exit(3)
+    begin = time.monotonic()
+    with raised() as results["the other died"]:
+        batched(model)
+    results["seconds"] = time.monotonic() - begin
+    _save(folder, rank, results)
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -134,10 +143,13 @@ def test_a_rank_that_dies_ends_the_other_with_an_error(two_ranks):
 @pytest.mark.slow
 @pytest.mark.skipif(not BATCHES, reason="not a release of transformers whose batches are served")
 def test_continuous_batching_of_both_ranks_is_that_of_one_process(tmp_path):
-    """Rank 0 decides which rows run; both must have the same ones."""
+    """Rank 0 decides which rows run; both must have the same ones. A rank that dies ends the other one's next call."""
     tiny_models("llama")[1].save_pretrained(tmp_path / "two-heads")
-    assert run_ranks(_batching_rank, 2, str(tmp_path), patience=180) == [0, 0]
+    assert run_ranks(_batching_rank, 2, str(tmp_path), patience=180) == [0, 3]
     expected = batched(tiny_models("llama")[0])
     assert [error for error, _ in expected] == [None] * 4
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text())["batched"] == expected
+    left, gone = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert left["batched"] == gone["batched"] == expected
+    # the first call has ended when one of the two dies; the next one would wait for it for five minutes
+    assert left["the other died"][0].startswith("RuntimeError")
+    assert left["seconds"] < 60
