@@ -91,7 +91,7 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     check = _check(where, dtype)
-    found = accelerator()
+    device_type = accelerator()
     return Diagnosis(
         packages={name: version(name) for name in PACKAGES},
         python=platform.python_version(),
@@ -99,7 +99,7 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         cuda=torch.version.cuda,
         rocm=torch.version.hip,
         driver=_driver(),
-        accelerator=found and found.type,
+        accelerator=device_type and device_type.type,
         devices=_devices(),
         kernels=_kernels(),
         backends=_backends(where, dtype),
@@ -114,10 +114,10 @@ def _check_usable(device: torch.device) -> None:
 
 
 def _devices() -> list[dict[str, Any]]:
-    if (found := accelerator()) is None:
+    if (device := accelerator()) is None:
         return []
-    module = torch.get_device_module(found)
-    return [_device(found.type, module, index) for index in range(torch.accelerator.device_count())]
+    module = torch.get_device_module(device)
+    return [_device(device.type, module, index) for index in range(torch.accelerator.device_count())]
 
 
 def _device(kind: str, module: Any, index: int) -> dict[str, Any]:
@@ -171,10 +171,10 @@ _TORCH_FOR_GPU = {
 
 def _missing() -> list[dict[str, str]]:
     """What would make something faster here, and the command that installs it."""
-    found = []
+    missing = []
 
-    def lacks(what: str, purpose: str, command: str) -> None:
-        found.append({"what": what, "for": purpose, "command": command})
+    def lacks(name: str, purpose: str, command: str) -> None:
+        missing.append({"what": name, "for": purpose, "command": command})
 
     for purpose, why in decoding_loop.lacking().items():
         lacks(why, purpose, "pip install --upgrade hf-lowbit-kv")
@@ -183,9 +183,9 @@ def _missing() -> list[dict[str, str]]:
         commands = [command for tool, command in _TORCH_FOR_GPU.items() if shutil.which(tool)]
         if commands:
             lacks("a torch that can use this GPU", "every kernel", commands[0])
-        return found
+        return missing
     if not torch.cuda.is_available():  # no kernels are tested there: nothing that can be installed helps
-        return found
+        return missing
     if importlib.util.find_spec("triton") is None:
         lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
     elif (reason := why_no_launcher()) is not None:
@@ -200,7 +200,7 @@ def _missing() -> list[dict[str, str]]:
                 nvrtc.nvrtcVersion()
             except (ImportError, OSError, RuntimeError) as error:
                 lacks(f"NVRTC ({str(error).splitlines()[0]})", "the CUDA kernels, the fastest ones", install_nvrtc())
-    return found
+    return missing
 
 
 # ---- what runs ------------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def _layer(preset: str, backend: str | None = None) -> Any:
 def _parameters(preset: str) -> dict[int, dict[str, torch.Tensor]] | None:
     """Random numbers for what a calibration supplies: which backend serves a layer depends on shapes alone."""
     wanted, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
-    found = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in wanted}
-    return {0: found} if found else None
+    tensors = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in wanted}
+    return {0: tensors} if tensors else None
 
 
 def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -311,26 +311,26 @@ def _described(gpu: dict[str, Any]) -> list[str]:
     return [gpu["name"], *known, *([f"{memory / 1e9:.0f} GB"] if memory else [])]
 
 
-def _render(found: Diagnosis) -> str:
+def _render(diagnosis: Diagnosis) -> str:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     out = io.StringIO()
     console = Console(file=out, width=118, force_jupyter=False, color_system=None, highlight=False)
-    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
-    kernels, check = found["kernels"], found["check"]
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in diagnosis["packages"].items())
+    kernels, check = diagnosis["kernels"], diagnosis["check"]
     kept = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
     if kernels["why_refused"]:
         kept += f"; not used: {kernels['why_refused']}"
-    gpus = [", ".join(_described(gpu)) for gpu in found["devices"]]
-    built_for = [f"{name} {found[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if found[key]]
+    gpus = [", ".join(_described(gpu)) for gpu in diagnosis["devices"]]
+    built_for = [f"{name} {diagnosis[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if diagnosis[key]]
     result = check["error"] or f"agrees with the reference (relative error {check['relative_error']:.1e})"
     lines = {
         "packages": packages,
-        "python": f"{found['python']} on {found['platform']}",
+        "python": f"{diagnosis['python']} on {diagnosis['platform']}",
         "GPU": "; ".join(gpus) or "none",
-        "driver": f"{found['driver'] or 'none'}; torch is built for {(*built_for, found['accelerator'] or 'CPUs')[0]}",
+        "driver": f"{diagnosis['driver'] or 'none'}; torch is built for {(*built_for, diagnosis['accelerator'] or 'CPUs')[0]}",
         "kernels kept in": kept,
         f"{check['preset']} on {check['device']}": f"{check['backend']}, {check['dtype']}: {result}",
     }
@@ -339,14 +339,14 @@ def _render(found: Diagnosis) -> str:
         table.add_row(*map(escape, row))
     console.print(table)
     table = Table("keys", "values", "backend", "why", "presets", title="Backends", title_justify="left")
-    for each in found["backends"]:
+    for each in diagnosis["backends"]:
         cells = each["keys"], each["values"], each["backend"] or "none", each["why"] or "", ", ".join(each["presets"])
         table.add_row(*map(escape, cells))
     console.print(table)
-    for each in found["missing"]:
+    for each in diagnosis["missing"]:
         console.print(
             escape(f"missing: {each['what']} (for {each['for']}). Install: {each['command']}"), soft_wrap=True
         )
-    if not found["missing"]:
+    if not diagnosis["missing"]:
         console.print("nothing is missing")
     return out.getvalue()

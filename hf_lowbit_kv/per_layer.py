@@ -66,17 +66,21 @@ def layer_specs(
     if both := sorted(chosen.keys() & more.keys()):
         raise ValueError(f"layers {both} stand in dense_layers and in per_layer; name each layer once")
     chosen |= more
-    found = {}
+    by_layer = {}
     for index, side in sides.items():
-        own = _changed(spec, chosen[index], index, config, side) if index in chosen else spec
-        found[index] = own if own.reading == side.reading else dataclasses.replace(own, reading=side.reading)
-    return found
+        layer_spec = _changed(spec, chosen[index], index, config, side) if index in chosen else spec
+        by_layer[index] = (
+            layer_spec if layer_spec.reading == side.reading else dataclasses.replace(layer_spec, reading=side.reading)
+        )
+    return by_layer
 
 
-def _by_index(argument: str, given: Mapping[int, Choice], config: Any, sides: Mapping[int, Side]) -> dict[int, Choice]:
-    """`given` by indices from 0 on."""
-    count, found = config.num_hidden_layers, dict[int, Choice]()
-    for key, choice in given.items():
+def _by_index(
+    argument: str, choices: Mapping[int, Choice], config: Any, sides: Mapping[int, Side]
+) -> dict[int, Choice]:
+    """`choices`, by layer indices that count from 0."""
+    count, by_index = config.num_hidden_layers, dict[int, Choice]()
+    for key, choice in choices.items():
         if not isinstance(key, int) or isinstance(key, bool):
             raise TypeError(f"{argument} has the index {key!r}; it must be an integer")
         index = key + count if key < 0 else key
@@ -85,10 +89,10 @@ def _by_index(argument: str, given: Mapping[int, Choice], config: Any, sides: Ma
                 f"{argument} has the index {key}, which is no full-attention layer of this model; allowed: {sorted(sides)} "
                 f"(negative ones count from layer {count - 1})"
             )
-        if index in found:
+        if index in by_index:
             raise ValueError(f"{argument} has layer {index} twice, as {index} and as {index - count}")
-        found[index] = choice
-    return found
+        by_index[index] = choice
+    return by_index
 
 
 def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, side: Side) -> LayerSpec:
@@ -117,39 +121,39 @@ def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, side: Side) -
 def _by_options(spec: LayerSpec, choice: Mapping[str, Any]) -> LayerSpec:
     if unknown := [name for name in choice if name not in OPTIONS]:
         raise ValueError(f"the option {unknown[0]!r} is not known; allowed: {tuple(OPTIONS)}")
-    found = {OPTIONS[name][0]: OPTIONS[name][1](value) for name, value in choice.items()}
-    return dataclasses.replace(spec, **found)
+    changes = {OPTIONS[name][0]: OPTIONS[name][1](value) for name, value in choice.items()}
+    return dataclasses.replace(spec, **changes)
 
 
 def layer_parameters(
-    given: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None, specs: Mapping[int, LayerSpec]
+    parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None, specs: Mapping[int, LayerSpec]
 ) -> dict[int, Mapping[str, torch.Tensor]]:
     """Tensors by full name of each layer of `specs`.
 
     Raises:
         ValueError: a layer that is not packed. TypeError: neither a mapping nor an object with `for_layer`.
     """
-    if given is None:
+    if parameters is None:
         return {index: {} for index in specs}
-    if isinstance(given, Mapping):
-        if unknown := [index for index in given if index not in specs]:
+    if isinstance(parameters, Mapping):
+        if unknown := [index for index in parameters if index not in specs]:
             raise ValueError(f"parameters are given for layer {unknown[0]!r}; layers that are packed: {sorted(specs)}")
-        return {index: given.get(index, {}) for index in specs}
-    if not hasattr(given, "for_layer"):
+        return {index: parameters.get(index, {}) for index in specs}
+    if not hasattr(parameters, "for_layer"):
         raise TypeError(
-            f"parameters={given!r} is not allowed; it must be a mapping from layer index to tensors by name, or an object "
+            f"parameters={parameters!r} is not allowed; it must be a mapping from layer index to tensors by name, or an object "
             "with a method for_layer(index)"
         )
-    return {index: given.for_layer(index) for index in specs}
+    return {index: parameters.for_layer(index) for index in specs}
 
 
-def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, given: Mapping[str, torch.Tensor]) -> None:
+def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise `ValueError` where the layer's heads do not fit its spec, or its parameters do not; as far as `sizes` are known."""
     if sizes.first is None or sizes.second is None:
         return
     try:
         spec.validate(sizes.first, sizes.second)
         if sizes.heads is not None:
-            spec.check_parameters(given, (sizes.first, sizes.second), sizes.heads)
+            spec.check_parameters(parameters, (sizes.first, sizes.second), sizes.heads)
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from None

@@ -40,13 +40,13 @@ class Preset:
 
     def spec(self) -> LayerSpec:
         formats = parse_format(self.key_format), parse_format(self.value_format)
-        how = (
+        parts = (
             parse_transform(self.transform),
             parse_transform(self.value_transform),
             parse_reading(self.reading or "separate"),
         )
         return LayerSpec(
-            *formats, self.sink, self.residual, key_transform=how[0], value_transform=how[1], reading=how[2]
+            *formats, self.sink, self.residual, key_transform=parts[0], value_transform=parts[1], reading=parts[2]
         )
 
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.calibration_files.calibration_lookup import asked_of, bundled_folder
+from hf_lowbit_kv.calibration_files.calibration_lookup import bundled_folder, needs_of
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.bootstrap import block_means
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
@@ -122,7 +122,7 @@ def _parameter(asked: Parameter, generator: torch.Generator) -> torch.Tensor:
 
 def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
     """What the package's calibration of the bundled model holds for a preset; nothing for those that need none."""
-    names = [(side, *tail) for _, side, tail, _ in asked_of(spec)]
+    names = [(side, *tail) for _, side, tail, _ in needs_of(spec)]
     for path in sorted(bundled_folder().glob(f"{BUNDLED_MODEL}*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
             held = {key.split(".", 2)[2]: key for key in file.keys()}  # noqa: SIM118

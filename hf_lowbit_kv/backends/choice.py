@@ -243,21 +243,21 @@ def why_no_compiler(capability: tuple[int, int]) -> str | None:
 
 def check_backend(backend: str | None) -> None:
     """Raise for a name that does not exist, or for a backend that is not installed. Called when a cache is made."""
-    asked, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
-    if asked is None:
+    name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
+    if name is None:
         return
-    if asked not in BACKENDS:
-        raise ValueError(f"{source}={asked!r} is not known; allowed: {tuple(BACKENDS)}")
-    if (missing := BACKENDS[asked].missing()) is not None:
-        raise ImportError(f"{source}={asked!r} was asked for and {missing}")
+    if name not in BACKENDS:
+        raise ValueError(f"{source}={name!r} is not known; allowed: {tuple(BACKENDS)}")
+    if (missing := BACKENDS[name].missing()) is not None:
+        raise ImportError(f"{source}={name!r} was asked for and {missing}")
 
 
 def choose_backend(backend: str | None, served: Served) -> str:
     """The name of the backend for a layer. Raises where it cannot serve the layer."""
     check_backend(backend)
-    asked = backend or of_environment()
-    source = VARIABLE if backend is None and asked else "backend"
-    chosen = asked or _default_backend(served)
+    requested = backend or of_environment()
+    source = VARIABLE if backend is None and requested else "backend"
+    chosen = requested or _default_backend(served)
     BACKENDS[chosen].check(served, source)
     return chosen
 

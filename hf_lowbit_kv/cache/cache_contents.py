@@ -40,7 +40,7 @@ class CacheContents(NamedTuple):
 
     layers: dict[int, LayerContents]
     """packed layers, by index; all of them or, of an empty cache, none"""
-    own: dict[int, OwnContents]
+    own_layers: dict[int, OwnContents]
     """transformers' own layers"""
     text: torch.Tensor | None
     """ids `[B, n]` where the cache knows them"""
@@ -65,17 +65,17 @@ def take(cache: Any) -> CacheContents:
     """
     cache.check_overrun()
     cache._check_whole()
-    packed, own = dict[int, LayerContents](), dict[int, OwnContents]()
+    packed, own_layers = dict[int, LayerContents](), dict[int, OwnContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
-            own[index] = contents._replace(
+            own_layers[index] = contents._replace(
                 tokens=None if contents.tokens is None else (contents.tokens[0].clone(), contents.tokens[1].clone()),
                 states={name: x.clone() for name, x in contents.states.items()},
             )
         elif layer.store is not None and layer.length.ask():
             packed[index] = take_layer(layer)
-    return CacheContents(packed, own, cache.text)
+    return CacheContents(packed, own_layers, cache.text)
 
 
 @torch.no_grad()
@@ -88,8 +88,8 @@ def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool 
     """
     for index, part in contents.layers.items():
         hold(cache.layers[index], part, device, shared)
-    for index, own in contents.own.items():
-        put_contents(cache.layers[index], own)
+    for index, contents_of_layer in contents.own_layers.items():
+        put_contents(cache.layers[index], contents_of_layer)
     cache.text = contents.text
     cache._ledger = Ledger(empty=not contents.layers)
 

@@ -53,8 +53,8 @@ def selected_everywhere(model: Any) -> dict[str, str]:
     """Attention implementations in force, by sub-configuration, as `set_attn_implementation` takes them."""
     config = model.config
     subs = {name: getattr(config, name, None) for name in config.sub_configs}
-    found = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
-    return {"": config._attn_implementation, **found}
+    of_submodels = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
+    return {"": config._attn_implementation, **of_submodels}
 
 
 def select(model: Any) -> None:
@@ -99,14 +99,14 @@ def describe(config: Any) -> str:
     )
 
 
-def why_not_usable(what: str, side: Side | None = None) -> str:
+def why_not_usable(use: str, side: Side | None = None) -> str:
     """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
     them. what: what that code did, e.g. "cannot be indexed". side: of the layer, if known."""
     module = _running_module(sys._getframe(1))
     if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
         return OTHER_MODEL.format(running)
     other = side.why_not(module) if side is not None and module is not None else None
-    return other or COMPUTED.format(what)
+    return other or COMPUTED.format(use)
 
 
 def _running_module(frame: FrameType | None) -> Any:

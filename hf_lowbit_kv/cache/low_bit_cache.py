@@ -65,9 +65,9 @@ class CacheBytes(int):
 
     def __new__(cls, *parts: int, shared: int = 0, **named: int):
         """The kinds' bytes, in the order of `BYTE_KINDS` or by name; a kind that is left out has none."""
-        found = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
-        self = super().__new__(cls, sum(found.values()))
-        self.__dict__.update(found, shared=shared)
+        by_kind = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
+        self = super().__new__(cls, sum(by_kind.values()))
+        self.__dict__.update(by_kind, shared=shared)
         return self
 
     @property
@@ -85,7 +85,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> 
         raise ValueError(
             f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
         )
-    return next((given for given in (value, other) if given is not None), default)
+    return next((candidate for candidate in (value, other) if candidate is not None), default)
 
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
@@ -164,14 +164,14 @@ class LowBitCache(Cache, PushToHubMixin):
         formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
-        found = sides_of(model_or_config, config)
+        served_sides = sides_of(model_or_config, config)
         layers = own_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
             raise ValueError(
                 f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
             )
-        sides = {index: found.get(index, DIRECT) for index in packed}
+        sides = {index: served_sides.get(index, DIRECT) for index in packed}
         check_reading(reading, config, sides)
         specs = layer_specs(spec, per_layer, dense_layers, config, sides)
         sizes = {
@@ -185,18 +185,16 @@ class LowBitCache(Cache, PushToHubMixin):
             )
         elif calibration is not None:
             raise ValueError("parameters= and calibration= exclude each other: give one of them")
-        given = layer_parameters(parameters, specs)
+        layer_tensors = layer_parameters(parameters, specs)
         ranks = tp_size(model_or_config)
         for index, side in sides.items():
             check_split_heads(model_or_config, sizes[index].heads)
-            check_layer(index, specs[index], sizes[index], given[index])
-            made = specs[index], config, sizes[index].heads, max_cache_len, backend, ranks, side, given[index]
-            layers[index] = LowBitLayer(*made)
+            check_layer(index, specs[index], sizes[index], layer_tensors[index])
+            heads, tensors = sizes[index].heads, layer_tensors[index]
+            layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, side, tensors)
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
-        self.spec = max(
-            specs.values(), key=lambda found: counted[found]
-        )  # what most layers store; of equals, the first
+        self.spec = max(specs.values(), key=lambda spec: counted[spec])  # what most layers store; of equals, the first
         self.preset, self.config = preset, config
         self._first_packed, self._overrun = packed[0], OverrunWatch()
         # the first that has no room left, where they differ: all get the same tokens
@@ -464,10 +462,10 @@ class LowBitCache(Cache, PushToHubMixin):
         return self._forked(memo, self._first.length.capacity)
 
     def _forked(self, memo: dict[int, Any], max_cache_len: int | None) -> LowBitCache:
-        given = memo.setdefault(id(self.config), self.config)
+        config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        own = {name: value for name, value in self.__dict__.items() if name not in ("layers", "text")}
-        new.__dict__.update(copy.deepcopy(own, memo), text=self.text)
+        attributes = {name: value for name, value in self.__dict__.items() if name not in ("layers", "text")}
+        new.__dict__.update(copy.deepcopy(attributes, memo), text=self.text)
         packed = iter(fork_layers(self.packed_layers, max_cache_len, memo))
         new.layers = [
             next(packed)
@@ -477,7 +475,7 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
-        if given is self.config:
+        if config is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new
 
@@ -526,12 +524,12 @@ class LowBitCache(Cache, PushToHubMixin):
         if not self.spec.value_transform.identity:
             transform += f"value_transform={self.spec.value_transform}, "
         try:
-            held = (
+            fill = (
                 f"bits={self.bits_per_value:.2f}, length={int(self._first.get_seq_length())}, bytes={int(self.nbytes)}"
             )
         except OverrunError:
-            held = "overrun: tokens are lost"
-        return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{held})"
+            fill = "overrun: tokens are lost"
+        return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{fill})"
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0):
         self._reads(layer_idx, state_idx)

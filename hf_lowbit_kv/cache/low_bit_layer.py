@@ -169,10 +169,10 @@ class LowBitLayer(CacheLayerMixin):
         yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
         if torch.compiler.is_compiling() and not self.length.fixed:
             return self._update_uncompiled(key_states, value_states)
-        mode, found = self._current_mode(), properties_of(key_states, value_states)
-        if self.is_initialized and self._misfits(found) and int(self.get_seq_length()) == 0:
+        mode, properties = self._current_mode(), properties_of(key_states, value_states)
+        if self.is_initialized and self._misfits(properties) and int(self.get_seq_length()) == 0:
             self.is_initialized = False  # nothing stored: allocate anew
-        self.check(key_states.shape[2], found)
+        self.check(key_states.shape[2], properties)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if mode == "packed":
@@ -416,7 +416,7 @@ class LowBitLayer(CacheLayerMixin):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
         return count
 
-    def check(self, tokens: int | None, found: dict[str, Any]) -> None:
+    def check(self, tokens: int | None, properties: dict[str, Any]) -> None:
         """Raise, before anything changes, where this layer could not take a chunk of so many tokens (`None`: not known) with
         these properties (some of `_properties`)."""
         mode = self._current_mode()
@@ -431,10 +431,10 @@ class LowBitLayer(CacheLayerMixin):
             self._check_capacity(tokens)
         if not self.is_initialized:
             return
-        for what, (new, old) in self._misfits(found).items():
+        for name, (new, old) in self._misfits(properties).items():
             if int(self.get_seq_length()) > 0:
                 raise ValueError(
-                    f"{what} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
+                    f"{name} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
                 )
         if self._mode not in (None, mode) and (mode == "packed" or self._holds_padded_rows()):
             raise ValueError(
@@ -448,10 +448,10 @@ class LowBitLayer(CacheLayerMixin):
         others count it. Waits for the device."""
         return bool((self.store.state.length != int(self.get_seq_length())).any())
 
-    def _misfits(self, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    def _misfits(self, properties: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Which of a chunk's properties are not those of the store, and what these are."""
         store = self.store
-        held = {
+        stored = {
             "batch size": store.batch_size,
             "number of KV heads": store.num_heads,
             "key head_dim": store.head_dim_k,
@@ -459,7 +459,7 @@ class LowBitLayer(CacheLayerMixin):
             "dtype": self.dtype,
             "device": self.device,
         }
-        return {what: (new, held[what]) for what, new in found.items() if new != held[what]}
+        return {name: (new, stored[name]) for name, new in properties.items() if new != stored[name]}
 
     def _check_capacity(self, tokens: int) -> None:
         # a prompt may wait for the device; a decode step may not

@@ -37,21 +37,21 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
         for name_of_side in ("bits_k", "bits_v"):
             options[name_of_side] = one_of(name_of_side, options.get(name_of_side), "nbits", nbits, None)
     names = ("group_size", "bits_k", "bits_v", "boost", "score")
-    given = {name: value for name in names if (value := options.pop(name, None)) is not None}
+    parameters = {name: value for name in names if (value := options.pop(name, None)) is not None}
     keys, values = (parse_format(options.pop(side, getattr(preset, side))) for side in ("key_format", "value_format"))
-    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", given, KEY_PARAMETERS)
-    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", given, VALUE_PARAMETERS)
+    keys = _changed(keys, f"key_format {keys.name!r} of preset {name!r}", parameters, KEY_PARAMETERS)
+    values = _changed(values, f"value_format {values.name!r} of preset {name!r}", parameters, VALUE_PARAMETERS)
     return LowBitCache(model_or_config, keys, values, **options)
 
 
-def _changed(fmt: Format, what: str, given: dict[str, Any], parameters: dict[str, str]) -> Format:
-    """`fmt` with what is `given` of its parameters; `what` tells which format it is."""
+def _changed(fmt: Format, title: str, values: dict[str, Any], parameters: dict[str, str]) -> Format:
+    """`fmt` with these `values` of its parameters. title: what an error calls the format."""
     able = [name for name, parameter in parameters.items() if parameter in fmt.tunable]
-    changes = {name: value for name, value in given.items() if name in parameters}
+    changes = {name: value for name, value in values.items() if name in parameters}
     if unable := [name for name in changes if name not in able]:
         allowed = ", ".join(able) or "none"
         raise ValueError(
-            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {what} has no such parameter; allowed: {allowed}"
+            f"{unable[0]}={changes[unable[0]]!r} is not allowed: {title} has no such parameter; allowed: {allowed}"
         )
     return dataclasses.replace(fmt, **{parameters[name]: value for name, value in changes.items()}) if changes else fmt  # type: ignore[type-var]
 

@@ -14,12 +14,12 @@ class ModelRef:
     def __init__(self, model_or_config: Any = None):
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
 
-    def get(self, what: str) -> Any:
+    def get(self, use: str) -> Any:
         """The model. Raises `ValueError` where there is none; what: what cannot be done then."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError(
-                f"this cache cannot be {what}: it was made from a configuration or loaded from a pickle, or its model is gone, "
+                f"this cache cannot be {use}: it was made from a configuration or loaded from a pickle, or its model is gone, "
                 "and nothing tells which model its tokens belong to. Make the cache from the model"
             )
         return model

@@ -39,13 +39,13 @@ def contents_of(layer: Any) -> OwnContents:
     """What a layer holds. Waits for the device."""
     seen, tokens = 0, None
     states: dict[str, torch.Tensor] = {}
-    held: Any = layer
-    if getattr(held, "is_initialized", False) and (seen := int(held.get_seq_length())):
-        static, slots = isinstance(layer, StaticLayer), held.keys.shape[-2]
-        count = min(seen, slots if static or not isinstance(layer, SLIDING) else held.sliding_window - 1)
+    own_layer: Any = layer
+    if getattr(own_layer, "is_initialized", False) and (seen := int(own_layer.get_seq_length())):
+        static, slots = isinstance(layer, StaticLayer), own_layer.keys.shape[-2]
+        count = min(seen, slots if static or not isinstance(layer, SLIDING) else own_layer.sliding_window - 1)
         # a preallocated layer fills its slots from the front, until it is full
         place = slice(count) if static and seen < slots else slice(slots - count, None)
-        tokens = held.keys[:, :, place], held.values[:, :, place]
+        tokens = own_layer.keys[:, :, place], own_layer.values[:, :, place]
     if isinstance(layer, RECURRENT):
         for name, initialized in _STATES.items():
             states |= {

@@ -29,9 +29,9 @@ class RecordableSlidingLayer(StaticSlidingWindowLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
         kept: list[tuple[Any, torch.Tensor]] = [(self.keys, key_states), (self.values, value_states)]
-        for held, new in kept:
-            held.copy_(held.roll(-1, dims=-2))
-            held[:, :, -1:] = new
+        for window, new in kept:
+            window.copy_(window.roll(-1, dims=-2))
+            window[:, :, -1:] = new
         return self.keys, self.values
 
 
@@ -57,8 +57,8 @@ def make_anew_for_other_rows(layer: Any, rows: int) -> None:
     if isinstance(layer, LowBitLayer):
         return
     if isinstance(layer, RECURRENT):
-        held, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
-        if held is not None and empty and held.shape[0] != rows:
+        states, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
+        if states is not None and empty and states.shape[0] != rows:
             for initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
                 initialized.update(dict.fromkeys(initialized, False))
     elif layer.is_initialized and layer.keys.shape[0] != rows and int(layer.get_seq_length()) == 0:

@@ -107,9 +107,9 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
         tokens, prefix = layer.tokens, f"layers.{index}"
         tensors[f"{prefix}.pages"] = torch.cat(tokens.blocks) if len(tokens.blocks) != 1 else tokens.blocks[0]
         tensors[f"{prefix}.table"] = tokens.table.int()
-        for what, pairs in (("sink", tokens.sinks), ("tail", tokens.tails)):
+        for part, pairs in (("sink", tokens.sinks), ("tail", tokens.tails)):
             for side, parts in zip(_SIDES, zip(*pairs, strict=True), strict=True):
-                tensors[f"{prefix}.{what}.{side}"] = torch.cat(parts, dim=1)
+                tensors[f"{prefix}.{part}.{side}"] = torch.cat(parts, dim=1)
         for _, mask in layer.padding:  # layers share them
             names.setdefault(id(mask), f"padding.{len(names)}")
             tensors[names[id(mask)]] = mask
@@ -126,10 +126,10 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
             "tails": [pair[0].shape[1] for pair in tokens.tails],
             "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
         }
-    for index, own in contents.own.items():
-        named = own.tensors()
+    for index, layer_contents in contents.own_layers.items():
+        named = layer_contents.tensors()
         tensors |= {f"own.{index}.{name}": tensor for name, tensor in named.items()}
-        own_layers[str(index)] = {"seen": own.seen, "tensors": list(named)}
+        own_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(named)}
     if contents.text is not None:
         tensors["text"] = contents.text
     return tensors, {"layers": layers, "own": own_layers}
@@ -169,10 +169,10 @@ def find(source: str | Path, revision: str | None, token: str | bool | None) -> 
 def _of_hub(repo: str, name: str, revision: str | None, token: str | bool | None) -> Path:
     from transformers.utils import cached_file
 
-    found = cached_file(repo, name, revision=revision, token=token)
-    if found is None:
+    file = cached_file(repo, name, revision=revision, token=token)
+    if file is None:
         raise FileNotFoundError(f"the hub repository {repo!r} has no {name}")
-    return Path(found)
+    return Path(file)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -221,10 +221,10 @@ def check_expected(
     specs = {index: cache.layers[index].spec for index in cache.packed_sizes}
     wanted = calibration_lookup.parameters_for(calibration, model, specs, cache.packed_sizes, preset).tensors
     for index in specs:
-        own = wanted.get(index, {})
+        expected = wanted.get(index, {})
         saved = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"parameters.{index}.")}
-        for name in sorted({*own, *saved}):
-            if name not in own or name not in saved or digest(own[name].cpu()) != digest(saved[name].cpu()):
+        for name in sorted({*expected, *saved}):
+            if name not in expected or name not in saved or digest(expected[name].cpu()) != digest(saved[name].cpu()):
                 raise ValueError(f"{path} was saved with another calibration: {name} of layer {index} differs")
 
 
@@ -242,12 +242,12 @@ def read(
 
 def parameters_in(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
     """By layer, the calibration's tensors, as `LowBitCache` takes them."""
-    found: dict[int, dict[str, torch.Tensor]] = {}
+    by_layer: dict[int, dict[str, torch.Tensor]] = {}
     for full, tensor in tensors.items():
         if full.startswith("parameters."):
             _, index, name = full.split(".", 2)
-            found.setdefault(int(index), {})[name] = tensor
-    return found
+            by_layer.setdefault(int(index), {})[name] = tensor
+    return by_layer
 
 
 def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
@@ -265,20 +265,20 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
     layers = {
         int(index): _layer_contents(said, f"layers.{index}", tensors) for index, said in description["layers"].items()
     }
-    own = {
+    own_layers = {
         int(index): OwnContents.from_tensors(
             said["seen"], {name: tensors[f"own.{index}.{name}"] for name in said["tensors"]}
         )
         for index, said in description["own"].items()
     }
-    return CacheContents(layers, own, tensors.get("text"))
+    return CacheContents(layers, own_layers, tensors.get("text"))
 
 
 def _layer_contents(said: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:
     pairs = {}
-    for what in ("sink", "tail"):
-        parts = [tensors[f"{prefix}.{what}.{side}"].split(said[f"{what}s"], dim=1) for side in _SIDES]
-        pairs[what] = list(zip(*parts, strict=True))
+    for part in ("sink", "tail"):
+        parts = [tensors[f"{prefix}.{part}.{side}"].split(said[f"{part}s"], dim=1) for side in _SIDES]
+        pairs[part] = list(zip(*parts, strict=True))
     tokens = StoredTokens(
         [tensors[f"{prefix}.pages"]],
         tensors[f"{prefix}.table"].cpu().long(),

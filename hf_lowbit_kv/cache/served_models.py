@@ -66,11 +66,11 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     return config
 
 
-def check_reading(asked: str | None, config: PreTrainedConfig, sides: dict[int, Side]) -> None:
-    """Raise where a layer is not read as `asked`."""
-    if asked is None or all(side.reading == parse_reading(asked) for side in sides.values()):
+def check_reading(reading: str | None, config: PreTrainedConfig, sides: dict[int, Side]) -> None:
+    """Raise where a layer is read in another way than `reading`."""
+    if reading is None or all(side.reading == parse_reading(reading) for side in sides.values()):
         return
-    if asked == "latent":
+    if reading == "latent":
         raise ValueError(
             f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
             "one, e.g. from_preset('fp8', model), from_preset('kv8', model) or KIVICache(model)"

@@ -72,10 +72,10 @@ def calibrate(
         ValueError: a preset without parameters, texts too short (says how many tokens are needed), keys or values that are not
             finite. ImportError: on a CPU, without faiss.
     """
-    asked = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
-    if not asked:
+    choices = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
+    if not choices:
         raise ValueError("preset=[] is not allowed; name one preset or more")
-    specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in asked}
+    specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in choices}
     jobs = [job for spec in specs.values() for job in _jobs(spec)]
     if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
@@ -200,9 +200,9 @@ class _Plan:
     @property
     def gradient_sides(self) -> dict[int, list[int]]:
         """By page size, the sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
-        found = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
+        wanted = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
         sides = {
-            size: [number for number, side in enumerate(SIDES) if (size, side) in found] for size in self.page_sizes
+            size: [number for number, side in enumerate(SIDES) if (size, side) in wanted] for size in self.page_sizes
         }
         return {size: numbers for size, numbers in sides.items() if numbers}
 
@@ -210,15 +210,15 @@ class _Plan:
         """The pages for which windows of `length` tokens are weighed by attention, for calibrators that want it. Warns where
         windows are too short for that."""
         wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
-        found: list[PageGrid] = []
+        grids: list[PageGrid] = []
         for job in self.jobs:
-            if not any(key in wanted for key, _ in _parts(job)) or job.grid in found:
+            if not any(key in wanted for key, _ in _parts(job)) or job.grid in grids:
                 continue
             if (reason := job.grid.why_not(length)) is None:
-                found.append(job.grid)
+                grids.append(job.grid)
             else:
                 warnings.warn(f"tokens are not weighed by the attention that they get: {reason}", stacklevel=3)
-        return found
+        return grids
 
     def choose(self, windows: int, length: int, seed: int) -> None:
         """Choose which pages of each window are kept: as many as the calibrators want, drawn at random, or all. Each calibrator

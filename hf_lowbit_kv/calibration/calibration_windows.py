@@ -80,7 +80,7 @@ class Tokens:
                 f"{needed} are needed, which is {needed * length} tokens"
             )
         wanted = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1) if samples is None else samples
-        return Windows(_drawn(whole, joined, wanted, seed), length, wanted * length)
+        return Windows(_draw_windows(whole, joined, wanted, seed), length, wanted * length)
 
     def draw_for_gradients(self, count: int, lengths: Sequence[int], seed: int) -> Windows:
         """At most `count` windows of the first of these lengths that the texts have a window of.
@@ -91,7 +91,7 @@ class Tokens:
         for length in lengths:
             whole, joined = self.windows(length)
             if whole or joined:
-                return Windows(_drawn(whole, joined, count, seed), length, count * length)
+                return Windows(_draw_windows(whole, joined, count, seed), length, count * length)
         raise ValueError(
             f"the texts are too short for gradients: {self.count} tokens, and {lengths[-1]} are needed, or gradients=False "
             "(--no-gradients)"
@@ -101,7 +101,7 @@ class Tokens:
         return f"{self.texts} text{'s' if self.texts != 1 else ''} of {self.count} tokens"
 
 
-def _drawn(whole: list[torch.Tensor], joined: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
+def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
     """At random, `count` of the whole windows; if they are fewer, all of them and some of the joined ones."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(whole), generator=generator)[:count].sort().values.tolist()

@@ -182,9 +182,9 @@ class StaticCalibrator(Calibrator):
         self, pages: torch.Tensor, center: torch.Tensor, step: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """What each KV head's pages lose, `[H]`: squared errors, as tokens are weighed."""
-        given, x = (center.float(), step), pages.transpose(0, 1)
-        arrays = self.part.encode_arrays(x, given)
-        lost = (self.part.decode_arrays(arrays, self.head_dim, given) - x).square().sum(-1).transpose(0, 1)
+        parameters, x = (center.float(), step), pages.transpose(0, 1)
+        arrays = self.part.encode_arrays(x, parameters)
+        lost = (self.part.decode_arrays(arrays, self.head_dim, parameters) - x).square().sum(-1).transpose(0, 1)
         return (lost if weights is None else lost * weights).sum((1, 2))
 
     def _step(self, rest: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -115,14 +115,14 @@ def _gradients(model: Any, window: torch.Tensor, cache: _Watched, generator: tor
                 continue  # these predictions depend on nothing that is watched
             log_p = logits.float().log_softmax(-1)
             uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
-            drawn = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)
-            total = total + log_p.gather(-1, drawn[:, None]).sum()
+            sampled = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)
+            total = total + log_p.gather(-1, sampled[:, None]).sum()
         try:
-            found = torch.autograd.grad(total, list(cache.zeros.values()))
+            gradients = torch.autograd.grad(total, list(cache.zeros.values()))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
                 f"the model's keys and values cannot be differentiated: gradients=False (--no-gradients) does without ({error})"
             ) from error
-    return dict(zip(cache.zeros, found, strict=True))
+    return dict(zip(cache.zeros, gradients, strict=True))

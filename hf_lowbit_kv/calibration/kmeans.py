@@ -70,8 +70,8 @@ def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Ten
 
 def _lloyd(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
     """Centroids begin as points drawn at random. One that is nobody's nearest begins again as a point far from its own."""
-    drawn = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
-    centroids = x[drawn.to(x.device)].clone()
+    starts = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
+    centroids = x[starts.to(x.device)].clone()
     for _ in range(iterations):
         code, distance = _assign(x, centroids)
         size = torch.bincount(code, minlength=count)

@@ -17,10 +17,10 @@ def say(text: str, progress: bool | Report | None) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def log_line(what: str, done: int, total: int) -> None:
+def log_line(stage: str, done: int, total: int) -> None:
     """For standard error that is no terminal, where a bar cannot move: a line for every 16 steps, and for the last one."""
     if done == total or done % 16 == 0:
-        print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+        print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
     if not isinstance(progress, (bool, type(None))):
         raise TypeError(f"progress={progress!r} is not allowed; it must be True, False or a function")
     if not progress:
-        yield lambda what, done, total: None
+        yield lambda stage, done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,9 +46,9 @@ def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done)
 
         yield report

@@ -60,19 +60,19 @@ class Calibration:
 
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
         """One tensor. Raises `ValueError` where the calibration does not hold it."""
-        *what, parameter = names
-        name = ".".join(("layers", str(layer), side, *what, parameter))
-        if (found := self.tensors.get(name)) is None:
+        *stages, parameter = names
+        name = ".".join(("layers", str(layer), side, *stages, parameter))
+        if (tensor := self.tensors.get(name)) is None:
             raise ValueError(
-                f"calibration{self._where()} holds no {parameter} for {side} of {'.'.join(what)} ({name}); it holds "
+                f"calibration{self._where()} holds no {parameter} for {side} of {'.'.join(stages)} ({name}); it holds "
                 f"{', '.join(self.contents()) or 'nothing'}"
             )
-        return found
+        return tensor
 
     def contents(self) -> list[str]:
         """What it was made for: `keys of smooth+hadamard.vq-d4b8`, ..."""
-        found = {tuple(name.split(".")[2:-1]) for name in self.tensors}
-        return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in found)
+        parts = {tuple(name.split(".")[2:-1]) for name in self.tensors}
+        return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in parts)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, which appears whole or not at all. Raises `OSError` where that fails."""
@@ -174,15 +174,15 @@ class Calibration:
 
     def _check_kept(self, other: Calibration) -> None:
         """Raise `ValueError` where `other` changes what tensors of this one stand behind."""
-        held = self.tensors
+        stored = self.tensors
         changed = {
-            x for x, tensor in other.tensors.items() if x in held and not torch.equal(held[x].cpu(), tensor.cpu())
+            x for x, tensor in other.tensors.items() if x in stored and not torch.equal(stored[x].cpu(), tensor.cpu())
         }
-        behind = {tuple(x.split(".")[:4]): x for x in held if x not in other.tensors and len(x.split(".")) > 5}
+        behind = {tuple(x.split(".")[:4]): x for x in stored if x not in other.tensors and len(x.split(".")) > 5}
         for name in sorted(changed):
-            if len(parts := name.split(".")) == 5 and (kept := behind.get(tuple(parts[:4]))) is not None:
+            if len(parts := name.split(".")) == 5 and (later := behind.get(tuple(parts[:4]))) is not None:
                 raise ValueError(
-                    f"{name} would change, and {kept} was made behind the one that is there: calibrate the presets of both "
+                    f"{name} would change, and {later} was made behind the one that is there: calibrate the presets of both "
                     "together, or write another file"
                 )
 
@@ -286,12 +286,12 @@ def find_file(source: str | Path) -> Path:
         from transformers.utils import cached_file
 
         try:
-            found = cached_file(text, FILE_NAME)
+            file = cached_file(text, FILE_NAME)
         except OSError as error:
             raise OSError(
                 f"calibration={text!r} is no file here, and no hub repository that can be read: {error}"
             ) from error
-        if found is not None:
-            _of_hub[text] = Path(found)
+        if file is not None:
+            _of_hub[text] = Path(file)
             return _of_hub[text]
     raise FileNotFoundError(f"calibration={text!r} is neither a file, nor a folder or hub repository with {FILE_NAME}")

@@ -139,57 +139,61 @@ def parameters_for(
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
     if isinstance(calibration, Borrowed):
         calibration, load, convert = calibration.source, _load_once, converted
-    asked = {layer: wanted for layer, spec in specs.items() if (wanted := list(asked_of(spec)))}
-    shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in asked}
-    if calibration is None and not asked:
+    needs = {layer: wanted for layer, spec in specs.items() if (wanted := list(needs_of(spec)))}
+    shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in needs}
+    if calibration is None and not needs:
         return CalibratedParameters({})
     model = describe_model(model_or_config, sizes)
     name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
-        given = calibration if isinstance(calibration, Calibration) else load(calibration)
-        given.check(model)
+        loaded = calibration if isinstance(calibration, Calibration) else load(calibration)
+        loaded.check(model)
         try:
-            return CalibratedParameters(_taken(given, asked, shapes, convert), _remark(given, specs))
+            return CalibratedParameters(_taken(loaded, needs, shapes, convert), _remark(loaded, specs))
         except ValueError as error:
-            raise ValueError(f"{error}; {_how_to_make(asked, specs, name, preset, given.path)}") from error
+            raise ValueError(f"{error}; {_how_to_make(needs, specs, name, preset, loaded.path)}") from error
     reasons = []
-    for found in find(model, load):
+    for candidate in find(model, load):
         try:
-            return CalibratedParameters(_taken(found, asked, shapes, convert), _remark(found, specs))
+            return CalibratedParameters(_taken(candidate, needs, shapes, convert), _remark(candidate, specs))
         except _WrongTensorError as error:
-            _skip(Path(found.path or ""), str(error))
+            _skip(Path(candidate.path or ""), str(error))
             reasons.append(str(error))
         except ValueError as error:
             reasons.append(str(error))
-    layer, spec = next((layer, specs[layer]) for layer in asked)
-    what = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
-    if len(asked) < len(specs) and not (preset and list(asked_of(get_preset(preset).spec()))):
-        what, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
+    layer, spec = next((layer, specs[layer]) for layer in needs)
+    user = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
+    if len(needs) < len(specs) and not (preset and list(needs_of(get_preset(preset).spec()))):
+        user, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
     raise ValueError(
-        f"{what} needs a calibration for {model['name']}, and none was given: {_how_to_make(asked, specs, name, preset)}"
+        f"{user} needs a calibration for {model['name']}, and none was given: {_how_to_make(needs, specs, name, preset)}"
         + (f" ({'; '.join(reasons)})" if reasons else "")
     )
 
 
 def _how_to_make(
-    asked: Mapping[int, Iterable[Any]],
+    needs: Mapping[int, Iterable[Any]],
     specs: Mapping[int, Any],
     model: str,
     preset: str | None,
     path: str | None = None,
 ) -> str:
     """The command for what layers ask for, or the call where no preset has it; path: of a file to add to."""
-    made = {name: set(asked_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())}
-    found = [next((name for name, what in made.items() if what.issuperset(wanted)), None) for wanted in asked.values()]
-    if None in found:
-        own = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in asked))
-        return f"calibration=lb.calibrate(model, tokenizer, texts, [{own}]) makes it"
-    file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, found)))
+    by_preset = {
+        name: set(needs_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())
+    }
+    makers = [
+        next((name for name, parts in by_preset.items() if parts.issuperset(wanted)), None) for wanted in needs.values()
+    ]
+    if None in makers:
+        own_specs = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in needs))
+        return f"calibration=lb.calibrate(model, tokenizer, texts, [{own_specs}]) makes it"
+    file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, makers)))
     command = f"hf-lowbit-kv calibrate --model {model} --text FILE --preset {names} -o {file}"
     return f"{command}, then calibration={file!r} (--calibration {file})"
 
 
-def asked_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:
+def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:
     """What a spec asks for: full name, side, names in the file, and dtype."""
     for side, role in (("keys", "key"), ("values", "value")):
         transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
@@ -223,12 +227,12 @@ def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...
 
 def _taken(
     calibration: Calibration,
-    asked: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
+    needs: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> dict[int, dict[str, torch.Tensor]]:
     taken: dict[int, dict[str, torch.Tensor]] = {}
-    for layer, wanted in asked.items():
+    for layer, wanted in needs.items():
         taken[layer] = {}
         for name, side, names, dtype in wanted:
             tensor = calibration.get(layer, side, names)

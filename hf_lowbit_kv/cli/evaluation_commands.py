@@ -128,7 +128,7 @@ def lm_eval(
 
     from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet
 
-    given = parse_overrides(overrides, calibration)
+    cache_options = parse_overrides(overrides, calibration)
     quiet()
     parse_options(chosen, context.args)  # before the model is loaded
     lm = LowBitLM(
@@ -141,8 +141,8 @@ def lm_eval(
         dtype=getattr(torch, dtype) if dtype else None,
     )
     for name in names:
-        lm.use(name, **given)  # raises for what a preset cannot do, before anything is measured
-    rows = evaluate(lm, presets, chosen, context.args, **given)
+        lm.use(name, **cache_options)  # raises for what a preset cannot do, before anything is measured
+    rows = evaluate(lm, presets, chosen, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
         return
@@ -187,12 +187,12 @@ def needle(
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
         task.check_picture(picture)
-    given = parse_overrides(overrides, calibration)
+    cache_options = parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
-    names = names or all_presets(loaded, given)
+    names = names or all_presets(loaded, cache_options)
     with progress(task.steps(names, lengths)) as report:
         rows = task.run(
-            names, loaded, tokenizer, lengths, depths, trials, text, kv_chunk, report=report, overrides=given
+            names, loaded, tokenizer, lengths, depths, trials, text, kv_chunk, report=report, overrides=cache_options
         )
     if picture is not None:
         task.draw(rows, picture)
@@ -319,11 +319,11 @@ def sweep(
         need("eval", "matplotlib")
     if out is not None and (out.suffix not in (".png", ".svg") or not out.parent.is_dir()):
         raise ValueError(f"--out {str(out)!r} is not allowed; it must be a .png or .svg in a folder that exists")
-    given = parse_overrides(None, calibration)
+    cache_options = parse_overrides(None, calibration)
     texts = text or default_texts()[:1]
     loaded, tokenizer = load(model, device, dtype)
     rows = preset_search.sweep(
-        pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **given
+        pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **cache_options
     )
     if out is not None:
         plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")

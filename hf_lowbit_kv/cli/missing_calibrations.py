@@ -45,7 +45,7 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
     if plain.spec.reading.name != "separate":
         return []  # no preset for latents has parameters
     sizes: dict[int, Any] = plain.packed_sizes
-    found = list[str]()
+    uncalibrated = list[str]()
     for name in names or preset_names():
         spec = get_preset(name).spec()
         try:
@@ -60,8 +60,8 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
             from_preset(name, model, **overrides)
         except ValueError:
             if budget.holds(_size(spec, sizes, budget)):
-                found.append(name)
-    return found
+                uncalibrated.append(name)
+    return uncalibrated
 
 
 def _size(spec: Any, sizes: dict[int, Any], budget: Budget) -> Size:

@@ -40,9 +40,9 @@ def doctor(
     as_json: JsonObjectOption = False,
 ) -> None:
     """Say what runs on this machine and why, and what is missing. Exits with 1 where nothing runs."""
-    found = examine(device)
-    print(json.dumps(found, indent=2) if as_json else found, end="\n" if as_json else "")
-    if not found.ok:
+    diagnosis = examine(device)
+    print(json.dumps(diagnosis, indent=2) if as_json else diagnosis, end="\n" if as_json else "")
+    if not diagnosis.ok:
         raise typer.Exit(1)
 
 
@@ -115,15 +115,15 @@ def calibrate(
     if (before := try_file(path, repr(str(path)))) is not None:
         before.check(described)
     console = Console(stderr=True)
-    drawn = {"samples": samples, "length": length, "seed": seed}
-    options = {**drawn, "per_head": per_head, "gradients": gradients, "attention": attention, "offload": offload}
+    sampling = {"samples": samples, "length": length, "seed": seed}
+    options = {**sampling, "per_head": per_head, "gradients": gradients, "attention": attention, "offload": offload}
     shown = True if console.is_terminal else log_line
-    found = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
-    found = add_to_file(found, path)
-    console.print(f"{path}: {', '.join(found.contents())}", markup=False, soft_wrap=True)
+    calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
+    calibration = add_to_file(calibration, path)
+    console.print(f"{path}: {', '.join(calibration.contents())}", markup=False, soft_wrap=True)
     if as_json:
         print_json(
-            {"file": str(path), "model": described["name"], "presets": names, "contents": list(found.contents())}
+            {"file": str(path), "model": described["name"], "presets": names, "contents": list(calibration.contents())}
         )
 
 

@@ -19,8 +19,8 @@ FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Static]
 @functools.cache
 def _parse(name: str) -> Format:
     for cls in FORMATS:
-        if (found := cls.parse(name)) is not None:  # type: ignore[attr-defined]
-            return found
+        if (fmt := cls.parse(name)) is not None:  # type: ignore[attr-defined]
+            return fmt
     allowed = ", ".join(cls.grammar or cls.__name__ for cls in FORMATS)
     raise ValueError(f"format={name!r} is not known; allowed: {allowed}")
 

@@ -108,9 +108,11 @@ class Affine(Format):
 
     def validate(self, head_dim: int, page_size: int) -> None:
         super().validate(head_dim, page_size)
-        extent, what = (page_size, "page_size") if self.axis == "channel" else (head_dim, "head_dim")
+        extent, extent_name = (page_size, "page_size") if self.axis == "channel" else (head_dim, "head_dim")
         if self.group_size is not None and extent % self.group_size:
-            raise ValueError(f"group_size={self.group_size} of format {self.name!r} does not divide {what}={extent}")
+            raise ValueError(
+                f"group_size={self.group_size} of format {self.name!r} does not divide {extent_name}={extent}"
+            )
         if self.bits == 5 and self.layout != "planar-1" and head_dim % 32:
             raise ValueError(f"layout={self.layout!r} takes 5 bits with multiples of 32 channels, not with {head_dim}")
 

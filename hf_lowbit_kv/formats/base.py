@@ -18,7 +18,7 @@ from .records import Parametrized, place, size, views
 
 #: head sizes the kernels are specialised for
 HEAD_DIMS = (64, 80, 96, 128, 256)
-#: tensors of `Format.held`, in that order; `[H or 1, ...]` each
+#: tensors of `Format.record_parameters`, in that order; `[H or 1, ...]` each
 Tensors = Sequence[torch.Tensor]
 
 

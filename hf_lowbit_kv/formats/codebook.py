@@ -179,8 +179,8 @@ def nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     if codebook.shape[0] == 1:
         return _nearest(x.reshape(-1, x.shape[-1]), codebook[0].float()).view(x.shape[:-1])
     heads = x.movedim(-4, 0)
-    found = [_nearest(of.reshape(-1, x.shape[-1]), book.float()) for of, book in zip(heads, codebook, strict=True)]
-    return torch.stack(found).view(heads.shape[:-1]).movedim(0, -3)
+    codes = [_nearest(of.reshape(-1, x.shape[-1]), book.float()) for of, book in zip(heads, codebook, strict=True)]
+    return torch.stack(codes).view(heads.shape[:-1]).movedim(0, -3)
 
 
 def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     )  # where a product may be rounded to fewer bits
     kind = torch.float64 if wide else torch.float32
     squares = (centroids * centroids).sum(-1).to(kind)
-    largest, found = squares.max(), []
+    largest, codes = squares.max(), []
     for part in x.split(max(_CHUNK // len(centroids), 1)):
         distance = torch.addmm(squares, part.to(kind), centroids.to(kind).T, alpha=-2)  # less |x|^2
         low, code = distance.min(-1)
@@ -202,8 +202,8 @@ def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
         unclear = torch.nonzero(~((distance <= (low + slack)[:, None]).sum(-1) == 1))[:, 0]
         for rows in unclear.split(max(_CHUNK // (len(centroids) * 4), 1)):
             code[rows] = squared_distance(part[rows, None], centroids).nan_to_num(torch.inf, torch.inf).argmin(-1)
-        found.append(code)
-    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.int64)
+        codes.append(code)
+    return torch.cat(codes) if codes else x.new_zeros(0, dtype=torch.int64)
 
 
 def squared_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ class Dense(Format):
 
     @classmethod
     def parse(cls, name: str) -> Dense | None:
-        found = re.fullmatch(f"dense(?:@({bricks.LAYOUT}))?", name)
-        return cls(found[1] or "planar-1") if found else None
+        match = re.fullmatch(f"dense(?:@({bricks.LAYOUT}))?", name)
+        return cls(match[1] or "planar-1") if match else None
 
     def with_layout(self, layout: str) -> Dense:
         return replace(self, layout=layout) if layout in self.layouts else self

@@ -73,8 +73,8 @@ class Fp8(Format):
 
     @classmethod
     def parse(cls, name: str) -> Fp8 | None:
-        found = re.fullmatch(r"fp8(?:-(block|static))?(?:@([\w-]+))?", name)
-        return cls(found[1] or "token", found[2] or "planar-1") if found else None  # type: ignore[arg-type]
+        match = re.fullmatch(r"fp8(?:-(block|static))?(?:@([\w-]+))?", name)
+        return cls(match[1] or "token", match[2] or "planar-1") if match else None  # type: ignore[arg-type]
 
     def with_layout(self, layout: str) -> Fp8:
         return replace(self, layout=layout) if layout in self._offered else self

@@ -52,11 +52,11 @@ def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, 
     lane, bit = 4 * row_x + (column_x >> 1), 16 * (column_x & 1) + 8 * row_j + 4 * column_j
     first, count = words(bits, head_dim)
     low = (first + c, bit + 2 * h) if bits - HIGH == 2 else (first + c // 2, bit + 2 * h + (c & 1))
-    wide, found = vector(count), []
+    wide, places = vector(count), []
     for word, at in ((2 * c + h, bit), low):
         place = word // wide * (LANES * wide) + lane * wide + word % wide
-        found.append(tuple(x.expand(BLOCK, head_dim).contiguous() for x in (place, at)))
-    return tuple(found)  # type: ignore[arg-type]
+        places.append(tuple(x.expand(BLOCK, head_dim).contiguous() for x in (place, at)))
+    return tuple(places)  # type: ignore[arg-type]
 
 
 def _split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,12 +68,12 @@ def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
     """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
     *lead, page_size, head_dim = codes.shape
     sizes = shape(bits, head_dim, page_size)
-    found = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
+    words = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
     blocks = codes.long().unflatten(-2, (-1, BLOCK))
     for part, (place, at) in zip(_split(blocks, bits), _places(bits, layout, head_dim), strict=True):
         fields = (part << at.to(codes.device)).flatten(-2)
-        found.index_add_(-1, place.flatten().to(codes.device), fields)  # fields do not overlap
-    return torch.where(found >= 2**31, found - 2**32, found).to(torch.int32).unflatten(-1, sizes[1:])
+        words.index_add_(-1, place.flatten().to(codes.device), fields)  # fields do not overlap
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).unflatten(-1, sizes[1:])
 
 
 def unpack(array: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.Tensor:

@@ -54,11 +54,11 @@ def size(fields: Sequence[Field]) -> int:
 
 def views(records: torch.Tensor, fields: Iterable[Field]) -> dict[str, torch.Tensor]:
     """Bytes `[..., size]` (uint8, last axis contiguous) -> typed views `[..., *shape]` of the same memory."""
-    found = {}
+    arrays = {}
     for field in fields:
         raw = records[..., field.offset : field.offset + field.nbytes]
-        found[field.name] = raw.view(field.dtype).unflatten(-1, field.shape)
-    return found
+        arrays[field.name] = raw.view(field.dtype).unflatten(-1, field.shape)
+    return arrays
 
 
 def _aligned(offset: int) -> int:
@@ -79,26 +79,28 @@ class Parametrized:
         """What calibration supplies for a layer of that many KV heads."""
         return ()
 
-    def held(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
+    def record_parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
         """What the layer holds, and what encoding, decoding and kernels get."""
         return self.parameters(head_dim, num_kv_heads)
 
-    def prepare(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Tensors of `parameters` -> tensors of `held`, in these orders."""
-        return given
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Tensors of `parameters` -> tensors of `record_parameters`, in these orders."""
+        return tensors
 
     # What follows is the same for all.
 
     def record_fields(self, head_dim: int) -> tuple[Field, ...]:
         """The tensors that are held, of one KV head, with their byte offsets in its record."""
-        return place((held.name, held.dtype, held.shape[1:]) for held in self.held(head_dim, 1))
+        return place(
+            (parameter.name, parameter.dtype, parameter.shape[1:]) for parameter in self.record_parameters(head_dim, 1)
+        )
 
     def tensors(self, record: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, ...]:
         """A record `[H or 1, bytes]` -> the tensors that are held, `[H or 1, ...]` each."""
         return tuple(views(record, self.record_fields(head_dim)).values())
 
     def record(
-        self, given: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, local: slice, device: torch.device
+        self, tensors: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, local: slice, device: torch.device
     ) -> torch.Tensor | None:
         """The record, uint8 `[H or 1, bytes]`, on `device`; `None` where there are no parameters.
 
@@ -106,9 +108,9 @@ class Parametrized:
             given: tensor by name, checked with `check`.
             num_kv_heads: of the layer. local: which of them this process has (tensor parallelism).
         """
-        if not (asked := self.parameters(head_dim, num_kv_heads)):
+        if not (parameters := self.parameters(head_dim, num_kv_heads)):
             return None
-        mine = [given[p.name].detach().to(device) for p in asked]
+        mine = [tensors[p.name].detach().to(device) for p in parameters]
         prepared = self.prepare([x if x.shape[0] == 1 else x[local] for x in mine])
         fields = self.record_fields(head_dim)
         heads = max(x.shape[0] for x in prepared)
@@ -117,19 +119,21 @@ class Parametrized:
             view.copy_(x.expand(heads, *x.shape[1:]))
         return record
 
-    def check(self, given: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, where: str) -> None:
-        """Raise `ValueError` where `given` is not what `parameters` lists. where: what the message calls it."""
+    def check(self, tensors: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, where: str) -> None:
+        """Raise `ValueError` where `tensors` is not what `parameters` lists. where: what the message calls it."""
         for name, shape, dtype in self.parameters(head_dim, num_kv_heads):
-            if name not in given:
+            if name not in tensors:
                 raise ValueError(f"{where}{name} is missing: {self} needs it, {dtype} of shape {shape}")
-            found = given[name]
+            tensor = tensors[name]
             if (
-                not isinstance(found, torch.Tensor)
-                or found.dtype != dtype
-                or tuple(found.shape) not in (shape, (1, *shape[1:]))
+                not isinstance(tensor, torch.Tensor)
+                or tensor.dtype != dtype
+                or tuple(tensor.shape) not in (shape, (1, *shape[1:]))
             ):
                 shown = (
-                    f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                    if isinstance(tensor, torch.Tensor)
+                    else repr(tensor)
                 )
                 shared = f", or {(1, *shape[1:])} for all heads" if shape[0] > 1 else ""
                 raise ValueError(f"{where}{name} is {shown}; {self} needs {dtype} of shape {shape}{shared}")

@@ -105,24 +105,24 @@ def pack(codes: torch.Tensor, planes: Sequence[Plane], layout: str) -> torch.Ten
     """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
     *lead, page_size, head_dim = codes.shape
     sizes = shape(planes, layout, page_size)
-    found = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
+    words = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
     blocks = codes.long().unflatten(-2, (-1, BLOCK))
     for plane, (place, bit) in zip(planes, _places(_key(planes), layout, head_dim), strict=True):
         fields = (blocks[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
         fields = fields << bit.to(codes.device)
-        found.index_add_(-1, place.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
-    found = torch.where(found >= 2**31, found - 2**32, found)
-    return found.to(torch.int32).unflatten(-1, sizes[1:])
+        words.index_add_(-1, place.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).unflatten(-1, sizes[1:])
 
 
-def unpack(found: torch.Tensor, planes: Sequence[Plane], layout: str, head_dim: int) -> torch.Tensor:
+def unpack(words: torch.Tensor, planes: Sequence[Plane], layout: str, head_dim: int) -> torch.Tensor:
     """The inverse of `pack`: int32 `[..., page, D]`."""
-    wide = found.long().flatten(-3)
-    codes = found.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
+    wide = words.long().flatten(-3)
+    codes = words.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
     for plane, (place, bit) in zip(planes, _places(_key(planes), layout, head_dim), strict=True):
-        fields = (wide[..., place.to(found.device)] >> bit.to(found.device)) & (2**plane.width - 1)
-        fields = fields.int() << plane.shifts.to(found.device)
-        codes.index_add_(-1, plane.channels.to(found.device), fields)
+        fields = (wide[..., place.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
+        fields = fields.int() << plane.shifts.to(words.device)
+        codes.index_add_(-1, plane.channels.to(words.device), fields)
     return codes.flatten(-3, -2)
 
 
@@ -136,7 +136,7 @@ def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_d
     count = sum(len(channels) * width for width, channels in planes)
     count = -(-count // 32)
     wide = vector(count)
-    token, found, before = torch.arange(BLOCK)[:, None], [], 0
+    token, places, before = torch.arange(BLOCK)[:, None], [], 0
     for width, channels in planes:
         column, channel = torch.arange(len(channels)), torch.tensor(channels)
         g, h, j = token >> 2, token >> 1 & 1, token & 1
@@ -156,9 +156,9 @@ def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_d
             else:
                 word, bit = head_dim // 16 + tile // 2, bit + 2 * j + 4 * h + (tile & 1)
         place = word // wide * (LANES * wide) + lane * wide + word % wide
-        found.append(tuple(x.expand(BLOCK, len(channels)).contiguous() for x in (place, bit)))
+        places.append(tuple(x.expand(BLOCK, len(channels)).contiguous() for x in (place, bit)))
         before += width * -(-len(channels) // OCTET)
-    return tuple(found)
+    return tuple(places)
 
 
 def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -375,15 +375,15 @@ def _per_bits(pattern: str, head_dim: int, value) -> torch.Tensor:
 @functools.cache
 def _planes(pattern: str, head_dim: int) -> tuple[Plane, ...]:
     group = head_dim // len(pattern)
-    found: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []}
+    columns_of: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []}
     for i, digit in enumerate(pattern):
         shift = int(digit)
         for width in PLANES[int(digit)]:
             shift -= width
-            found[width] += [(channel, shift) for channel in range(i * group, (i + 1) * group)]
+            columns_of[width] += [(channel, shift) for channel in range(i * group, (i + 1) * group)]
     return tuple(
         Plane(width, torch.tensor([c for c, _ in columns]), torch.tensor([s for _, s in columns], dtype=torch.int32))
-        for width, columns in found.items()
+        for width, columns in columns_of.items()
         if columns
     )
 

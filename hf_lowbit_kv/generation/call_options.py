@@ -84,44 +84,44 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def options_of_cache(given: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
+def options_of_cache(cache_options: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
     """The options of a new cache: those given, and the calibration that stands beside them."""
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"cache_options={given!r} is not allowed; it must be a dict of options, or None")
+    if not isinstance(cache_options, Mapping | None):
+        raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
     if calibration is None:
-        return given
-    if (other := (given or {}).get("calibration")) is not None:
+        return cache_options
+    if (other := (cache_options or {}).get("calibration")) is not None:
         one, two = (repr(x) if isinstance(x, (str, os.PathLike)) else type(x).__name__ for x in (calibration, other))
         raise ValueError(f"calibration={one} and cache_options['calibration']={two} are both given; give one of them")
-    return {**(given or {}), "calibration": calibration}
+    return {**(cache_options or {}), "calibration": calibration}
 
 
 def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
     return setting(model, options, "num_return_sequences") or 1
 
 
-def new_tokens_of(model: Any, given: int | None, options: dict[str, Any], tokens: int) -> int:
+def new_tokens_of(model: Any, max_new_tokens: int | None, options: dict[str, Any], tokens: int) -> int:
     """Tokens to write, at most. The call's `max_length` is taken out of the options, and becomes this."""
     length = options.pop("max_length", None)
-    if given is not None and length is not None:
-        raise ValueError(f"max_new_tokens={given} and max_length={length} are both given; give one of them")
+    if max_new_tokens is not None and length is not None:
+        raise ValueError(f"max_new_tokens={max_new_tokens} and max_length={length} are both given; give one of them")
     config = options.get("generation_config")
-    if given is None and length is None:
-        given = getattr(config, "max_new_tokens", None)
-        length = getattr(config, "max_length", None) if given is None else None
+    if max_new_tokens is None and length is None:
+        max_new_tokens = getattr(config, "max_new_tokens", None)
+        length = getattr(config, "max_length", None) if max_new_tokens is None else None
     if length is not None:
         check_count("max_length", length)
         if length <= tokens:
             raise ValueError(f"max_length={length} leaves nothing to write: the prompt has {tokens} tokens")
-        given = length - tokens
-    if given is None:
-        given = model.generation_config.max_new_tokens
-    if given is None:
+        max_new_tokens = length - tokens
+    if max_new_tokens is None:
+        max_new_tokens = model.generation_config.max_new_tokens
+    if max_new_tokens is None:
         raise ValueError(
             "max_new_tokens=None: the cache is allocated before the first step, so give the most tokens to write"
         )
-    check_count("max_new_tokens", given)
-    return given
+    check_count("max_new_tokens", max_new_tokens)
+    return max_new_tokens
 
 
 def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:

@@ -91,9 +91,11 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str, 
     done = _compiled.setdefault(cache.packed_layers[0], set())
     if key in done:
         return
-    what = f"{cache.preset or 'the cache'}, {rows} x {capacity(cache)} tokens"
+    subject = f"{cache.preset or 'the cache'}, {rows} x {capacity(cache)} tokens"
     if progress:
-        print(f"Compiling the decoding step of {type(model).__name__} for {what} (once)", file=sys.stderr, flush=True)
+        print(
+            f"Compiling the decoding step of {type(model).__name__} for {subject} (once)", file=sys.stderr, flush=True
+        )
     done.add(key)
     _models.add(model)
     if cache.packed_layers[0].is_initialized and int(cache.get_seq_length()):

@@ -127,8 +127,8 @@ def _stop_check_replaced() -> Iterator[None]:
 
     @functools.wraps(asks)
     def is_supported(*args: Any, **kwargs: Any) -> bool:
-        asked = signature.bind(*args, **kwargs).arguments
-        device, cache, returned, assistant = (asked[name] for name in _ASKED)
+        arguments = signature.bind(*args, **kwargs).arguments
+        device, cache, returned, assistant = (arguments[name] for name in _ASKED)
         if device.type == "cuda" and cache is not None and cache is _late.get() and not _moves(cache):
             return not assistant and (cache.is_croppable or not returned)
         return asks(*args, **kwargs)
@@ -157,7 +157,7 @@ _told: set[str] = set()
 def lacking() -> dict[str, str]:
     """What this transformers has no place for, and why: "recorded steps", "steps that do not wait". Empty: nothing."""
     reasons = {"recorded steps": _why_no_steps(), "steps that do not wait": _why_no_late_check()}
-    return {what: reason for what, reason in reasons.items() if reason is not None}
+    return {feature: reason for feature, reason in reasons.items() if reason is not None}
 
 
 def _why_no_steps() -> str | None:
@@ -173,9 +173,9 @@ def _why_no_late_check() -> str | None:
     return f"transformers {transformers.__version__} has no DeferredStopCheck.is_supported({', '.join(_ASKED)})"
 
 
-def _lacks(what: str, reason: str | None) -> bool:
+def _lacks(feature: str, reason: str | None) -> bool:
     """Whether there is a reason; it is told once."""
-    if reason is not None and what not in _told:
-        _told.add(what)
-        warnings.warn(f"no {what}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)
+    if reason is not None and feature not in _told:
+        _told.add(feature)
+        warnings.warn(f"no {feature}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)
     return reason is not None

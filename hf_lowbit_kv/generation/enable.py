@@ -219,11 +219,11 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
-    given = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
+    chosen_by_user = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
     stack = vars(self).get(_ENABLED)
-    if given or generation_config.use_cache is False or not stack:
-        own = original(self, "_prepare_cache_for_generation")
-        own(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    if chosen_by_user or generation_config.use_cache is False or not stack:
+        prepare = original(self, "_prepare_cache_for_generation")
+        prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     enabled, call = stack[-1], _call.get()
     # where its class's `generate` was called, nobody would undo what steps need

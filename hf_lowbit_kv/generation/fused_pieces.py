@@ -109,10 +109,10 @@ class Norm(Piece):
         self.offset, self.eps = offset, eps_of(module)
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
-        own = own_forward(self.module)
+        original = own_forward(self.module)
         yield (
             self.module,
-            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs),
+            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
         )
 
     @property
@@ -210,10 +210,10 @@ class Gate(Piece):
             yield "products", self.name, None if way == "products" else reason
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
-        own = own_forward(self.module)
+        original = own_forward(self.module)
         yield (
             self.module,
-            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs),
+            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
         )
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
@@ -316,12 +316,12 @@ class SharedInput:
             return "inference mode"
         return "its inputs differ" if self._differed or self._outputs else None
 
-    def output(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def output(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         if args[0].is_inference():  # nobody counts its changes
             self._uncounted = True
-            return own(*args)
+            return original(*args)
         (x,) = args
         if self._x is not x or self._version != x._version or index not in self._outputs:
             self._differed |= bool(self._outputs)

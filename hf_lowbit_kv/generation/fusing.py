@@ -29,10 +29,10 @@ class Substitute:
     """Stands in a module as its `forward`, for the thread that put it there."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._own, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
+        self._original, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._forward if threading.get_ident() == self._thread else self._own
+        run = self._forward if threading.get_ident() == self._thread else self._original
         return run(*args, **kwargs)
 
 
@@ -139,7 +139,7 @@ class Fusion:
                 if reason is not None:
                     by_reason.setdefault(reason, []).append(name)
             fused = sum(reason is None for _, reason in rows)
-            said = "; ".join(f"{_some(names)}: {reason}" for reason, names in by_reason.items())
+            said = "; ".join(f"{_shortened(names)}: {reason}" for reason, names in by_reason.items())
             parts.append(f"{kind} {fused}/{len(rows)}" + (f" ({said})" if said else ""))
         return ", ".join(parts) or "nothing: no piece is known"
 
@@ -187,10 +187,10 @@ def why_nothing_fused(model: Any) -> str | None:
     return "train()" if model.training else None
 
 
-def _sorted(found: Iterator[Piece | Plain]) -> tuple[list[Piece], list[Plain]]:
+def _sorted(candidates: Iterator[Piece | Plain]) -> tuple[list[Piece], list[Plain]]:
     pieces: list[Piece] = []
     plain: list[Plain] = []
-    for each in found:
+    for each in candidates:
         if isinstance(each, Piece):
             pieces.append(each)
         else:
@@ -198,7 +198,7 @@ def _sorted(found: Iterator[Piece | Plain]) -> tuple[list[Piece], list[Plain]]:
     return pieces, plain
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

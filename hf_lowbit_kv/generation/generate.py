@@ -110,7 +110,7 @@ def generate(
     inner = unwrap(model)
     inputs = prompt_of(inputs, options)
     past_key_values = cache_of(past_key_values, options)
-    how = which_step(inner, step, options)
+    step_kind = which_step(inner, step, options)
     check_fuse(fuse)
     check_prefixes(prefixes)
     check_options(inner, options)
@@ -136,13 +136,13 @@ def generate(
                     "past_key_values"
                 )
             cache = _check_cache(past_key_values, preset, options, tokens, wanted)
-            return _run(model, cache, rows, options, how, fuse, progress)
+            return _run(model, cache, rows, options, step_kind, fuse, progress)
         cache = lend_cache(
             *(inner, DEFAULT_PRESET if preset is None else preset, dict(cache_options or {})),
             *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
         )
         try:
-            return _run(model, cache, rows, options, how, fuse, progress, prefixes)
+            return _run(model, cache, rows, options, step_kind, fuse, progress, prefixes)
         except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
             kept.give_back(cache)
             raise
@@ -255,19 +255,19 @@ def _check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> Non
     ids = inputs.get("input_ids")
     if cache.text is None or ids is None or seen == 0:
         return
-    held = cache.text[:, :seen].to(ids.device)
-    if len(held) != len(ids):
+    stored = cache.text[:, :seen].to(ids.device)
+    if len(stored) != len(ids):
         return  # the cache itself refuses another number of rows
-    begin = ids[:, : held.shape[1]]
-    differ = begin != held
-    if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2 and mask.shape[1] >= held.shape[1]:
-        differ &= mask[:, : held.shape[1]].bool().to(differ.device)
+    begin = ids[:, : stored.shape[1]]
+    differ = begin != stored
+    if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2 and mask.shape[1] >= stored.shape[1]:
+        differ &= mask[:, : stored.shape[1]].bool().to(differ.device)
     if not bool(differ.any()):
         return
     row, token = (int(x) for x in differ.nonzero()[0])
     raise ValueError(
         f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} is "
-        f"{int(begin[row, token])}, and {int(held[row, token])} is stored; give the whole conversation, what is stored and "
+        f"{int(begin[row, token])}, and {int(stored[row, token])} is stored; give the whole conversation, what is stored and "
         "what is new, or reset() the cache first"
     )
 

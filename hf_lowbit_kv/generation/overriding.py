@@ -43,21 +43,21 @@ def put_on(thing: Any, *functions: Callable) -> None:
         functions: at the top of a module; `original` gives them the method that they stand for.
     """
     with _lock:
-        own = vars(thing)
-        overrides = own.setdefault(STATE, _Overrides())
+        attributes = vars(thing)
+        overrides = attributes.setdefault(STATE, _Overrides())
         for function in functions:
             name = function.__name__
             if name not in overrides:
-                overrides[name] = _Override(own.get(name))
-                own[name] = MethodType(function, thing)
+                overrides[name] = _Override(attributes.get(name))
+                attributes[name] = MethodType(function, thing)
             overrides[name].users += 1
 
 
 def take_off(thing: Any, *functions: Callable) -> None:
     """Undo one `put_on`. What somebody else has put in the place of a function meanwhile stays."""
     with _lock:
-        own = vars(thing)
-        overrides = own.get(STATE, {})
+        attributes = vars(thing)
+        overrides = attributes.get(STATE, {})
         for function in functions:
             name = function.__name__
             if name not in overrides:  # a pickled object has none
@@ -66,12 +66,12 @@ def take_off(thing: Any, *functions: Callable) -> None:
             if overrides[name].users:
                 continue
             before = overrides.pop(name).before
-            if getattr(own.get(name), "__func__", None) is function:
-                del own[name]
+            if getattr(attributes.get(name), "__func__", None) is function:
+                del attributes[name]
                 if before is not None:
-                    own[name] = before
+                    attributes[name] = before
         if not overrides:
-            own.pop(STATE, None)
+            attributes.pop(STATE, None)
 
 
 @contextlib.contextmanager

@@ -82,9 +82,9 @@ def rotary_kind(function: Any) -> bool | None:
     narrow = angle.cos(), angle.sin()
     cos, sin = wide = tuple(torch.cat([x, x], dim=-1) for x in narrow)
     wanted = [x * cos[:, None] + _half_turned(x) * sin[:, None] for x in (q, k)]
-    for shared, given in ((False, wide), (True, narrow)):
+    for shared, rotations in ((False, wide), (True, narrow)):
         try:
-            outs = function(q, k, *given)
+            outs = function(q, k, *rotations)
         except Exception:  # it takes cosines of the other width
             continue
         if len(outs) == 2 and all(map(_close, outs, wanted)):
@@ -153,11 +153,11 @@ def find_pieces(model: Any) -> Iterator[Piece | Plain]:
             continue
         name = name.replace("._orig_mod", "").replace(".original_module", "")
         for look in (_norm, _rotary, _gate, _products):
-            found = look(name, module, behaviour)
-            if isinstance(found, Piece) and (reason := above or why_not_replaced(module)) is not None:
-                yield from (Plain(kind, where, reason) for kind, where, _ in found.counted(None, reason))
-            elif found is not None:
-                yield found
+            piece = look(name, module, behaviour)
+            if isinstance(piece, Piece) and (reason := above or why_not_replaced(module)) is not None:
+                yield from (Plain(kind, where, reason) for kind, where, _ in piece.counted(None, reason))
+            elif piece is not None:
+                yield piece
 
 
 _SAVED = "modules_to_save"
@@ -204,12 +204,12 @@ def _rotary(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plai
     halves = [key for key in functions if shared[key] is not None]
     if not halves:
         return Plain("rotary", name, PAIRS)
-    found = Rotary(name, module, halves[0], shared[halves[0]], len(functions) > 1)
+    rotary = Rotary(name, module, halves[0], shared[halves[0]], len(functions) > 1)
     try:
-        list(found.substitutions(found.plain))
+        list(rotary.substitutions(rotary.plain))
     except NotFusedError as error:
         return Plain("rotary", name, str(error))
-    return found
+    return rotary
 
 
 def _rotates(function: Any) -> bool:
@@ -228,8 +228,8 @@ def _gate(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain 
         type(module),
         *((child, type(x), getattr(x, "__dict__", {}).get("approximate")) for child, x in children.items()),
     )
-    found = behaviour.of(gate_kind, module, key)
-    return None if found is None else Gate(name, module, *found)
+    gate = behaviour.of(gate_kind, module, key)
+    return None if gate is None else Gate(name, module, *gate)
 
 
 def _products(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:

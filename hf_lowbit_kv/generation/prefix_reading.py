@@ -63,9 +63,9 @@ class PrefixCall:
         """Store what the cache holds now. sequences: int64 `[B, n]`, prompt and answer."""
         if self.ids is None or self.mask is None:
             return
-        held = int(self.cache.packed_layers[0].get_seq_length())
+        stored = int(self.cache.packed_layers[0].get_seq_length())
         mask = torch.nn.functional.pad(self.mask, (0, sequences.shape[1] - self.mask.shape[1]), value=1)
-        self.prefixes.add(self.cache, _rows(sequences[:, :held], mask[:, :held]))
+        self.prefixes.add(self.cache, _rows(sequences[:, :stored], mask[:, :stored]))
 
     def _read_behind(self, tokens: int) -> None:
         """Rows are padded on the left and each holds `tokens` tokens: read what is missing but for the last token, which

@@ -63,9 +63,9 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
 
 
 def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
-    own = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
+    attributes = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
     # nor do pieces count that another thread has fused for a moment
-    kept = {name: x for name, x in own.items() if name not in _IGNORED and not isinstance(x, Substitute)}
+    kept = {name: x for name, x in attributes.items() if name not in _IGNORED and not isinstance(x, Substitute)}
     return tuple((name, _described(value, depth, seen)) for name, value in kept.items())
 
 
@@ -96,16 +96,16 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
 
 def addresses(tensors: Any) -> tuple:
     """Where tensors lie, and their shapes. A tensor subclass that holds others lies where these lie."""
-    found: list[Any] = []
+    places: list[Any] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            found.append(addresses(getattr(tensor, name) for name in names))
+            places.append(addresses(getattr(tensor, name) for name in names))
         elif tensor.device.type == "meta":
-            found.append("meta")
+            places.append("meta")
         else:
-            found.append((tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device))
-    return tuple(found)
+            places.append((tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device))
+    return tuple(places)
 
 
 def memory(cache: Any) -> tuple:
@@ -297,10 +297,10 @@ class Recorder:
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
         """Forget recordings that another state of model, cache or torch was recorded with."""
-        found = (fingerprint(model), memory(cache), switches(), fuse)
-        if found != self._seen:
+        state = (fingerprint(model), memory(cache), switches(), fuse)
+        if state != self._seen:
             self._forget()
-            self._seen = found
+            self._seen = state
             self._fusion = Fusion(why_nothing_fused(model) if fuse else "fuse=False")
             if (reason := why_not_recorded(model)) is not None:
                 self._refuse(model, reason)
@@ -366,17 +366,17 @@ class Recorder:
         return outputs
 
     def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
-        held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        arguments = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         graph, state = self._make_graph(), _saved(cache)
         try:
             with _capturing, recorded_as_compiled(model, capturing=True), self._fusion.in_force(model):
-                outputs = graph.capture(lambda: model(**pytree.tree_unflatten(held, tree)))
+                outputs = graph.capture(lambda: model(**pytree.tree_unflatten(arguments, tree)))
         finally:
             _restore(cache, state)  # the replay that follows counts
-        found, out_tree = pytree.tree_flatten(outputs)
-        found = [_CACHE if leaf is cache else leaf for leaf in found]
-        inputs = [leaf for leaf in held if isinstance(leaf, torch.Tensor)]
-        return _Recording(graph, inputs, found, out_tree, self._warm[kind])
+        results, out_tree = pytree.tree_flatten(outputs)
+        results = [_CACHE if leaf is cache else leaf for leaf in results]
+        inputs = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
+        return _Recording(graph, inputs, results, out_tree, self._warm[kind])
 
     def _refuse(self, model: Any, reason: str) -> None:
         self._forget()
@@ -386,8 +386,8 @@ class Recorder:
 
 def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> Any:
     cache.packed_layers[0].get_mask_sizes(1)  # raises where there is no room
-    for held, given in zip(recording.inputs, tensors, strict=True):
-        held.copy_(given, non_blocking=True)
+    for recorded, tensor in zip(recording.inputs, tensors, strict=True):
+        recorded.copy_(tensor, non_blocking=True)
     recording.graph.replay()
     for (index, name), count in recording.counts.items():
         setattr(cache.layers[index], name, getattr(cache.layers[index], name) + count)
@@ -454,17 +454,17 @@ def _windows_full(cache: Any) -> Iterator[bool]:
 
 def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
     """What transformers' own layers keep in Python: plain values, and addresses of tensors."""
-    found: dict[tuple[int, str], Any] = {}
+    state: dict[tuple[int, str], Any] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LowBitLayer):
             continue
         for name, value in vars(layer).items():
             tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
             if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
-                found[index, name] = addresses(tensors)
+                state[index, name] = addresses(tensors)
             else:
-                found[index, name] = dict(value) if isinstance(value, dict) else value
-    return found
+                state[index, name] = dict(value) if isinstance(value, dict) else value
+    return state
 
 
 def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:

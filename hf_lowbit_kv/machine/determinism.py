@@ -19,10 +19,10 @@ def fixed_order() -> bool:
     Raises:
         ValueError: the variable is neither "0" nor "1".
     """
-    asked = os.environ.get(VARIABLE) or None  # set to nothing is not set
-    if asked not in (None, "0", "1"):
-        raise ValueError(f"{VARIABLE}={asked!r} is not allowed; it must be '0' or '1'")
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked == "1"
+    setting = os.environ.get(VARIABLE) or None  # set to nothing is not set
+    if setting not in (None, "0", "1"):
+        raise ValueError(f"{VARIABLE}={setting!r} is not allowed; it must be '0' or '1'")
+    return torch.are_deterministic_algorithms_enabled() if setting is None else setting == "1"
 
 
 @contextlib.contextmanager

@@ -58,13 +58,13 @@ def difference(saved: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     same_release = saved["transformers"] == model["transformers"]
     if (reason := _config_difference(saved["config"], model["config"], "", same_release)) is not None:
         return reason
-    for what in ("adapters", "parameters"):
-        if (name := _first_difference(saved[what], model[what])) is not None:
-            how = "is not there" if name not in saved[what] or name not in model[what] else "has other numbers"
-            if what == "adapters":
-                how = f"was {saved[what].get(name)}, and is {model[what].get(name)} in the model"
-            return f"{what}: {name} {how}" + (
-                f" {'in the model' if name in saved[what] else 'in the file'}" if how == "is not there" else ""
+    for kind in ("adapters", "parameters"):
+        if (name := _first_difference(saved[kind], model[kind])) is not None:
+            change = "is not there" if name not in saved[kind] or name not in model[kind] else "has other numbers"
+            if kind == "adapters":
+                change = f"was {saved[kind].get(name)}, and is {model[kind].get(name)} in the model"
+            return f"{kind}: {name} {change}" + (
+                f" {'in the model' if name in saved[kind] else 'in the file'}" if change == "is not there" else ""
             )
     return None
 
@@ -81,8 +81,8 @@ def _config_difference(saved: Any, now: Any, where: str, same_release: bool) -> 
             if not same_release and (name not in saved or name not in now):
                 continue
             inner = f"{where}.{name}" if where else name
-            if (found := _config_difference(saved.get(name), now.get(name), inner, same_release)) is not None:
-                return found
+            if (change := _config_difference(saved.get(name), now.get(name), inner, same_release)) is not None:
+                return change
         return None
     return None if saved == now else f"configuration: {where} was {saved!r}, and is {now!r} in the model"
 
@@ -95,12 +95,12 @@ def _stripped(config: Any) -> Any:
 
 def _adapters(model: torch.nn.Module) -> dict[str, str]:
     """By module, which adapters are active, merged or switched off, and how they are scaled."""
-    found = {}
+    adapters = {}
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            held = {key: getattr(module, key, None) for key in _ADAPTERS}
-            found[name] = json.dumps(held, default=str, sort_keys=True)
-    return found
+            settings = {key: getattr(module, key, None) for key in _ADAPTERS}
+            adapters[name] = json.dumps(settings, default=str, sort_keys=True)
+    return adapters
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,7 +141,7 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         joined = torch.cat(parts).cpu().contiguous()
         content[kind] = memoryview(joined.view(torch.uint8).numpy().tobytes())
     position = dict.fromkeys(content, 0)
-    found = {}
+    digests = {}
     for name, parts_of in places.items():
         hashed = hashlib.blake2b(digest_size=8)
         for kind, count, described in parts_of:
@@ -149,5 +149,5 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             hashed.update(described.encode())
             hashed.update(content[kind][position[kind] : position[kind] + size])
             position[kind] += size
-        found[name] = hashed.hexdigest()
-    return found
+        digests[name] = hashed.hexdigest()
+    return digests

@@ -54,21 +54,21 @@ class ReadOnce(Generic[T]):
     def __init__(self, most: int):
         self.most = most
         self._lock = threading.RLock()
-        self._held: OrderedDict[Path, tuple[Stamp, T]] = OrderedDict()
+        self._entries: OrderedDict[Path, tuple[Stamp, T]] = OrderedDict()
 
     def get(self, path: Path, read: Callable[[], T]) -> T:
         """What `read` returned for this file. An error of `read` is raised, and nothing is remembered then."""
         with self._lock:
             stamp = Stamp.of(path)  # before reading: a file that is replaced meanwhile is read again next time
-            held = self._held.pop(path, None)
-            if held is None or held[0] != stamp:
-                settled, held = stamp.settled, (stamp, read())
+            entry = self._entries.pop(path, None)
+            if entry is None or entry[0] != stamp:
+                settled, entry = stamp.settled, (stamp, read())
                 if not settled:
-                    return held[1]
-            self._held[path] = held
-            if len(self._held) > self.most:
-                self._held.popitem(last=False)
-            return held[1]
+                    return entry[1]
+            self._entries[path] = entry
+            if len(self._entries) > self.most:
+                self._entries.popitem(last=False)
+            return entry[1]
 
 
 #: tensor -> the look at it, and what was computed of it by name
@@ -76,19 +76,19 @@ _computed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _computing = threading.Lock()
 
 
-def computed_once(tensor: torch.Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
-    """What `compute` returned for this tensor under the name `what`; computed again once the tensor has changed."""
+def computed_once(tensor: torch.Tensor, name: Hashable, compute: Callable[[], Any]) -> Any:
+    """What `compute` returned for this tensor under the name `name`; computed again once the tensor has changed."""
     if tensor.is_inference():  # PyTorch does not count their changes
         return compute()
     look = tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     with _computing:
-        held, values = _computed.get(tensor, (None, {}))
-        if held == look and what in values:
-            return values[what]
+        last_look, values = _computed.get(tensor, (None, {}))
+        if last_look == look and name in values:
+            return values[name]
     value = compute()
     with _computing:
-        held, values = _computed.get(tensor, (None, {}))
-        _computed[tensor] = look, {**(values if held == look else {}), what: value}
+        last_look, values = _computed.get(tensor, (None, {}))
+        _computed[tensor] = look, {**(values if last_look == look else {}), name: value}
     return value
 
 
@@ -115,13 +115,14 @@ class Seen:
 
     def __init__(self, module: torch.nn.Module):
         self._looks = [
-            (weakref.ref(x), _look(x)) if isinstance(x, torch.Tensor) else x for x in _held(vars(module), _DEPTH, [])
+            (weakref.ref(x), _look(x)) if isinstance(x, torch.Tensor) else x
+            for x in _parts_of(vars(module), _DEPTH, [])
         ]
 
     def unchanged(self, module: torch.nn.Module) -> bool:
         """Whether the module holds the same still. Never, where PyTorch does not count changes of a tensor (those that were
         made in inference mode)."""
-        now = list(_held(vars(module), _DEPTH, []))
+        now = list(_parts_of(vars(module), _DEPTH, []))
         return len(now) == len(self._looks) and all(map(_same, self._looks, now))
 
 
@@ -147,14 +148,14 @@ def _same(before: Any, now: Any) -> bool:
     return ref() is now and look is not None and look == _look(now)  # new tensors may lie where others were
 
 
-def _held(value: Any, depth: int, found: list[Any]) -> list[Any]:
-    """`found`, and the tensors and plain values in `value` behind it."""
+def _parts_of(value: Any, depth: int, flat_parts: list[Any]) -> list[Any]:
+    """`flat_parts`, and behind it the tensors and plain values in `value`."""
     if type(value) in _PLAIN:
-        found.append(value)
-        return found
+        flat_parts.append(value)
+        return flat_parts
     parts: Any = value
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        flat_parts.append(value)
         flat = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
         parts = {name: getattr(value, name) for name in flat} or getattr(value, "__dict__", None)
     elif not isinstance(value, (dict, list, tuple)):
@@ -162,5 +163,5 @@ def _held(value: Any, depth: int, found: list[Any]) -> list[Any]:
     if parts and depth:
         for part in parts.values() if isinstance(parts, dict) else parts:
             if type(part) not in (dict, OrderedDict) or part:  # most of a module's attributes are empty
-                _held(part, depth - 1, found)
-    return found
+                _parts_of(part, depth - 1, flat_parts)
+    return flat_parts

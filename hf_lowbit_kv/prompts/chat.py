@@ -147,14 +147,14 @@ class Chat:
 
     def _ids(self, text: str) -> torch.Tensor:
         """The text of the whole conversation, `[1, n]`."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         options = {
             "add_generation_prompt": True,
             "return_tensors": "pt",
             "return_dict": True,
             **self.chat_template_kwargs,
         }
-        ids = self.tokenizer.apply_chat_template(asked, tokenize=True, **options)["input_ids"]
+        ids = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)["input_ids"]
         if ids.shape[1] >= self.max_length:
             raise ValueError(
                 f"max_length={self.max_length} leaves no room for an answer: with this message the conversation has "
@@ -185,17 +185,17 @@ class Chat:
     def _finish(self, text: str, ids: torch.Tensor, written: list[int]) -> str:
         """Note what the cache holds, and the turn, if anything was written."""
         whole = torch.cat([ids, torch.tensor([written], dtype=ids.dtype, device=ids.device)], dim=1)
-        held = int(self.cache.packed_layers[0].get_seq_length())
+        stored = int(self.cache.packed_layers[0].get_seq_length())
         try:
             self.cache._check_whole()
-            if held > whole.shape[1] or held == 0:
+            if stored > whole.shape[1] or stored == 0:
                 raise RuntimeError("it holds another text")
-            self.cache.text = whole[:, :held]
+            self.cache.text = whole[:, :stored]
         except RuntimeError:  # interrupted in the middle of a step: the next turn reads the text anew
             self.cache.reset()
-            held = 0
-        if held and not self._crops:
-            self._ends.add(self.cache, [whole[0, :held].cpu()])
+            stored = 0
+        if stored and not self._crops:
+            self._ends.add(self.cache, [whole[0, :stored].cpu()])
         answer: str = self.tokenizer.decode(written, skip_special_tokens=True)
         if written:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
@@ -209,18 +209,18 @@ class Chat:
 
     def _align(self, ids: torch.Tensor) -> None:
         """Let the cache hold nothing but the beginning of this text, as much of it as there is."""
-        held = int(self.cache.packed_layers[0].get_seq_length())
-        if held == 0:
+        stored = int(self.cache.packed_layers[0].get_seq_length())
+        if stored == 0:
             return
         assert self.cache.text is not None
         text = self.cache.text.to(ids.device)
-        count = min(held, ids.shape[1] - 1)
+        count = min(stored, ids.shape[1] - 1)
         differ = (text[0, :count] != ids[0, :count]).nonzero()
         common = int(differ[0, 0]) if len(differ) else count
-        if common == held:
+        if common == stored:
             return
         if self._crops:
-            self.cache.crop(common - held)
+            self.cache.crop(common - stored)
             return
         self.cache.reset()
         if self._ends.restore(self.cache, [ids[0].cpu()]).tokens:
@@ -275,8 +275,8 @@ class Chat:
         return new
 
     def __repr__(self) -> str:
-        held = int(self.cache.packed_layers[0].get_seq_length())
-        return f"Chat({len(self.messages)} messages, {held} of {self.max_length} tokens, preset={self.preset!r})"
+        stored = int(self.cache.packed_layers[0].get_seq_length())
+        return f"Chat({len(self.messages)} messages, {stored} of {self.max_length} tokens, preset={self.preset!r})"
 
 
 class _Seen(BaseStreamer):

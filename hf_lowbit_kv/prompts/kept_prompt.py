@@ -21,9 +21,9 @@ class Segment:
 
     def __init__(self, pages: dict[int, torch.Tensor]):
         self.pages = pages
-        self._own()
+        self._hold_pages()
 
-    def _own(self) -> None:
+    def _hold_pages(self) -> None:
         # before any cache uses them, so that none takes a page of them for free
         self._holding = Holding()
         for block in self.pages.values():
@@ -41,7 +41,7 @@ class Segment:
     def trim(self, count: int) -> None:
         """Keep the first `count` pages."""
         self.pages = {index: block[:count].clone() for index, block in self.pages.items()}
-        self._own()
+        self._hold_pages()
 
 
 @dataclass
@@ -69,14 +69,16 @@ class KeptPrompt:
     ids: torch.Tensor
     segments: list[tuple[Segment, int]]
     layers: dict[int, LayerOfPrompt]
-    own: dict[int, OwnContents]
+    own_layers: dict[int, OwnContents]
     header: dict[str, Any]
     """what a file of it says of model and cache"""
 
     @property
     def window_bytes(self) -> int:
         pairs = [pair for layer in self.layers.values() for pair in (layer.sink, layer.tail)]
-        tensors = [x for pair in pairs for x in pair] + [x for own in self.own.values() for x in own.tensors().values()]
+        tensors = [x for pair in pairs for x in pair] + [
+            x for contents in self.own_layers.values() for x in contents.tensors().values()
+        ]
         return sum(x.nbytes for x in tensors)
 
     @property
@@ -95,7 +97,7 @@ def usable(prompt: KeptPrompt, match: int) -> int:
     """Tokens of a match that pages alone give back: whole pages, `residual` tokens before its end. 0 where layers' pages
     do not end at the same tokens, or transformers' own layers need the exact end."""
     specs = [layer.spec for layer in prompt.layers.values()]
-    if prompt.own or len({(spec.sink, spec.page_size) for spec in specs}) != 1:
+    if prompt.own_layers or len({(spec.sink, spec.page_size) for spec in specs}) != 1:
         return 0
     sink, size = specs[0].sink, specs[0].page_size
     stored = min(layer.paged for layer in prompt.layers.values())
@@ -121,12 +123,12 @@ def take_prompt(
     """What a cache holds of a row, in memory of its own but for pages that stand in `shared` already."""
     first = sum(count for _, count in shared)
     layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
-    own = dict[int, OwnContents]()
+    own_layers = dict[int, OwnContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
             tokens = contents.tokens
-            own[index] = OwnContents(
+            own_layers[index] = OwnContents(
                 contents.seen,
                 None if tokens is None else (tokens[0][row : row + 1].clone(), tokens[1][row : row + 1].clone()),
                 {name: x[row : row + 1].clone() for name, x in contents.states.items()},
@@ -140,14 +142,14 @@ def take_prompt(
         layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
     segment = Segment(pages)
     segments = [*shared, *([(segment, segment.count)] if segment.count else [])]
-    return KeptPrompt(seed, ids, segments, layers, own, header)
+    return KeptPrompt(seed, ids, segments, layers, own_layers, header)
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheContents:
     """What a cache of these rows is to hold: `tokens` of each from pages alone, or (`None`) all of each."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
-    own = {index: _joined([prompt.own[index] for prompt in prompts]) for index in prompts[0].own}
-    return CacheContents(layers, own, None)
+    own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
+    return CacheContents(layers, own_layers, None)
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:

@@ -100,14 +100,14 @@ class PrefixStore:
         with self._lock:
             seed = self._seed(cache, model)
             best = [self._best(seed, ids, cache, model) for ids in rows]
-            prompts = [found for found, _ in best if found is not None]
+            prompts = [prompt for prompt, _ in best if prompt is not None]
             common = min(match for _, match in best)
             if len(prompts) < len(rows):
                 return self._missed(common)
             ends = {len(prompt.ids) for prompt in prompts}
             matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
             whole = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
-            if whole and any(prompt.own for prompt in prompts):
+            if whole and any(prompt.own_layers for prompt in prompts):
                 whole = min(matches) == max(ends)
             inside = min(usable(prompt, match) for prompt, match in zip(prompts, matches, strict=True))
             if not whole and not inside:
@@ -152,13 +152,13 @@ class PrefixStore:
         most = 0
         for prompt in [x for x in self._prompts if x.seed == seed]:
             match = prompt.matches(ids)
-            if match == len(ids) and (match == len(prompt.ids) or not prompt.own):
+            if match == len(ids) and (match == len(prompt.ids) or not prompt.own_layers):
                 self._touch(prompt)
                 return  # it is stored, or part of what is
             pages = pages_in_common(prompt, match, cache, row)
             if pages > most:
                 most, shared = pages, _first_pages(prompt.segments, pages)
-            if match == len(prompt.ids) and not prompt.own:
+            if match == len(prompt.ids) and not prompt.own_layers:
                 self._prompts.remove(prompt)  # the new text goes on from it
         self._prompts.append(take_prompt(cache, row, ids, seed, header, shared))
 
@@ -178,7 +178,7 @@ class PrefixStore:
 
     def _best(self, seed: str, ids: torch.Tensor, cache: LowBitCache, model: Any) -> tuple[KeptPrompt | None, int]:
         """The text that gives the most tokens back, and how many tokens the two begin with."""
-        found: KeptPrompt | None = None
+        best: KeptPrompt | None = None
         most, longest = 0, 0
         for prompt in self._prompts:
             if prompt.seed != seed or _device_of(prompt) != model.device:
@@ -186,7 +186,7 @@ class PrefixStore:
             match = prompt.matches(ids)
             longest = max(longest, match)
             if (gain := _gain(prompt, min(match, len(ids) - 1))) > most:
-                found, most = prompt, gain
+                best, most = prompt, gain
         if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest):
             loaded = self._folder.load(seed, ids, model.device)
             if loaded is not None:
@@ -195,7 +195,7 @@ class PrefixStore:
                 match = loaded.matches(ids)
                 if _gain(loaded, min(match, len(ids) - 1)) > most:
                     return loaded, match
-        return found, longest if found is None else found.matches(ids)
+        return best, longest if best is None else best.matches(ids)
 
     def _touch(self, prompt: KeptPrompt) -> None:
         self._prompts.remove(prompt)
@@ -221,7 +221,7 @@ class PrefixStore:
 
 def _gain(prompt: KeptPrompt, match: int) -> int:
     """Tokens that need not be read."""
-    if match == len(prompt.ids) or (not prompt.own and match > prompt.paged_end):
+    if match == len(prompt.ids) or (not prompt.own_layers and match > prompt.paged_end):
         return match
     return usable(prompt, match)
 

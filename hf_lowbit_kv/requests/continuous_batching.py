@@ -216,12 +216,12 @@ class PackedRunner(ModelRunner):
         if decoding:
             slots = on_device([row.slot for _, row, _ in decoding], ids.device)
             steps.newest[slots] = ids[on_device([place for _, _, place in decoding], ids.device)]
-            found = steps.decode([row for _, row, _ in decoding])[slots]
+            rows_logits = steps.decode([row for _, row, _ in decoding])[slots]
             if len(decoding) == len(
                 batch
             ):  # as a rule; logits of many rows are large, and need not be put together again
-                return SimpleNamespace(logits=found[None])
-            for (place, _, _), of_row in zip(decoding, found, strict=True):
+                return SimpleNamespace(logits=rows_logits[None])
+            for (place, _, _), of_row in zip(decoding, rows_logits, strict=True):
                 logits[place] = of_row
         wanted = [x for x, each in zip(logits, batch, strict=True) if each.has_new_token]
         if not wanted:  # chunks of prompts alone: no token is drawn
@@ -264,7 +264,7 @@ class PackedManager(ContinuousBatchingManager):
         **others: Any,
     ):
         self.made_for, self._make_template = enabled, make_cache
-        self._asked, self._hints = config, others.get("workload_hints")
+        self._batching, self._hints = config, others.get("workload_hints")
         _check_ranks(model)
         super().__init__(model=model, continuous_batching_config=config, **others)
 
@@ -315,24 +315,24 @@ class PackedManager(ContinuousBatchingManager):
 
     def _make_cache(self) -> PackedCache:
         """Find out how much memory there is, and allocate the pool."""
-        model, asked, hints = self.model, self._asked, self._hints
-        batch_tokens, limits = asked.max_batch_tokens or BATCH_TOKENS, None
+        model, batching, hints = self.model, self._batching, self._hints
+        batch_tokens, limits = batching.max_batch_tokens or BATCH_TOKENS, None
         if hints is not None and hints.num_requests and hints.max_prompt_length and hints.max_generated_length:
             limits = [hints.max_prompt_length + hints.max_generated_length] * hints.num_requests
         tokens = None
-        if asked.num_blocks is not None:
-            tokens = asked.num_blocks * get_preset(self.made_for.preset).spec().page_size
+        if batching.num_blocks is not None:
+            tokens = batching.num_blocks * get_preset(self.made_for.preset).spec().page_size
         with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
             steps, prefixes = new_pool(
                 model,
                 self._make_template,
                 batch_tokens,
-                share=USABLE if asked.max_memory_percent is None else asked.max_memory_percent,
+                share=USABLE if batching.max_memory_percent is None else batching.max_memory_percent,
                 limits=limits,
-                max_rows=asked.max_requests_per_batch,
+                max_rows=batching.max_requests_per_batch,
                 tokens=tokens,
-                share_prefixes=asked.allow_block_sharing,
-                record=asked.use_cuda_graph is not False,
+                share_prefixes=batching.allow_block_sharing,
+                record=batching.use_cuda_graph is not False,
                 agree=self._least_of_all_ranks,
             )
         return PackedCache(steps, max(batch_tokens, steps.pool.slots), prefixes)

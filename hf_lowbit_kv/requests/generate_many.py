@@ -104,7 +104,7 @@ def generate_many(
     reader = RequestReader(inner, tokenizer, options)
     known: list[Request] | None = None
     if isinstance(requests, Sequence):
-        known = [reader.read(given, index) for index, given in enumerate(requests)]
+        known = [reader.read(request, index) for index, request in enumerate(requests)]
     make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration))
     run = _Run(
         inner,
@@ -133,8 +133,8 @@ def _in_order(results: list[Result]) -> list[Result]:
 
 def _as_completed(run: _Run) -> Iterator[Result]:
     try:
-        while found := run.results():
-            yield from found
+        while results := run.results():
+            yield from results
     finally:
         run.free()
 
@@ -142,14 +142,14 @@ def _as_completed(run: _Run) -> Iterator[Result]:
 def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | Result | None]:
     """The requests of an iterator. One that is not in order becomes a result with an error."""
     index = 0
-    for given in requests:
-        if given is None:
+    for request in requests:
+        if request is None:
             yield None
             continue
         try:
-            yield reader.read(given, index)
+            yield reader.read(request, index)
         except (TypeError, ValueError) as error:
-            name = given.get("id") if isinstance(given, Mapping) else None
+            name = request.get("id") if isinstance(request, Mapping) else None
             yield Result(str(index if name is None else name), index, finish_reason="error", error=described(error))
         index += 1
 
@@ -194,7 +194,7 @@ class _Run:
         """
         if self._over:
             return []
-        found: list[Result] = []
+        results: list[Result] = []
         try:
             with kept_caches(self.model).lock, selected(self.model), torch.inference_mode(False), torch.no_grad():
                 if self._scheduler is None:
@@ -202,33 +202,33 @@ class _Run:
                 else:
                     self._scheduler.steps.begin()
                 more = True
-                while more and (all_of_them or not found):
+                while more and (all_of_them or not results):
                     more = self._scheduler.advance()
-                    if some := self._scheduler.take_finished():
-                        found += some
-                        self._counted += len(some)
+                    if finished := self._scheduler.take_finished():
+                        results += finished
+                        self._counted += len(finished)
                         if report is not None:
                             report("Requests", self._counted, self._total)
         except KeyboardInterrupt as interruption:
-            found += self._cancelled()
+            results += self._cancelled()
             self.free()
             traceback.clear_frames(interruption.__traceback__)  # they refer to the pool's tensors
-            raise Interrupted(_in_order(found)) from None
+            raise Interrupted(_in_order(results)) from None
         except BaseException:
             self.free()
             raise
-        if not more and not found:
+        if not more and not results:
             self.free()
-        return found
+        return results
 
     def _cancelled(self) -> list[Result]:
         """Of an interrupted call, results of all that has not ended: also of requests of a list that had not begun."""
         scheduler, rest = self._scheduler, self._known or []
-        found: list[Result] = []
+        results: list[Result] = []
         if scheduler is not None:
-            found = [*scheduler.take_finished(), *scheduler.abandon()]
+            results = [*scheduler.take_finished(), *scheduler.abandon()]
             rest = [] if self._known is None else [each for each in scheduler.rest() if isinstance(each, Request)]
-        return found + [
+        return results + [
             Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled", sequence=number)
             for request in rest
             for number in range(request.sequences)

@@ -91,7 +91,7 @@ def init_continuous_batching(
 def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate_batch`, on packed pages. Options that it would ignore raise `TypeError`."""
     check_version()
-    own = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager", "warmup")
+    call_options = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager", "warmup")
     wanted = self.generation_config if generation_config is None else generation_config
     if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
         raise ValueError(
@@ -99,7 +99,7 @@ def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args:
             "model.generate_batch([[1, 2, 3], [4, 5]])"
         )
     kwargs.pop("cache_implementation", None)  # 'paged': `generate` was called
-    for name in [name for name in kwargs if name not in (*own, "max_new_tokens")]:
+    for name in [name for name in kwargs if name not in (*call_options, "max_new_tokens")]:
         if not hasattr(wanted, name) or getattr(wanted, name) != kwargs[name]:
             raise TypeError(f"generate_batch takes no {name}: put it into generation_config, if it belongs there")
         del kwargs[name]  # `generate` has put it into the configuration

@@ -58,8 +58,8 @@ def empty_caches(
 
 def _batch_rope(config: Any) -> str | None:
     """The kind of rotary embedding that looks at the longest row, if the model has one."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for parameters in (given, *(each for each in given.values() if isinstance(each, Mapping))):
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in BATCH_ROPE:
             return kind

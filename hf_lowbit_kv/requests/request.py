@@ -84,14 +84,14 @@ class RequestReader:
             options = {"max_new_tokens": 1, **options}
         self._config([0], dict(options))
 
-    def read(self, given: Any, index: int) -> Request:
+    def read(self, user_request: Any, index: int) -> Request:
         """A request from what the caller gave.
 
         Raises:
             TypeError, ValueError: it is none, or asks for what cannot be done. The message begins with the request's place.
         """
         try:
-            request = dict(given) if isinstance(given, Mapping) else {_kind(given): given}
+            request = dict(user_request) if isinstance(user_request, Mapping) else {_kind(user_request): user_request}
             named = request.pop("id", None)
             mask = request.pop("attention_mask", None)
             prompts = {name: request.pop(name) for name in PROMPTS if name in request}
@@ -102,11 +102,11 @@ class RequestReader:
             options = {**self.options, **request}
             ids = self._ids(*next(iter(prompts.items())), mask, options)
             config, new_tokens = self._config(ids, options)
-            own = {name: options[name] for name in OWN_OPTIONS if options.get(name) is not None}
+            own_options = {name: options[name] for name in OWN_OPTIONS if options.get(name) is not None}
             ends = config._eos_token_tensor
             end_tokens = frozenset() if ends is None else frozenset(ends.tolist())
             name = str(index) if named is None else str(named)
-            return Request(index, name, ids, config, new_tokens, own, end_tokens)
+            return Request(index, name, ids, config, new_tokens, own_options, end_tokens)
         except (TypeError, ValueError) as error:
             raise type(error)(f"request {index}: {error}") from error
 
@@ -155,18 +155,18 @@ class RequestReader:
     def _config(self, ids: Sequence[int], options: Mapping[str, Any]) -> tuple[GenerationConfig, int]:
         """The generation configuration of a request as `generate` would prepare it, and how many tokens to write."""
         model: Any = self.model
-        given = dict(options)
-        check_options(model, given)
-        if name := next((name for name in CACHES if given.get(name) is not None), None):
+        request = dict(options)
+        check_options(model, request)
+        if name := next((name for name in CACHES if request.get(name) is not None), None):
             raise ValueError(f"{name} is not allowed: rows of a pool are the cache; use lb.generate")
-        if given.get("negative_prompt_ids") is not None:
+        if request.get("negative_prompt_ids") is not None:
             raise ValueError("negative_prompt_ids is not allowed: it runs the model twice a step; use model.generate")
-        _check_own(given)
-        new_tokens = new_tokens_of(model, given.get("max_new_tokens"), given, len(ids))
-        base = copy.deepcopy(given.get("generation_config"))
+        _check_own_options(request)
+        new_tokens = new_tokens_of(model, request.get("max_new_tokens"), request, len(ids))
+        base = copy.deepcopy(request.get("generation_config"))
         if base is not None:
             base.max_length = None
-        settings = {name: value for name, value in given.items() if name not in OWN_OPTIONS}
+        settings = {name: value for name, value in request.items() if name not in OWN_OPTIONS}
         config, unknown = model._prepare_generation_config(base, **settings)
         if unknown := {name: value for name, value in unknown.items() if name not in REFUSED}:
             raise ValueError(
@@ -184,7 +184,7 @@ class RequestReader:
             )
         config.validate()  # as `generate` does; of several sequences that would be one text, too
         sequences = config.num_return_sequences or 1
-        if sequences > 1 and given.get("streamer") is not None:
+        if sequences > 1 and request.get("streamer") is not None:
             raise ValueError(f"num_return_sequences={sequences} and a streamer: a streamer shows one sequence")
         if config.stop_strings is not None and self.tokenizer is None:
             raise ValueError("tokenizer=None: stop_strings need one")
@@ -195,42 +195,45 @@ class RequestReader:
         return config, new_tokens
 
 
-def _check_own(given: Mapping[str, Any]) -> None:
-    seed = given.get("seed")
+def _check_own_options(request: Mapping[str, Any]) -> None:
+    seed = request.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is not allowed; it must be an integer from 0 to 2**63 - 1")
-    if not isinstance(given.get("logprobs", False), (bool, type(None))):
-        raise ValueError(f"logprobs={given['logprobs']!r} is not allowed; it must be True or False")
-    if not isinstance(given.get("chat_template_kwargs", {}), (Mapping, type(None))):
-        raise TypeError(f"chat_template_kwargs={given['chat_template_kwargs']!r} is not allowed; it must be a dict")
-    streamer: Any = given.get("streamer")
+    if not isinstance(request.get("logprobs", False), (bool, type(None))):
+        raise ValueError(f"logprobs={request['logprobs']!r} is not allowed; it must be True or False")
+    if not isinstance(request.get("chat_template_kwargs", {}), (Mapping, type(None))):
+        raise TypeError(f"chat_template_kwargs={request['chat_template_kwargs']!r} is not allowed; it must be a dict")
+    streamer: Any = request.get("streamer")
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer={streamer!r} is not allowed; it must have the methods put and end")
     for name in ("logits_processor", "stopping_criteria"):
-        some = given.get(name)
-        if some is not None and not (isinstance(some, Sequence) and all(isinstance(each, Callable) for each in some)):  # type: ignore[arg-type]
-            raise TypeError(f"{name}={some!r} is not allowed; it must be a list of transformers' objects of that kind")
+        objects = request.get(name)
+        listed = objects is None or isinstance(objects, Sequence)
+        if not listed or not all(callable(each) for each in objects or ()):
+            raise TypeError(
+                f"{name}={objects!r} is not allowed; it must be a list of transformers' objects of that kind"
+            )
 
 
-def _kind(given: Any) -> str:
+def _kind(prompt: Any) -> str:
     """Which of `PROMPTS` something is that is no dict."""
-    if isinstance(given, str):
+    if isinstance(prompt, str):
         return "prompt"
-    if isinstance(given, torch.Tensor) or (hasattr(given, "dtype") and hasattr(given, "tolist")):
+    if isinstance(prompt, torch.Tensor) or (hasattr(prompt, "dtype") and hasattr(prompt, "tolist")):
         return "input_ids"
-    if isinstance(given, Sequence) and given:
-        return "messages" if isinstance(given[0], Mapping) else "input_ids"
+    if isinstance(prompt, Sequence) and prompt:
+        return "messages" if isinstance(prompt[0], Mapping) else "input_ids"
     raise TypeError(
-        f"{given!r} is not allowed: a request is a text, token ids, a list of messages, or a dict with one of "
+        f"{prompt!r} is not allowed: a request is a text, token ids, a list of messages, or a dict with one of "
         f"{', '.join(map(repr, PROMPTS))}"
     )
 
 
 def _flat(name: str, numbers: Any) -> list[int]:
     """A list of integers from a list, a tensor or an array, `[n]` or `[1, n]`."""
-    found = numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
-    if len(found) == 1 and isinstance(found[0], (list, tuple)):
-        found = list(found[0])
-    if not all(isinstance(number, int) for number in found):
+    ids = numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
+    if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = list(ids[0])
+    if not all(isinstance(number, int) for number in ids):
         raise ValueError(f"{name} must be integers [n], of one request; a batch is several requests")
-    return [int(number) for number in found]
+    return [int(number) for number in ids]

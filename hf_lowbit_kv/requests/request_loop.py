@@ -78,7 +78,7 @@ class RequestLoop:
 
     # ---- from any thread ------------------------------------------------------------------------------------------
 
-    def submit(self, given: Mapping[str, Any], done: Callable[[Result], None]) -> Ticket:
+    def submit(self, options: Mapping[str, Any], done: Callable[[Result], None]) -> Ticket:
         """Take a request.
 
         Args:
@@ -88,7 +88,7 @@ class RequestLoop:
             ValueError: it asks for what cannot be done, or can never fit. LoopEndedError: nothing is answered any more.
         """
         number = next(self._numbers)
-        request = self._reader.read({**given, "id": str(number)}, number)
+        request = self._reader.read({**options, "id": str(number)}, number)
         if request.sequences != 1:
             raise ValueError(f"num_return_sequences={request.sequences} is not allowed here; it must be 1")
         if not self.pool.could_ever_fit(request.limit):

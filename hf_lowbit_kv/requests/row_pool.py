@@ -86,8 +86,8 @@ class RowPool:
         """
         most = 0
         for paging, spec in self._specs.items():
-            own = spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size
-            most = max(most, rows * own + self._promised(paging) - self.ledgers[paging].free)
+            unshared = spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size
+            most = max(most, rows * unshared + self._promised(paging) - self.ledgers[paging].free)
         return most
 
     def missing_for_fork(self, row: Row, limit: int) -> int:
@@ -218,8 +218,8 @@ class RowPool:
         return new
 
     def _share(self, row: Row, pages: dict[Hashable, list[int]]) -> None:
-        for paging, some in pages.items():
-            for page in some:
+        for paging, ids in pages.items():
+            for page in ids:
                 self.ledgers[paging].hold(page)
                 self._due[paging].append((row.slot, len(row.pages[paging]), page))
                 row.pages[paging].append(page)

@@ -42,7 +42,7 @@ class Sequence:
     result: Result
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
-    drawn: int = 0
+    tokens_drawn: int = 0
     """tokens that were drawn; the CPU may not know the last of them yet"""
     read_some: bool = False
     decoding: bool = False
@@ -62,7 +62,7 @@ class _Pending:
     """Drawn tokens on their way to the CPU."""
 
     sequences: list[Sequence]
-    drawn: Drawn
+    sampled: Drawn
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     arrived: Any = None
@@ -126,9 +126,9 @@ class Scheduler:
 
     def take_finished(self) -> list[Result]:
         """Results of what has ended since the last call."""
-        found = list(self.finished)
+        results = list(self.finished)
         self.finished.clear()
-        return found
+        return results
 
     # ---- letting requests in --------------------------------------------------------------------------------------
 
@@ -143,22 +143,22 @@ class Scheduler:
             return self._heads.popleft()
         while self._source is not None:
             try:
-                given = next(self._source)
+                request = next(self._source)
             except StopIteration:
                 self._source = None
                 return None
-            if given is None:
+            if request is None:
                 return None
-            if isinstance(given, Result):
-                self.finished.append(given)
-            elif not self.pool.could_ever_fit(given.limit):
-                for number in range(given.sequences):
-                    self._refuse(given, number)
+            if isinstance(request, Result):
+                self.finished.append(request)
+            elif not self.pool.could_ever_fit(request.limit):
+                for number in range(request.sequences):
+                    self._refuse(request, number)
             else:
-                seed = given.options.get("seed")
+                seed = request.options.get("seed")
                 if seed is None:
-                    seed = int(torch.randint(2**62, ())) if given.config.do_sample else 0
-                return Waiting(given, seed, list(range(given.sequences)))
+                    seed = int(torch.randint(2**62, ())) if request.config.do_sample else 0
+                return Waiting(request, seed, list(range(request.sequences)))
         return None
 
     def _refuse(self, request: Request, number: int) -> None:
@@ -202,11 +202,11 @@ class Scheduler:
     def _sequence(self, waiting: Waiting, number: int, row: Row) -> Sequence:
         request, model = waiting.request, self.steps.model
         sampler = Sampler.of(model, request, number, waiting.seed)
-        given = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
-        criteria = model._get_stopping_criteria(request.config, given, tokenizer=self.tokenizer)
+        user_criteria = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
+        criteria = model._get_stopping_criteria(request.config, user_criteria, tokenizer=self.tokenizer)
         checked_here = MaxLengthCriteria, EosTokenCriteria
-        own = [each for each in criteria if each in given or not isinstance(each, checked_here)]
-        sequence = Sequence(request, number, row, sampler, own, self._result(request, number))
+        unchecked = [each for each in criteria if each in user_criteria or not isinstance(each, checked_here)]
+        sequence = Sequence(request, number, row, sampler, unchecked, self._result(request, number))
         if sampler.reads_tokens:
             ids = request.prompt_ids + [0] * request.new_tokens
             sequence.text = on_device([ids], self.steps.device)
@@ -288,7 +288,7 @@ class Scheduler:
 
     def _take_step(self) -> bool:
         """A step of every row that has a token to store. Whether there was one."""
-        sequences = [each for each in self.decoding if each.drawn < each.request.new_tokens]
+        sequences = [each for each in self.decoding if each.tokens_drawn < each.request.new_tokens]
         if not sequences:
             return False
         logits = self.steps.decode([each.row for each in sequences])
@@ -302,33 +302,33 @@ class Scheduler:
         """Draw the next token of each of these sequences, and let it be stored by the next step."""
         texts = []
         for each in sequences:
-            length = len(each.request.prompt_ids) + each.drawn
+            length = len(each.request.prompt_ids) + each.tokens_drawn
             texts.append(None if each.text is None else each.text[:, :length])
-        drawn = draw(logits, [each.sampler for each in sequences], texts)
+        sampled = draw(logits, [each.sampler for each in sequences], texts)
         slots = [each.row.slot for each in sequences]
         even = slots == list(range(len(slots)))
         newest = self.steps.newest
-        newest[slice(len(slots)) if even else on_device(slots, newest.device)] = drawn.tokens
+        newest[slice(len(slots)) if even else on_device(slots, newest.device)] = sampled.tokens
         for place, each in enumerate(sequences):
             if each.text is not None:
-                each.text[0, len(each.request.prompt_ids) + each.drawn] = drawn.tokens[place]
-            each.drawn += 1
-        self._pending.append(self._on_its_way(sequences, drawn))
+                each.text[0, len(each.request.prompt_ids) + each.tokens_drawn] = sampled.tokens[place]
+            each.tokens_drawn += 1
+        self._pending.append(self._on_its_way(sequences, sampled))
 
-    def _on_its_way(self, sequences: list[Sequence], drawn: Drawn) -> _Pending:
+    def _on_its_way(self, sequences: list[Sequence], sampled: Drawn) -> _Pending:
         if not self._late:
-            return _Pending(sequences, drawn, drawn.tokens, drawn.logprobs)
+            return _Pending(sequences, sampled, sampled.tokens, sampled.logprobs)
         host = [
             None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            for x in (drawn.tokens, drawn.logprobs)
+            for x in (sampled.tokens, sampled.logprobs)
         ]
-        for target, found in zip(host, (drawn.tokens, drawn.logprobs), strict=True):
-            if target is not None and found is not None:
-                target.copy_(found, non_blocking=True)
+        for target, source in zip(host, (sampled.tokens, sampled.logprobs), strict=True):
+            if target is not None and source is not None:
+                target.copy_(source, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(self.steps.device))
         assert host[0] is not None
-        return _Pending(sequences, drawn, host[0], host[1], arrived)
+        return _Pending(sequences, sampled, host[0], host[1], arrived)
 
     def _settle(self, pending: _Pending) -> None:
         """The CPU learns which tokens were drawn, and which sequences have ended."""
@@ -339,7 +339,7 @@ class Scheduler:
         for place, sequence in enumerate(pending.sequences):
             if sequence.ended:
                 continue
-            if (error := pending.drawn.errors.get(place)) is not None:
+            if (error := pending.sampled.errors.get(place)) is not None:
                 self.end(sequence, "error", error)
                 continue
             result = sequence.result
@@ -413,15 +413,15 @@ class Scheduler:
 
     def abandon(self) -> list[Result]:
         """Results of everything that has not ended, as cancelled. Nothing runs on the device any more."""
-        found = []
+        results = []
         for sequence in self.sequences:
             self._complete(sequence.result, "cancelled")
-            found.append(sequence.result)
+            results.append(sequence.result)
             if (siblings := self._siblings.pop(sequence, None)) is not None:
-                found += self._cancelled(siblings)
+                results += self._cancelled(siblings)
         for waiting in self._heads:
-            found += self._cancelled(waiting)
-        return found
+            results += self._cancelled(waiting)
+        return results
 
     def rest(self) -> list[Request | Result | None]:
         """What the source has not given yet. Asks it for everything."""
@@ -429,10 +429,10 @@ class Scheduler:
         return rest
 
     def _cancelled(self, waiting: Waiting) -> list[Result]:
-        found = [self._result(waiting.request, number) for number in waiting.numbers]
-        for result in found:
+        results = [self._result(waiting.request, number) for number in waiting.numbers]
+        for result in results:
             result.finish_reason = "cancelled"
-        return found
+        return results
 
     def free(self) -> None:
         """Give back the memory of the pool. Nothing can be asked of this object any more."""

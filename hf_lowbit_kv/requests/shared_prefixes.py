@@ -47,19 +47,19 @@ class SharedPrefixes:
     def find(self, ids: Sequence[int]) -> Prefix | None:
         """The longest known prefix of a text that it may share."""
         lengths = self._pool.prefix_lengths(len(ids))
-        found: list[bytes] = []
+        keys: list[bytes] = []
         for key in self._keys(ids, lengths):
             if key not in self._pages:
                 break
-            found.append(key)
-        if not found:
+            keys.append(key)
+        if not keys:
             return None
-        self._use(found)
+        self._use(keys)
         pages: dict[Hashable, list[int]] = {}
-        for key in found:
-            for paging, some in self._pages[key].part.pages.items():
-                pages.setdefault(paging, []).extend(some)
-        return Prefix(lengths[len(found) - 1], pages, self._roots[found[0]])
+        for key in keys:
+            for paging, ids_of_pages in self._pages[key].part.pages.items():
+                pages.setdefault(paging, []).extend(ids_of_pages)
+        return Prefix(lengths[len(keys) - 1], pages, self._roots[keys[0]])
 
     def keep(self, row: Row, ids: Sequence[int]) -> None:
         """Remember the full pages of a row that holds these tokens (and perhaps more)."""

@@ -214,12 +214,12 @@ class SlotMemory:
     @property
     def nbytes(self) -> int:
         """Everything allocated here; the layers' parameters belong to the model's calibration."""
-        found = {}
+        sizes = {}
         for state in self.states:
             for tensor in state._replace(parameters=[]).tensors():
                 storage = tensor.untyped_storage()
-                found[storage.data_ptr(), tensor.device] = storage.nbytes()
-        return sum(found.values())
+                sizes[storage.data_ptr(), tensor.device] = storage.nbytes()
+        return sum(sizes.values())
 
     @property
     def lost(self) -> int:

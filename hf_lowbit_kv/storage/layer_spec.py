@@ -158,7 +158,7 @@ class LayerSpec:
 
     def records(
         self,
-        given: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         head_dims: tuple[int, int],
         num_kv_heads: int,
         local: slice,
@@ -169,38 +169,38 @@ class LayerSpec:
         Raises:
             ValueError: a tensor is missing, is not asked for, or has another shape or dtype.
         """
-        self.check_parameters(given, head_dims, num_kv_heads)
-        found = []
+        self.check_parameters(tensors, head_dims, num_kv_heads)
+        records = []
         for role, part, head_dim in self.roles(*head_dims):
-            own = _of_role(given, role)
-            if (record := part.record(own, head_dim, num_kv_heads, local, device)) is not None:
-                found.append(record)
-        return found
+            of_role = _of_role(tensors, role)
+            if (record := part.record(of_role, head_dim, num_kv_heads, local, device)) is not None:
+                records.append(record)
+        return records
 
     def check_parameters(
-        self, given: Mapping[str, torch.Tensor], head_dims: tuple[int, int], num_kv_heads: int
+        self, tensors: Mapping[str, torch.Tensor], head_dims: tuple[int, int], num_kv_heads: int
     ) -> None:
         """Raise `ValueError` where a tensor is missing, is not asked for, or has another shape or dtype."""
         known = [parameter.name for parameter in self.parameters(*head_dims, num_kv_heads)]
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in tensors if name not in known]:
             allowed = ", ".join(map(repr, known)) or "none"
             raise ValueError(f"parameters have {unknown[0]!r}, which the layer does not take; allowed: {allowed}")
         for role, part, head_dim in self.roles(*head_dims):
-            part.check(_of_role(given, role), head_dim, num_kv_heads, f"parameters: {role}.")
+            part.check(_of_role(tensors, role), head_dim, num_kv_heads, f"parameters: {role}.")
 
     def tensors(self, state: LayerState) -> dict[str, tuple[torch.Tensor, ...]]:
         """By role, the tensors that it holds, `[H or 1, ...]` each: what encoding, decoding and transforms get."""
-        found: dict[str, tuple[torch.Tensor, ...]] = dict.fromkeys(ROLES, ())
+        by_role: dict[str, tuple[torch.Tensor, ...]] = dict.fromkeys(ROLES, ())
         for role, record in self.by_role(state).items():
             part, head_dim = getattr(self, role), state.head_dims[role.startswith("value")]
-            found[role] = part.tensors(record, head_dim)
-        return found
+            by_role[role] = part.tensors(record, head_dim)
+        return by_role
 
     def by_role(self, state: LayerState) -> dict[str, torch.Tensor]:
         """The layer's records, uint8 `[H or 1, bytes]`, of the roles that have one."""
         if not state.parameters:
             return {}
-        having = [role for role, part, head_dim in self.roles(*state.head_dims) if part.held(head_dim, 1)]
+        having = [role for role, part, head_dim in self.roles(*state.head_dims) if part.record_parameters(head_dim, 1)]
         return dict(zip(having, state.parameters, strict=True))
 
     # ---- sizes ----------------------------------------------------------------------------------------------------
@@ -224,18 +224,18 @@ class LayerSpec:
         return 8 * (pages * sum(self.part_bytes(*widths, dtype)) + dense) / (tokens * sum(widths))
 
 
-def _of_role(given: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.Tensor]:
-    return {name.split(".", 1)[1]: tensor for name, tensor in given.items() if name.startswith(f"{role}.")}
+def _of_role(tensors: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.Tensor]:
+    return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{role}.")}
 
 
-def _check_registered(argument: str, given: Format | Transform, parse: Callable[[Any], Any]) -> None:
+def _check_registered(argument: str, part: Format | Transform, parse: Callable[[Any], Any]) -> None:
     """Operations get formats and the transform by name: raise where the name stands for something else, or nothing."""
     try:
-        found = parse(given.name)
+        registered = parse(part.name)
     except ValueError:
-        found = None
-    if type(found) is not type(given) or found != given:
+        registered = None
+    if type(registered) is not type(part) or registered != part:
         raise ValueError(
-            f"{argument}={given!r} is not registered under its name {given.name!r}: add it to hf_lowbit_kv.formats.FORMATS "
+            f"{argument}={part!r} is not registered under its name {part.name!r}: add it to hf_lowbit_kv.formats.FORMATS "
             "(a class) or hf_lowbit_kv.storage.transforms.TRANSFORMS (an instance)"
         )

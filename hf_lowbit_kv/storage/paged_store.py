@@ -395,8 +395,8 @@ class PagedStore(LayerStore):
             here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
             parts.append((block, ids[here] - first, contents[here]))
             first += block.shape[0]
-        for block, own, part in parts:  # nothing is allocated between writes
-            block[own] = part
+        for block, place, part in parts:  # nothing is allocated between writes
+            block[place] = part
 
     def widen(self, pages_per_row: int) -> None:
         """Give every row that many more pages, in a preallocated store too."""

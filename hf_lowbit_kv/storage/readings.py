@@ -295,11 +295,11 @@ class UpProjection:
         if old is not None and old.dtype == dtype and self._seen is not None and self._seen.unchanged(layer):
             return old
         seen = Seen(layer)  # before reading the weights: what changes meanwhile is noticed next time
-        found = _dequantized(layer, self.rank, dtype)
-        if old is not None and (old.shape, old.dtype, old.device) == (found.shape, found.dtype, found.device):
-            found = old.copy_(found)  # recorded steps keep its address
-        self._dense, self._seen = found, seen
-        return found
+        dense = _dequantized(layer, self.rank, dtype)
+        if old is not None and (old.shape, old.dtype, old.device) == (dense.shape, dense.dtype, dense.device):
+            dense = old.copy_(dense)  # recorded steps keep its address
+        self._dense, self._seen = dense, seen
+        return dense
 
 
 def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
@@ -449,10 +449,10 @@ class Absorbed(Side):
 def check_module(module: torch.nn.Module) -> None:
     """Raise `ValueError` where attention of this module cannot be absorbed."""
     name = type(module).__name__
-    if found := [attribute for attribute in INDEXERS if hasattr(module, attribute)]:
+    if indexers := [attribute for attribute in INDEXERS if hasattr(module, attribute)]:
         raise ValueError(
-            f"{name} is sparse attention: an indexer ({found[0]!r}) chooses the tokens to attend to, which low-bit caches of "
-            "latents do not support"
+            f"{name} is sparse attention: an indexer ({indexers[0]!r}) chooses the tokens to attend to, which low-bit caches "
+            "of latents do not support"
         )
     if missing := [attribute for attribute in NEEDED if not hasattr(module, attribute)]:
         raise ValueError(f"{name} has no {missing[0]!r}, which attention to latents needs")

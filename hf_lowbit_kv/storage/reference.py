@@ -246,10 +246,10 @@ def _pack_row(keys, values, row: int, start: int, stop: int, layer: LayerStore) 
     for page in range(start // size, -(-stop // size)):
         low, high = max(page * size, start), min((page + 1) * size, stop)
         target = _page(state, int(state.page_table[row, page]))
-        for fmt, x, part, own in zip(
+        for fmt, x, part, of_format in zip(
             spec.formats, (keys, values), target.split(split, dim=-1), parameters, strict=True
         ):
-            _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype, own)
+            _write_tokens(fmt, x[:, low - start : high - start], low % size, part, size, dtype, of_format)
 
 
 def _write_tokens(

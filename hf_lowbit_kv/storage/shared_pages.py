@@ -38,7 +38,7 @@ class _Users:
     because a cache has many layers, and many blocks in each."""
 
     def __init__(self) -> None:
-        self.held: dict[int, int] = {}  # by a store's number, a bit for each page
+        self.pages_of: dict[int, int] = {}  # by a store's number, a bit for each page
 
 
 #: by block, its users; a block that no two stores ever used is not listed
@@ -67,9 +67,9 @@ class Holding:
             self._use(users, pages)
 
     def _use(self, users: _Users, pages: int) -> None:
-        if self._number not in users.held:
+        if self._number not in users.pages_of:
             self._blocks.append(users)
-        users.held[self._number] = users.held.get(self._number, 0) | pages
+        users.pages_of[self._number] = users.pages_of.get(self._number, 0) | pages
 
     def share(self, other: Holding, block: torch.Tensor, pages: int) -> None:
         """Count this store among the users of a block, and behind it another one, which holds these pages."""
@@ -92,7 +92,7 @@ class Holding:
         """Whether the block's memory counts as this store's."""
         with _lock:
             users = _users.get(block)
-            return users is None or next(iter(users.held), self._number) == self._number
+            return users is None or next(iter(users.pages_of), self._number) == self._number
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that stores read counts as this store's."""
@@ -114,7 +114,7 @@ class Holding:
         if not self.owns(block):
             return (1 << len(block)) - 1
         closed = 0
-        for number, pages in users.held.items():
+        for number, pages in users.pages_of.items():
             if number != self._number:
                 closed |= pages
         return closed
@@ -122,12 +122,12 @@ class Holding:
     def let_go(self, block: torch.Tensor) -> None:
         """Hold no page of a block any more; one that this store does not own, it does not use any more."""
         with _lock:
-            if (users := _users.get(block)) is None or self._number not in users.held:
+            if (users := _users.get(block)) is None or self._number not in users.pages_of:
                 return
             owned = self.owns(block)
-            del users.held[self._number]
+            del users.pages_of[self._number]
             if owned:  # and stays the first
-                users.held = {self._number: 0, **users.held}
+                users.pages_of = {self._number: 0, **users.pages_of}
             else:
                 self._blocks.remove(users)
 
@@ -135,6 +135,6 @@ class Holding:
 def _leave(number: int, blocks: list[_Users], read: list[list[int]]) -> None:
     with _lock:
         while blocks:
-            del blocks.pop().held[number]
+            del blocks.pop().pages_of[number]
         while read:
             read.pop().remove(number)

@@ -99,10 +99,10 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, shared: bool = False) ->
     for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
         count = tail[0].shape[1]
         slots = torch.arange(tokens.paged[row], tokens.paged[row] + count, device=device) % max(spec.tail_size, 1)
-        for held, new in zip((state.sink_k, state.sink_v), sink, strict=True):
-            held[row, :, : new.shape[1]] = new
-        for held, new in zip((state.tail_k, state.tail_v), tail, strict=True):
-            held[row][:, slots] = new
+        for window, new in zip((state.sink_k, state.sink_v), sink, strict=True):
+            window[row, :, : new.shape[1]] = new
+        for window, new in zip((state.tail_k, state.tail_v), tail, strict=True):
+            window[row][:, slots] = new
     state.length.copy_(torch.tensor(tokens.lengths, dtype=torch.int32)[:, None])
     state.paged.copy_(torch.tensor(tokens.paged, dtype=torch.int32)[:, None])
 
@@ -111,7 +111,7 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
     """Let the table's entries `lasting` (bool `[B, P]`) of a growing store name the pages of these blocks."""
     table = store.state.page_table.cpu()
     kept = int((~lasting).sum()) + len(table) * (table.shape[1] - lasting.shape[1])  # entries with a page of their own
-    own = [store._new_block(kept)] if kept else []
+    new_blocks = [store._new_block(kept)] if kept else []
     ids = torch.zeros_like(table)
     adopted = torch.zeros_like(table, dtype=torch.bool)
     adopted[:, : lasting.shape[1]] = lasting
@@ -121,9 +121,9 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
         store.holding = Holding()
         used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
         used[tokens.table[lasting]] = True
-        for block, held in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, mask_of(held))
-    store.take_pool([*own, *tokens.blocks], ids)
+        for block, pages in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
+            store.holding.use(block, mask_of(pages))
+    store.take_pool([*new_blocks, *tokens.blocks], ids)
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:

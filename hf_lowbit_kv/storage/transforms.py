@@ -23,7 +23,7 @@ import torch
 
 from ..formats.records import Parameter, Parametrized
 
-#: tensors of `Transform.held`, in that order; `[H or 1, ...]` each
+#: tensors of `Transform.record_parameters`, in that order; `[H or 1, ...]` each
 Tensors = Sequence[torch.Tensor]
 
 
@@ -181,11 +181,11 @@ class Smooth(Transform):
     def parameters(self, head_dim: int, num_kv_heads: int):
         return (Parameter("factors", (num_kv_heads, head_dim), torch.float32),)
 
-    def held(self, head_dim: int, num_kv_heads: int):
+    def record_parameters(self, head_dim: int, num_kv_heads: int):
         return tuple(Parameter(name, (num_kv_heads, head_dim), torch.float32) for name in ("keys", "queries"))
 
-    def prepare(self, given):
-        return 1 / given[0], given[0]
+    def prepare(self, tensors):
+        return 1 / tensors[0], tensors[0]
 
     def map(self, x, tensors):
         return x * tensors[0].unsqueeze(-2)
@@ -212,12 +212,12 @@ class Matrix(Transform):
     def parameters(self, head_dim: int, num_kv_heads: int):
         return (Parameter("matrix", (num_kv_heads, head_dim, head_dim), torch.float32),)
 
-    def held(self, head_dim: int, num_kv_heads: int):
+    def record_parameters(self, head_dim: int, num_kv_heads: int):
         shape = (num_kv_heads, head_dim, head_dim)
         return tuple(Parameter(name, shape, torch.float32) for name in ("matrix", "queries"))
 
-    def prepare(self, given):
-        return given[0], torch.linalg.inv(given[0].double()).float().mT.contiguous()
+    def prepare(self, tensors):
+        return tensors[0], torch.linalg.inv(tensors[0].double()).float().mT.contiguous()
 
     @property
     def product(self) -> bool:
@@ -262,10 +262,10 @@ class Chain(Transform):
 
     @property
     def fused(self) -> Fused | None:
-        found = [stage.fused for stage in self.stages]
-        if None in found or len(found) > 2 or {fused.rotated for fused in found if fused} != {False, True}:
+        parts = [stage.fused for stage in self.stages]
+        if None in parts or len(parts) > 2 or {fused.rotated for fused in parts if fused} != {False, True}:
             return None
-        first_rotates = found[0].rotated  # type: ignore[union-attr]
+        first_rotates = parts[0].rotated  # type: ignore[union-attr]
         return Fused(not first_rotates, True, first_rotates)
 
     def validate(self, head_dim: int) -> None:
@@ -275,43 +275,43 @@ class Chain(Transform):
     def parameters(self, head_dim: int, num_kv_heads: int):
         return tuple(p for stage in self.stages for p in stage.parameters(head_dim, num_kv_heads))
 
-    def held(self, head_dim: int, num_kv_heads: int):
+    def record_parameters(self, head_dim: int, num_kv_heads: int):
         return tuple(
-            held._replace(name=f"{stage.name}.{held.name}")
+            parameter._replace(name=f"{stage.name}.{parameter.name}")
             for stage in self.stages
-            for held in stage.held(head_dim, num_kv_heads)
+            for parameter in stage.record_parameters(head_dim, num_kv_heads)
         )
 
-    def prepare(self, given):
-        found: list[torch.Tensor] = []
-        given = list(given)
+    def prepare(self, tensors):
+        prepared: list[torch.Tensor] = []
+        tensors = list(tensors)
         for stage in self.stages:
             count = len(stage.parameters(64, 1))
-            found += stage.prepare(given[:count])
-            del given[:count]
-        return found
+            prepared += stage.prepare(tensors[:count])
+            del tensors[:count]
+        return prepared
 
     def _with_tensors(self, tensors: Tensors) -> list[tuple[Transform, Tensors]]:
-        found, first = [], 0
+        pairs, first = [], 0
         for stage in self.stages:
-            count = len(stage.held(64, 1))
-            found.append((stage, tensors[first : first + count]))
+            count = len(stage.record_parameters(64, 1))
+            pairs.append((stage, tensors[first : first + count]))
             first += count
-        return found
+        return pairs
 
     def map(self, x, tensors):
-        for stage, own in self._with_tensors(tensors):
-            x = stage.map(x, own)
+        for stage, of_stage in self._with_tensors(tensors):
+            x = stage.map(x, of_stage)
         return x
 
     def map_queries(self, q, tensors):
-        for stage, own in self._with_tensors(tensors):
-            q = stage.map_queries(q, own)
+        for stage, of_stage in self._with_tensors(tensors):
+            q = stage.map_queries(q, of_stage)
         return q
 
     def unmap(self, x, tensors):
-        for stage, own in reversed(self._with_tensors(tensors)):
-            x = stage.unmap(x, own)
+        for stage, of_stage in reversed(self._with_tensors(tensors)):
+            x = stage.unmap(x, of_stage)
         return x
 
 
@@ -330,8 +330,8 @@ def parse_transform(transform: str | Transform | None) -> Transform:
         raise ValueError(
             f"transform={transform!r} is not known; allowed: {tuple(TRANSFORMS)}, and several joined by '+'"
         )
-    found = tuple(TRANSFORMS[stage] for stage in stages)
-    return found[0] if len(found) == 1 else Chain(found)
+    transforms = tuple(TRANSFORMS[stage] for stage in stages)
+    return transforms[0] if len(transforms) == 1 else Chain(transforms)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:

@@ -300,7 +300,7 @@ def test_the_package_brings_what_presets_need_of_the_bundled_model():
     files = [lb.Calibration.load(path) for path in sorted(folder.glob("*.safetensors"))]
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 6 * 2**20
     for preset in ("vecinfer-4", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3"):
-        asked = list(calibration_lookup.asked_of(lb.get_preset(preset).spec()))
+        asked = list(calibration_lookup.needs_of(lb.get_preset(preset).spec()))
         names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in asked]
         assert names
         assert any(set(names) <= set(file.tensors) for file in files), preset

@@ -278,7 +278,7 @@ def eigen_calibration(model, *, attention: bool | None, presets=("eigen-2",), ma
         spec = lb.get_preset(name).spec()
         shapes = {parameter.name: parameter.shape for parameter in spec.parameters(64, 64, 2)}
         for layer in range(2):
-            for full, side, names, _ in calibration_lookup.asked_of(spec):
+            for full, side, names, _ in calibration_lookup.needs_of(spec):
                 size = matrix * torch.eye(64).expand(2, 64, 64) if full.endswith("matrix") else torch.ones(shapes[full])
                 tensors[".".join(("layers", str(layer), side, *names))] = size.clone()
     source = {"presets": list(presets), "tensors": sorted(tensors)}

@@ -46,7 +46,7 @@ def asked_of(preset):
     return {
         ".".join(("layers", str(layer), side, *names)): shapes[name]
         for layer in range(2)
-        for name, side, names, _ in calibration_lookup.asked_of(spec)
+        for name, side, names, _ in calibration_lookup.needs_of(spec)
     }
 
 

@@ -256,8 +256,8 @@ def test_stop_texts_in_pieces(size):
     stop = StopText(stops)
     out = "".join(stop.feed(text[first : first + size]) for first in range(0, len(text), size)) + stop.end()
     assert out == cut(text, stops) == "ab<en"
-    assert stop.found
+    assert stop.reached
     stop = StopText(stops)
     assert stop.feed("ab<en") == "ab"
     assert stop.end() == "<en"
-    assert not stop.found
+    assert not stop.reached

@@ -37,18 +37,18 @@ class PoolStreamer(DirectStreamer):
     def watch(self, ticket: Ticket) -> None:
         """The request that writes this text."""
         self._ticket = ticket
-        if self._stop.found:  # it was faster
+        if self._stop.reached:  # it was faster
             ticket.cancel()
 
     @property
     def stopped(self) -> bool:
         """Whether a stop text was found. Tokens behind it are neither shown nor counted."""
-        return self._stop.found
+        return self._stop.reached
 
     def put(self, value: Any) -> None:
-        if not self._stop.found:
+        if not self._stop.reached:
             super().put(value)
-            if self._stop.found:
+            if self._stop.reached:
                 self.cancel()
 
     def _enqueue(self, item: Any) -> None:

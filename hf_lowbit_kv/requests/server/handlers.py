@@ -67,11 +67,11 @@ class _Strict:
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
         # transformers would seed the whole process
-        given = {name: value for name, value in body.items() if name != "seed"}
-        if given.get("stop") == []:
-            del given["stop"]
+        settings = {name: value for name, value in body.items() if name != "seed"}
+        if settings.get("stop") == []:
+            del settings["stop"]
         try:
-            config = super()._build_generation_config(given, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
+            config = super()._build_generation_config(settings, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
         except (AttributeError, TypeError, ValueError) as error:  # of generation_config or logit_bias
             raise HTTPException(400, f"{type(error).__name__}: {error}") from error
         config.use_cache = True

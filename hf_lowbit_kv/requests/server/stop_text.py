@@ -14,32 +14,32 @@ class StopText:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = list(stops)
-        self._held = ""
-        self.found = False
+        self._unsent = ""
+        self.reached = False
 
     def feed(self, text: str) -> str:
         """What of the text so far can be passed on, and was not."""
-        if self.found:
+        if self.reached:
             return ""
-        self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self._unsent += text
+        places = [place for stop in self._stops if (place := self._unsent.find(stop)) >= 0]
         if places:
-            self.found = True
-            out, self._held = self._held[: min(places)], ""
+            self.reached = True
+            out, self._unsent = self._unsent[: min(places)], ""
             return out
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        out, self._unsent = self._unsent[: len(self._unsent) - keep], self._unsent[len(self._unsent) - keep :]
         return out
 
     def end(self) -> str:
         """The text has ended: what is left of it."""
-        out, self._held = self._held, ""
+        out, self._unsent = self._unsent, ""
         return out
 
     def _overlap(self, stop: str) -> int:
         """Letters at the end of what is held that may begin this text."""
-        most = min(len(stop) - 1, len(self._held))
-        return next((count for count in range(most, 0, -1) if stop.startswith(self._held[-count:])), 0)
+        most = min(len(stop) - 1, len(self._unsent))
+        return next((count for count in range(most, 0, -1) if stop.startswith(self._unsent[-count:])), 0)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
