@@ -218,15 +218,15 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 def _fields(fmt, head_dim: int, group: int) -> tuple[tuple[int, ...], ...]:
     """See `Params.fields`. group: tokens of a group, per channel."""
-    found, left, before = [], fmt.bits, 0
+    fields, left, before = [], fmt.bits, 0
     for bits in fmt.widths:
         left -= bits
         count = head_dim * bits // 16
-        some = padded_width(count)
-        at_once = max(min(ENCODE_TILE // (16 // bits * group), some), 1)
-        found.append((bits, left, count, before, at_once, some))
+        padded = padded_width(count)
+        at_once = max(min(ENCODE_TILE // (16 // bits * group), padded), 1)
+        fields.append((bits, left, count, before, at_once, padded))
         before += count
-    return tuple(found)
+    return tuple(fields)
 
 
 def _extract_asm(shift: int, mask: int) -> str:

@@ -136,8 +136,8 @@ def _low_codes(page, token, channel, keep, P: tl.constexpr):
         word = P.low_at + tile
     place = (token // 32 * P.chunks)[:, None] + (word // P.vector)[None, :]
     place = place * (32 * P.vector) + lane * P.vector + (word % P.vector)[None, :]
-    found = tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep[None, :], other=0)
-    return (found >> bit) & ((1 << P.low_bits) - 1)
+    words = tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep[None, :], other=0)
+    return (words >> bit) & ((1 << P.low_bits) - 1)
 
 
 @triton.jit

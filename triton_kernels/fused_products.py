@@ -164,10 +164,10 @@ def products(
     tiles = tiles or _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
     outs = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
     sizes = [len(weight) for weight in weights]
-    three = [(*given, *given[-1:])[:3] for given in (weights, biases or weights, outs)]
+    three = [(*of_kind, *of_kind[-1:])[:3] for of_kind in (weights, biases or weights, outs)]
     launch(
         *(products_kernel, (sum(triton.cdiv(n, tiles.outputs) for n in sizes),), flat),
-        *(tensor for given in three for tensor in given),
+        *(tensor for of_kind in three for tensor in of_kind),
         *(flat.stride(0), *(weight.stride(0) for weight in three[0]), len(flat), *(*sizes, 0)[:3]),
         device=x.device,
         **_constants(flat, biases, tiles),

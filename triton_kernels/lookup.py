@@ -115,13 +115,13 @@ def _entries(
     for i in tl.static_range(COUNT):
         indices = indices + (((x >> (i * P.bits)) & ((1 << P.bits) - 1)) * P.parts + part,)
     if COUNT == 1:
-        found = (tl.gather(table, indices[0], 0),)
+        entries = (tl.gather(table, indices[0], 0),)
     else:
-        found = tl.gather(table, tl.reshape(_joined(indices, COUNT), (COUNT * R * C,)), 0)
-        found = _separate(tl.reshape(found, (R * C, 2) if COUNT == 2 else (R * C, 2, 2)), COUNT)
+        entries = tl.gather(table, tl.reshape(_joined(indices, COUNT), (COUNT * R * C,)), 0)
+        entries = _separate(tl.reshape(entries, (R * C, 2) if COUNT == 2 else (R * C, 2, 2)), COUNT)
     out = ()
     for i in tl.static_range(COUNT):
-        out = out + (_tile(found[i], R, C, RUN),)
+        out = out + (_tile(entries[i], R, C, RUN),)
     return out
 
 

@@ -37,13 +37,13 @@ def read_pages_kernel(
         index = start + tl.arange(0, BLOCK_N)
         valid = index < packed
         page = pool + tl.multiple_of(tl.load(address + b * pages + start // PAGE) + h * PAGE_BYTES, 16) + PART_AT
-        own = record + h * record_stride
+        head_record = record + h * record_stride
         place = SINK + index - first
         rows = out + (bh * count + place) * D
         channel = tl.arange(0, P.padded)
         keep = (valid & (place >= 0) & (place < count))[:, None] & (channel < P.width)[None, :]
         for j in tl.static_range(P.planes):
-            x = DECODE(page, own, start % PAGE, valid, j, BLOCK_N, P)
+            x = DECODE(page, head_record, start % PAGE, valid, j, BLOCK_N, P)
             tl.store(rows[:, None] + plane_channels(j, P)[None, :], x.to(out.dtype.element_ty), mask=keep)
 
 

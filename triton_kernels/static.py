@@ -38,12 +38,12 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     group = head_dim // len(fmt.pattern)
     planes = fmt.planes(head_dim)
     words = [len(plane.channels) * plane.width // 16 for plane in planes]
-    found: list[list[tuple[int, int, int]]] = [[] for _ in fmt.pattern]
+    by_plane: list[list[tuple[int, int, int]]] = [[] for _ in fmt.pattern]
     for plane in planes:
         for first in range(0, len(plane.channels), group):
             place = int(plane.channels[first]) // group
-            found[place].append((plane.width, int(plane.shifts[first]), first))
-    padded = [(x + [(1, 0, 0)] * 2)[:2] for x in found]
+            by_plane[place].append((plane.width, int(plane.shifts[first]), first))
+    padded = [(x + [(1, 0, 0)] * 2)[:2] for x in by_plane]
     return Params(
         head_dim=head_dim,
         width=head_dim,
@@ -68,7 +68,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         bits=tuple(map(int, fmt.pattern)),
         gain=tuple(fmt.gain(head_dim)[::group].tolist()),
         mean_unit=tuple(fmt.mean_step(head_dim)[::group].tolist()),
-        count=tuple(map(len, found)),
+        count=tuple(map(len, by_plane)),
         plane_width=tuple(tuple(plane[0] for plane in x) for x in padded),
         plane_shift=tuple(tuple(plane[1] for plane in x) for x in padded),
         plane_first=tuple(tuple(plane[2] for plane in x) for x in padded),
@@ -106,13 +106,13 @@ def _plane(words, valid, channel, i: tl.constexpr, which: tl.constexpr, P: tl.co
     WIDTH: tl.constexpr = P.plane_width[i][which]
     here = channel // P.group == i
     column = tl.where(here, channel - i * P.group + P.plane_first[i][which], 0)
-    found = (valid & here).to(tl.int32) * 0
+    codes = (valid & here).to(tl.int32) * 0
     for n in tl.static_range(len(P.widths)):
         if P.widths[n] == WIDTH:
             word = tl.load(words + P.before[n] + column % P.words[n], mask=valid & here, other=0)
             field = (word.to(tl.int32) >> (column // P.words[n] * WIDTH)) & ((1 << WIDTH) - 1)
-            found += tl.where(here, field << P.plane_shift[i][which], 0)
-    return found
+            codes += tl.where(here, field << P.plane_shift[i][which], 0)
+    return codes
 
 
 @triton.jit
@@ -263,7 +263,7 @@ def _store_plane(
     WIDTH: tl.constexpr = P.widths[n]
     word = tl.arange(0, triton.next_power_of_2(P.words[n]))[None, :]
     keep = word < P.words[n]
-    found = (number[:, None] * 0 + word * 0).to(tl.int32)
+    packed = (number[:, None] * 0 + word * 0).to(tl.int32)
     for j in tl.static_range(16 // WIDTH):
         column = word + j * P.words[n]
         channel, shift = column * 0, column * 0
@@ -283,6 +283,6 @@ def _store_plane(
             half = tl.where(here, (1 << P.bits[i]) * 0.5, half)
             most = tl.where(here, (1 << P.bits[i]) - 1.0, most)
         code = tl.minimum(tl.maximum(tl.floor(rest) + half, 0.0), most).to(tl.int32)
-        found = found | (((code >> shift) & ((1 << WIDTH) - 1)) << (j * WIDTH))
+        packed = packed | (((code >> shift) & ((1 << WIDTH) - 1)) << (j * WIDTH))
     target = page.to(tl.pointer_type(tl.int16)) + number[:, None] * P.row_words + P.before[n] + word
-    tl.store(target, found.to(tl.int16), mask=keep)
+    tl.store(target, packed.to(tl.int16), mask=keep)

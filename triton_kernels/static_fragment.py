@@ -55,8 +55,8 @@ def _key_plane(page, token, channel, keep, i: tl.constexpr, which: tl.constexpr,
     field = 16 * (channel & 1) + 8 * (token & 1) + 4 * ((token >> 1) & 1)
     here = channel // P.group == i
     at = P.plane_at[i][which] + tl.where(here, (channel - i * P.group) // 8, 0) * WIDTH
-    found = _load(page, token, lane, at // 4, field + at % 4, keep & here, P) & ((1 << WIDTH) - 1)
-    return tl.where(here, found << P.plane_shift[i][which], 0)
+    field_codes = _load(page, token, lane, at // 4, field + at % 4, keep & here, P) & ((1 << WIDTH) - 1)
+    return tl.where(here, field_codes << P.plane_shift[i][which], 0)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(latent, "converts", lambda device: request.param)
         # a row is shared by several blocks
         monkeypatch.setattr(
-            latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines)
+            latent, "load", lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines)
         )
         monkeypatch.setattr(latent, "properties", lambda device: SimpleNamespace(multi_processor_count=3))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -81,8 +81,8 @@ def test_wide(heads, tokens, dtype, rope, monkeypatch):
     """What a step of so many heads and tokens launches on Hopper."""
     asked = []
 
-    def load(name, defines, device, own=False):
-        asked.append((name, defines, "sm_90a" if own else "sm_90"))
+    def load(name, defines, device, arch_specific=False):
+        asked.append((name, defines, "sm_90a" if arch_specific else "sm_90"))
         return SimpleNamespace(integer=lambda name: 0)
 
     monkeypatch.setattr(latent, "load", load)

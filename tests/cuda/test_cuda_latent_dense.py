@@ -34,7 +34,7 @@ def kernels(request, monkeypatch):
     found = SimpleNamespace(multi_processor_count=3, shared_memory_per_multiprocessor=request.param * 1024)
     if not GPU:
         monkeypatch.setattr(
-            latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines)
+            latent, "load", lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines)
         )
         monkeypatch.setattr(latent, "converts", lambda device: False)
         monkeypatch.setattr(latent, "properties", lambda device: found)

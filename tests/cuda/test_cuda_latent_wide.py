@@ -32,7 +32,7 @@ def kernels(monkeypatch):
     if not GPU:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: latent.WIDE_CAPABILITY)
         monkeypatch.setattr(
-            latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines)
+            latent, "load", lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines)
         )
         monkeypatch.setattr(latent, "properties", lambda device: SimpleNamespace(multi_processor_count=3))
         latent._module.cache_clear(), latent._wide_plan.cache_clear()
@@ -159,7 +159,9 @@ def test_steps(kernels):
 def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
     without = {"latent_wide.cu": barrier}
     monkeypatch.setattr(
-        latent, "load", lambda name, defines, device, own=False: cuda_emulator.Module(name, defines, without.get(name))
+        latent,
+        "load",
+        lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines, without.get(name)),
     )
     with pytest.raises(AssertionError, match=r"races in shared memory|plain"):
         check_attend(kernels, Case(lengths=(900,), heads=20), DEVICE, SEED, wide=True)

@@ -93,9 +93,9 @@ def choose(
     tables = keys.table + values.table
     most_teams = 4 if not tables else 1 if per_head else 2
     best: tuple[float, ...] = (0.0,)
-    found = None
+    chosen = None
     for narrow in (True,) if tables else (False, True):
-        if found is not None and found.warps * found.teams >= (ENOUGH_WARPS if widest <= 128 else ENOUGH_WIDE):
+        if chosen is not None and chosen.warps * chosen.teams >= (ENOUGH_WARPS if widest <= 128 else ENOUGH_WIDE):
             break
         each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
         for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
@@ -109,14 +109,14 @@ def choose(
             rounds = math.ceil(heads / slots)
             score = (warps * teams + 1.5 * even, stores, -narrow, -rounds, -teams)
             if score > best:
-                best, found = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
-    if found is None:
+                best, chosen = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
+    if chosen is None:
         least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(1, 1) + RESERVED
         raise NoRoomError(
             f"needs {-(-least // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
             f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
         )
-    return found
+    return chosen
 
 
 def why_not(

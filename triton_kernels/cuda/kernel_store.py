@@ -46,12 +46,12 @@ def _directories() -> list[Path]:
 
 @functools.cache
 def _warn_of_old_name(old: str, directory: Path | None) -> None:
-    what = f"{OLD_VARIABLE} is the old name of {VARIABLE}"
+    message = f"{OLD_VARIABLE} is the old name of {VARIABLE}"
     if directory is None:
-        what += f": set {VARIABLE}={old} instead. Compiled kernels stay there until then"
+        message += f": set {VARIABLE}={old} instead. Compiled kernels stay there until then"
     else:
-        what += f", which is set too: kernels in {Path(old) / 'kernels'} are still used, and copied to {directory}. Unset it"
-    warnings.warn(what, FutureWarning, stacklevel=2)
+        message += f", which is set too: kernels in {Path(old) / 'kernels'} are still used, and copied to {directory}. Unset it"
+    warnings.warn(message, FutureWarning, stacklevel=2)
 
 
 def _owner(directory: Path) -> int | None:
@@ -64,15 +64,15 @@ def _owner(directory: Path) -> int | None:
 
 def why_refused(directory: Path) -> str | None:
     """Why nothing is read from a directory that exists and nothing is written there, or `None`."""
-    found = directory.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = directory.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return "it is no directory"
     if not hasattr(os, "getuid"):  # Windows: directories of a user are closed to others
         return None
-    if found.st_uid != os.getuid():
-        return f"it belongs to user {found.st_uid}, not to {os.getuid()}"
-    if found.st_mode & 0o077:
-        return f"others may use it: its mode is {stat.S_IMODE(found.st_mode):04o}, and 0700 is asked for"
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}, not to {os.getuid()}"
+    if status.st_mode & 0o077:
+        return f"others may use it: its mode is {stat.S_IMODE(status.st_mode):04o}, and 0700 is asked for"
     return None
 
 
@@ -115,11 +115,11 @@ def _load(directory: Path, name: str) -> bytes | None:
     try:
         if not directory.exists() or not _usable(directory):
             return None
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             return _refuse(path, "is no file")
-        if found.st_size > MOST_BYTES:
-            return _refuse(path, f"has {found.st_size} bytes, and a kernel has {MOST_BYTES} at most")
+        if status.st_size > MOST_BYTES:
+            return _refuse(path, f"has {status.st_size} bytes, and a kernel has {MOST_BYTES} at most")
         data = path.read_bytes()
     except FileNotFoundError:
         return None
@@ -142,13 +142,13 @@ def keep(name: str, kernel: bytes) -> None:
         return
     try:
         with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # for its owner alone
-            made = Path(file.name)
+            written = Path(file.name)
             try:
                 file.write(_digest(name, kernel) + kernel)
                 file.close()
-                made.replace(directory / name)
+                written.replace(directory / name)
             except OSError:
-                made.unlink(missing_ok=True)
+                written.unlink(missing_ok=True)
                 raise
     except OSError as error:
         _warn(directory, f"it cannot be written: {error.strerror or error}")

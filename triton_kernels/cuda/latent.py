@@ -176,8 +176,8 @@ class Plan(NamedTuple):
 
 def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
     """What keeps the wide kernel from attending for `rows` query rows (heads x tokens), or `None`."""
-    if (found := torch.cuda.get_device_capability(device)) != WIDE_CAPABILITY:
-        return f"needs compute capability {WIDE_CAPABILITY}, not {found}"
+    if (capability := torch.cuda.get_device_capability(device)) != WIDE_CAPABILITY:
+        return f"needs compute capability {WIDE_CAPABILITY}, not {capability}"
     if rank % 128:
         return f"needs a latent rank that is a multiple of 128, not {rank}"
     return None if rows >= WIDE_ROWS else f"is for {WIDE_ROWS} query rows and more, not for {rows}"
@@ -215,7 +215,7 @@ def _wide_plan(
     device: torch.device,
 ) -> Plan:
     more = ("COLUMNS", str(columns)), ("STAGES", str(stages)), ("BLOCKS", str(blocks))
-    module = load("latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *more), device, own=True)
+    module = load("latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *more), device, arch_specific=True)
     shared = module.integer("latent_wide_shared_bytes")
     return Plan(module, "latent_wide_attend", 256, shared, columns, blocks, tokens=128)
 
@@ -233,10 +233,10 @@ def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: t
 
 
 def _dense_shape(rank: int, rope: int, device: torch.device) -> tuple[int, int]:
-    found = dense_shape(rank, rope, shared := properties(device).shared_memory_per_multiprocessor)
-    if found is None:
+    dense_sizes = dense_shape(rank, rope, shared := properties(device).shared_memory_per_multiprocessor)
+    if dense_sizes is None:
         raise ValueError(f"backend='cuda' {why_not_dense(rank, rope, shared)}")
-    return found
+    return dense_sizes
 
 
 def _launch(
@@ -282,13 +282,13 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
         return out
     q, k, v, device = aligned(q), aligned(k), aligned(v), q.device
     rows, pages = heads * tokens, state.page_address.shape[1]
-    how = plan(spec, rank, rope, q.dtype, rows, device)
-    tiles, blocks = -(-rows // ROWS), -(-rows // how.rows)
-    splits = split_count(how, properties(device).multi_processor_count, batch * blocks, pages * spec.page_size)
+    chosen = plan(spec, rank, rope, q.dtype, rows, device)
+    tiles, blocks = -(-rows // ROWS), -(-rows // chosen.rows)
+    splits = split_count(chosen, properties(device).multi_processor_count, batch * blocks, pages * spec.page_size)
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
-    given = (
+    tensors = (
         q,
         k,
         v,
@@ -305,7 +305,7 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
         None,
     )
     args = _Args(
-        *(address(x) for x in given),
+        *(address(x) for x in tensors),
         *(
             *q.stride()[:3],
             k.stride(0),
@@ -316,7 +316,7 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
         ),
         *(heads, tokens, pages, splits, spec.room(pages), int(store), scaling),
     )
-    _launch(how.module, how.kernel, (splits, batch, blocks), args, threads=how.threads, shared=how.shared)
+    _launch(chosen.module, chosen.kernel, (splits, batch, blocks), args, threads=chosen.threads, shared=chosen.shared)
     module, _ = _module(spec, rank, rope, q.dtype, device)
     if rank % 128 == 0 and batch * rows >= MERGE_ROWS:
         _launch(module, "latent_merge_rows", (-(-rows // 4) + int(store), batch, 1), args)
@@ -326,9 +326,9 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
     return out
 
 
-def split_count(how: Plan, processors: int, programs: int, tokens: int) -> int:
+def split_count(chosen: Plan, processors: int, programs: int, tokens: int) -> int:
     """Shares that each of `programs` (sequences x tiles of query rows) is cut into."""
-    return _shares(processors * how.blocks, programs, max(tokens // how.tokens, 1))
+    return _shares(processors * chosen.blocks, programs, max(tokens // chosen.tokens, 1))
 
 
 @functools.lru_cache(4096)
@@ -355,7 +355,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
     pages = state.page_address.shape[1]
-    given = (
+    tensors = (
         None,
         k,
         v,
@@ -372,7 +372,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
         count,
     )
     args = _Args(
-        *(address(x) for x in given),
+        *(address(x) for x in tensors),
         *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),
         *(1, tokens, pages, 1, spec.room(pages), 1, 1.0),
     )

@@ -47,8 +47,8 @@ def properties(device: torch.device):
 def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], ...]]:
     """How the kernel is laid out, whether it stores the chunk (where it is asked to and can), and its macros."""
     spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = kernel[:9]
-    found = properties(kernel.device)
-    limits = found.multi_processor_count, found.shared_memory_per_multiprocessor
+    device = properties(kernel.device)
+    limits = device.multi_processor_count, device.shared_memory_per_multiprocessor
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, kernel.per_head)
     fused = kernel.store and can_store(spec, head_dim_k, head_dim_v, choice)
     options = {"transform": kernel.transform, "ordered": kernel.ordered, "fused": fused, "per_head": kernel.per_head}
@@ -62,9 +62,9 @@ def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
     choice, fused, defines = _layout(kernel)
     module, planned = load("attend.cu", defines, kernel.device), dict(defines)
     for name in ("shared_bytes", "argument_bytes"):
-        if (found := module.integer(name)) != int(planned[name.upper()]):
+        if (compiled := module.integer(name)) != int(planned[name.upper()]):
             raise RuntimeError(
-                f"attend.cu was compiled with {name}={found}, and {planned[name.upper()]} is what Python counts"
+                f"attend.cu was compiled with {name}={compiled}, and {planned[name.upper()]} is what Python counts"
             )
     return module, choice, int(planned["SHARED_BYTES"]), fused
 

@@ -65,8 +65,8 @@ def joined(name: str, read: Callable[[str], str]) -> str:
         seen.add(name)
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate(read(name).splitlines(), 1):
-            if found := re.fullmatch(r'#include "(.*)"', line):
-                lines += [expand(found[1]), f'#line {number + 1} "{name}"']
+            if include := re.fullmatch(r'#include "(.*)"', line):
+                lines += [expand(include[1]), f'#line {number + 1} "{name}"']
             elif line != "#pragma once":
                 lines.append(line)
         return "\n".join(lines)
@@ -89,8 +89,8 @@ def binary(
     key = hashlib.sha256(repr((code, arch, OPTIONS, version)).encode()).hexdigest()[:32]
     file = f"{Path(name).stem}-{arch}-{key}.cubin"
     with _compiling.setdefault(file, threading.Lock()):  # another thread may be compiling it
-        if not anew and (found := _early.pop(file, None) or kernel_store.load(file)) is not None:
-            return found
+        if not anew and (kernel := _early.pop(file, None) or kernel_store.load(file)) is not None:
+            return kernel
         _announce(arch)
         out, _ = _compile(code, name, arch)
         kernel_store.keep(file, out)
@@ -127,8 +127,8 @@ def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> 
     _, nvrtc = _bindings()
     program = _checked(nvrtc.nvrtcCreateProgram(code.encode(), name.encode(), 0, [], []))
     try:
-        given = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}", *options)]
-        status, *_ = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        encoded = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}", *options)]
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.decode(errors="replace").strip("\0\n")
@@ -155,10 +155,12 @@ def _enter_context(device: int) -> None:
 class Module:
     """A compiled file, loaded on one device."""
 
-    def __init__(self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False):
+    def __init__(
+        self, name: str, defines: tuple[tuple[str, str], ...], device: torch.device, arch_specific: bool = False
+    ):
         self._driver, _ = _bindings()
         self.device = device
-        arch = _arch(device) + ("a" if own else "")
+        arch = _arch(device) + ("a" if arch_specific else "")
         data = binary(name, defines, arch)
         with torch.cuda.device(device):
             _enter_context(device.index)
@@ -180,11 +182,11 @@ class Module:
         if name not in self._functions:
             driver = self._driver
             _enter_context(self.device.index)  # this thread may not have used the device yet
-            found = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
             if shared:
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _checked(driver.cuFuncSetAttribute(found, attribute, shared))
-            self._functions[name] = found
+                _checked(driver.cuFuncSetAttribute(function, attribute, shared))
+            self._functions[name] = function
         return self._functions[name]
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
@@ -204,7 +206,7 @@ class Module:
 
 
 @functools.cache
-def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, own: bool = False) -> Module:
+def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, arch_specific: bool = False) -> Module:
     """The file `name` compiled with these macros and loaded on `device` (with an index), once a process. own: with instructions
     that only this architecture has (`sm_90a`)."""
-    return Module(name, defines, device, own)
+    return Module(name, defines, device, arch_specific)
