@@ -126,11 +126,11 @@ def windows(cache: Cache) -> set[tuple[int, int]]:
     return {(spec.sink + spec.residual, spec.page_size) for spec in specs}
 
 
-def next_bound(position: int, found: set[tuple[int, int]], chunk: int) -> int:
+def next_bound(position: int, page_starts: set[tuple[int, int]], chunk: int) -> int:
     """Where the chunk that begins at `position` ends: after `chunk` tokens, or earlier, where a page is packed (every
     `chunk // page_size`-th page for chunks of several pages)."""
     bounds = [position + chunk]
-    for first, page in found:
+    for first, page in page_starts:
         stride = max(chunk // page, 1) * page
         bounds.append(position + stride - (position - first) % stride)
         origin = max(
@@ -219,10 +219,10 @@ class Reader:
         rows = {id(child): row for row, node in enumerate(nodes) for child in node.children}
         batches = list(self._batches([child for node in nodes for child in node.children]))
         for batch in batches:
-            own = cache if batch is batches[-1] else copy.deepcopy(cache)
+            branch = cache if batch is batches[-1] else copy.deepcopy(cache)
             chosen = torch.tensor([rows[id(child)] for child in batch], device=mask.device)
-            own.batch_select_indices(chosen)
-            self._read(own, mask[chosen], batch, texts, scores, done)
+            branch.batch_select_indices(chosen)
+            self._read(branch, mask[chosen], batch, texts, scores, done)
 
     def _read_chunk(self, cache, mask, nodes: list[Node], low: int, high: int, texts, scores: list[Score]):
         """Read the tokens at positions `low` to `high` of every row that has some. Returns the mask with their columns."""
@@ -281,13 +281,13 @@ def packed_tokens(cache: Cache, rows: int) -> list[float]:
     """How many tokens each row holds in packed pages, a mean over the low-bit layers; layers in format `dense` count 0."""
     layers = [layer for layer in cache.layers if isinstance(layer, LowBitLayer)]
     counts = torch.zeros(rows, dtype=torch.float64)
-    found: dict[Any, torch.Tensor] = {}  # layers of one spec hold the same: one look at the device for all of them
+    by_spec: dict[Any, torch.Tensor] = {}  # layers of one spec hold the same: one look at the device for all of them
     for layer in layers:
         if layer.store is None or not packs(layer.spec):
             continue
-        if layer.spec not in found:
-            found[layer.spec] = layer.store.state.paged[:, 0].cpu().double()
-        counts += found[layer.spec]
+        if layer.spec not in by_spec:
+            by_spec[layer.spec] = layer.store.state.paged[:, 0].cpu().double()
+        counts += by_spec[layer.spec]
     return (counts / max(len(layers), 1)).tolist()
 
 

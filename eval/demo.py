@@ -60,16 +60,16 @@ def compare(
     for preset in presets:
         report(preset)
         cache = from_preset(preset, model, **overrides or {})
-        found = _continue(model, tokenizer, inputs, cache, max_new_tokens)
+        answer = _continue(model, tokenizer, inputs, cache, max_new_tokens)
         rows.append(
             {
                 "preset": preset,
-                "text": found.text,
-                "agreeing_tokens": common_prefix(found.tokens, reference.tokens),
+                "text": answer.text,
+                "agreeing_tokens": common_prefix(answer.tokens, reference.tokens),
                 "bits_per_value": round(float(cache.bits_per_value), 4),
                 "kv_bytes": int(cache.nbytes),
                 "kv_bytes_full": int(cache.nbytes_full),
-                "seconds": round(found.seconds, 3),
+                "seconds": round(answer.seconds, 3),
             }
         )
     return reference, rows

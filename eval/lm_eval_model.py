@@ -156,8 +156,8 @@ class LowBitLM(HFLM):
 
     def get_model_info(self) -> dict:
         """For lm-eval's record of a run."""
-        own = {"preset": self.preset, "kv_chunk": self.kv_chunk, "packed_share": self.packed_share}
-        return super().get_model_info() | own | {"cache_overrides": {k: str(v) for k, v in self.overrides.items()}}
+        info = {"preset": self.preset, "kv_chunk": self.kv_chunk, "packed_share": self.packed_share}
+        return super().get_model_info() | info | {"cache_overrides": {k: str(v) for k, v in self.overrides.items()}}
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -185,24 +185,24 @@ class LowBitLM(HFLM):
         for index, request in enumerate(requests):
             groups.setdefault(request.task_name or "", []).append(index)
         answers: list = [None] * len(requests)
-        own: dict[str, Share] = {}
+        of_process: dict[str, Share] = {}
         for self._task, indices in groups.items():
             before, self.shares[self._task] = self.shares.get(self._task, Share()), Share()
-            found = method([requests[index] for index in indices], disable_tqdm)
-            for index, answer in zip(indices, found, strict=True):
+            of_task = method([requests[index] for index in indices], disable_tqdm)
+            for index, answer in zip(indices, of_task, strict=True):
                 answers[index] = answer
-            own[self._task], self.shares[self._task] = self.shares[self._task], before
-        for shares in self._of_all_processes(own):
+            of_process[self._task], self.shares[self._task] = self.shares[self._task], before
+        for shares in self._of_all_processes(of_process):
             for task, share in shares.items():
                 self.shares[task].add(share.packed, share.attended)
-        self._check_shares(own)
+        self._check_shares(of_process)
         return answers
 
-    def _of_all_processes(self, own: dict[str, Share]) -> list[dict[str, Share]]:
+    def _of_all_processes(self, of_process: dict[str, Share]) -> list[dict[str, Share]]:
         if self.world_size == 1:
-            return [own]
+            return [of_process]
         everyone: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(everyone, own)
+        torch.distributed.all_gather_object(everyone, of_process)
         return everyone
 
     def _check_shares(self, tasks: Sequence[str] | dict[str, Share]) -> None:
@@ -299,9 +299,9 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     if unknown:
         raise ValueError(f"{unknown[0]!r} is an option neither of this command nor of lm-eval (`lm-eval run --help`)")
     defaults = parser.parse_args(["run"])
-    if given := [name for name in OWN_OPTIONS if getattr(namespace, name, None) != getattr(defaults, name, None)]:
+    if refused := [name for name in OWN_OPTIONS if getattr(namespace, name, None) != getattr(defaults, name, None)]:
         raise ValueError(
-            f"--{given[0]} is not offered here; use lm-eval's own command (`python -m {LowBitLM.__module__}`)"
+            f"--{refused[0]} is not offered here; use lm-eval's own command (`python -m {LowBitLM.__module__}`)"
         )
     return EvaluatorConfig.from_cli(namespace)
 
@@ -408,13 +408,13 @@ def _is_of_the_hub(error: BaseException) -> bool:
 
 def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[str, Any]]:
     rows = []
-    for task, found in results["results"].items():
+    for task, scores in results["results"].items():
         metrics = {}
-        for key, value in found.items():
+        for key, value in scores.items():
             name, _, flt = key.partition(",")
             if not flt or name.endswith("_stderr") or isinstance(value, str):
                 continue
-            error = found.get(f"{name}_stderr,{flt}")
+            error = scores.get(f"{name}_stderr,{flt}")
             label = name if flt == "none" else f"{name} ({flt})"
             metrics[label] = {"value": float(value), "stderr": _number(error)}
         samples = results.get("n-samples", {}).get(task, {}).get("effective")

@@ -33,11 +33,11 @@ class MissingPackageError(ImportError):
     """A package that brings a model or texts is not installed; the message says how to install it."""
 
 
-def package_folder(distribution: str, what: str, install: str) -> Path:
+def package_folder(distribution: str, contents: str, install: str) -> Path:
     """Folder of an installed package. It is found, not imported: its own imports may be missing, and are not needed."""
     spec = importlib.util.find_spec(distribution.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        raise MissingPackageError(f"{what} comes with the package {distribution}, which is missing: {install}")
+        raise MissingPackageError(f"{contents} comes with the package {distribution}, which is missing: {install}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -69,13 +69,13 @@ def varied_texts() -> list[Path]:
 
     folder = cache_root() / "texts"
     folder.mkdir(parents=True, exist_ok=True)
-    found = {
+    texts = {
         "python-manual.txt": "\n\n".join(topics[name] for name in sorted(topics)),
         "conversations.txt": _dialogue(),
     }
-    for name, text in found.items():
+    for name, text in texts.items():
         (folder / name).write_text(text[:_MOST_CHARACTERS], encoding="utf-8")
-    return [*(folder / name for name in found), *library_texts()]
+    return [*(folder / name for name in texts), *library_texts()]
 
 
 def _dialogue() -> str:

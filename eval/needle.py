@@ -121,9 +121,9 @@ def run(
                 )
             for index, depth in enumerate(depths):
                 cell = scores[index * trials : (index + 1) * trials]
-                found = sum(score.greedy for score in cell) / trials
+                share = sum(score.greedy for score in cell) / trials
                 logprob = sum(score.logprob for score in cell) / trials
-                row = {"preset": preset, "length": length, "depth": depth, "found": found, "logprob": logprob}
+                row = {"preset": preset, "length": length, "depth": depth, "found": share, "logprob": logprob}
                 rows.append(row | {"packed_share": None if preset == FULL else reader.share.value})
     return rows
 

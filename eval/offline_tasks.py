@@ -47,9 +47,9 @@ def hellaswag(**_: Any) -> Splits:
     return _test([row | {"query": examples[i % 2] + row["question"]} for i, row in enumerate(rows)])
 
 
-def _hellaswag_examples(candidates: list[dict[str, Any]], asked: list[dict[str, Any]]) -> str:
+def _hellaswag_examples(candidates: list[dict[str, Any]], questions: list[dict[str, Any]]) -> str:
     """Complete items that do not tell the answer of one that is asked: some continue the same video."""
-    answers = [row["choices"][row["gold"]] for row in asked]
+    answers = [row["choices"][row["gold"]] for row in questions]
     shown = [f"{row['question']} {row['choices'][row['gold']]}\n\n" for row in candidates]
     fit = [text for text in shown if not any(answer in text for answer in answers)]
     return "".join(fit[:: len(fit) // HELLASWAG_SHOTS][:HELLASWAG_SHOTS])
@@ -61,7 +61,7 @@ def mmlu(**_: Any) -> Splits:
     lines = (folder / "data" / "mmlu.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [case for case in map(json.loads, lines) if case["correct_answer"] in "ABCD"]
     # the data goes subject by subject: steps pass through all of them
-    asked = cases[::MMLU_EVERY]
+    questions = cases[::MMLU_EVERY]
     behind = cases[1::MMLU_EVERY]
     shown = behind[:: len(behind) // MMLU_SHOTS][:MMLU_SHOTS]
     examples = "".join(f"{_mmlu_question(case)} {case['correct_answer']}\n\n" for case in shown)
@@ -72,7 +72,7 @@ def mmlu(**_: Any) -> Splits:
                 "gold": "ABCD".index(case["correct_answer"]),
                 "subject": case["topic"],
             }
-            for case in asked
+            for case in questions
         ]
     )
 

@@ -69,7 +69,7 @@ class Scores:
     def add(self, logits: torch.Tensor, expected: Expected) -> None:
         """Logits `[n, vocabulary]` of the cache that is scored."""
         log_q = logits.float().log_softmax(-1)
-        found = {
+        values = {
             "nll": -log_q.gather(-1, expected.labels[:, None])[:, 0],
             "nll_full": expected.nll,
             # log_p - log_q first: equal logits give exactly 0
@@ -77,7 +77,7 @@ class Scores:
             "agrees": log_q.argmax(-1) == expected.best,
             "position": expected.position,
         }
-        for name, x in found.items():
+        for name, x in values.items():
             self._parts[name].append(x.cpu())
 
     @classmethod
@@ -161,9 +161,9 @@ def run(
     overrides = overrides or {}
     names = list(dict.fromkeys(presets))
     factories = {name: functools.partial(from_preset, name, model, **overrides) for name in names}
-    found = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress, processes=processes)
+    scores = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress, processes=processes)
     edges = position_edges(start, context)
-    return [{"preset": name} | mean_row(of, edges) for name, of in found.items()]
+    return [{"preset": name} | mean_row(of, edges) for name, of in scores.items()]
 
 
 def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def score(
         raise ValueError("texts=[] is not allowed; give one text or more")
     everything = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
     rows = processes.part(everything)
-    found: dict[str, list[Scores]] = {name: [Scores() for _ in rows] for name in factories}
+    by_preset: dict[str, list[Scores]] = {name: [Scores() for _ in rows] for name in factories}
     exact = 1 if parallel else len(groups)  # full-precision passes: one pass has no chunks
     steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -213,22 +213,22 @@ def score(
     with Progress(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
         for first in range(0, len(rows), batch):
-            some = rows[first : first + batch]
-            bar.update(task, description=", ".join(dict.fromkeys(text for _, text, _ in some)))
-            ids = torch.cat([window for _, _, window in some]).to(model.device)
+            group_rows = rows[first : first + batch]
+            bar.update(task, description=", ".join(dict.fromkeys(text for _, text, _ in group_rows)))
+            ids = torch.cat([window for _, _, window in group_rows]).to(model.device)
             full = None
             if parallel:
                 full = _whole_logits(model, ids, start, DynamicCache(config=model.config))
                 bar.advance(task, ids.numel())
             for bounds, group in groups.items():
-                scores = {name: found[name][first : first + batch] for name in group}
+                scores = {name: by_preset[name][first : first + batch] for name in group}
                 if full is not None:
                     makers = {name: factories[name] for name in group}
                     _score_in_one_pass(ids, full, makers, scores, model, bounds, start, bar, task)
                 else:
                     caches = {name: factories[name]() for name in group}
                     _score_windows(ids, caches, scores, model, bounds, start, bar, task)
-    of_windows = {name: processes.gather(scores) for name, scores in found.items()}
+    of_windows = {name: processes.gather(scores) for name, scores in by_preset.items()}
     by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
     return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
 

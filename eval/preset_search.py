@@ -58,7 +58,7 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
     the window in 16 bits. Layers that are not packed (sliding, recurrent) are not counted: no preset changes them."""
     dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    found = {}
+    by_preset = {}
     for name, factory in factories.items():
         cache = factory()
         with torch.no_grad():
@@ -72,21 +72,21 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
             stored += store.num_heads * (pages + (context - paged) * width * dtype.itemsize)
             full += store.num_heads * context * width * dtype.itemsize
         stored = batch * stored + cache.nbytes.parameters  # codebooks and the like, whatever the number of rows
-        found[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
-    return found
+        by_preset[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
+    return by_preset
 
 
-def within(budget: Budget, found: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
+def within(budget: Budget, sizes_of: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
     """The caches that meet the budget, those with the most bits first, at most `most`; `wanted` is among them if it meets
     the budget.
 
     Raises:
         ValueError: none does; the message names the nearest.
     """
-    order = sorted(found, key=lambda name: found[name].bits, reverse=True)
-    if names := [name for name in order if budget.holds(found[name])]:
+    order = sorted(sizes_of, key=lambda name: sizes_of[name].bits, reverse=True)
+    if names := [name for name in order if budget.holds(sizes_of[name])]:
         return names[:most] if wanted is None or wanted not in names[most:] else [*names[: most - 1], wanted]
-    nearest = found[order[-1]]
+    nearest = sizes_of[order[-1]]
     raise ValueError(
         f"no preset meets {budget}; the nearest is {order[-1]!r} with {nearest.bits:.2f} bits per number, "
         f"{nearest.nbytes} bytes"
@@ -125,14 +125,14 @@ def recommend(
     names = list(presets) if presets else fitting_presets(model, overrides)[0]
     factories = {name: _Maker(name, model, overrides) for name in names}
     same = _same(factories)
-    found = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
+    sizes_of = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
     default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
-    chosen = within(budget, found, MOST, default)
+    chosen = within(budget, sizes_of, MOST, default)
     scores = score({name: factories[name] for name in chosen}, [source], model, tokenizer, tokens, start,
                    progress=progress)  # fmt: skip
     rows = []
     for name, of in scores.items():
-        measured, size = mean_row(of, position_edges(start, tokens)), found[name]
+        measured, size = mean_row(of, position_edges(start, tokens)), sizes_of[name]
         rows.append(
             {"preset": name, "same_as": same[name], "bits_per_value": size.bits}
             | {"bytes": size.nbytes, "bytes_full": size.nbytes_full}
@@ -244,11 +244,11 @@ def sweep(
         factories[name] = functools.partial(LowBitCache, model, keys, values, calibration=calibration, **options)
     if not rows:
         raise ValueError("nothing to sweep: give one pair of formats, one transform, one sink and one residual or more")
-    found = sizes(factories, model, bits_at, 1)
+    sizes_of = sizes(factories, model, bits_at, 1)
     scores = score(factories, texts, model, tokenizer, context, start, progress=progress)
     for name, of in scores.items():
         measured = mean_row(of, position_edges(start, context))
-        rows[name]["bits_per_value"] = found[name].bits
+        rows[name]["bits_per_value"] = sizes_of[name].bits
         rows[name] |= {key: measured[key] for key in ("kl", "kl_p99", "top1", "ppl", "ppl_full")}
     ordered = sorted(rows.values(), key=lambda row: row["bits_per_value"])
     return [row | {"pareto": best} for row, best in zip(ordered, pareto(ordered))]

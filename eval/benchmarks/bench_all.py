@@ -150,10 +150,10 @@ def run_plan(
             outcomes.append(Outcome(entry, note=reason))
             continue
         console.print(f"[{number}/{len(entries)}] {entry.name}: {entry.minutes:g} minutes expected", markup=False)
-        held, log = count_records(results), logs / f"{entry.name}.log"
+        before, log = count_records(results), logs / f"{entry.name}.log"
         command = [sys.executable, *entry.command, *(["--commit", commit] if commit else [])]
         status, note = run_logged(command, log, None if left is None else left * 60)
-        seconds, added = time.perf_counter() - begin, count_records(results) - held
+        seconds, added = time.perf_counter() - begin, count_records(results) - before
         outcomes.append(Outcome(entry, seconds, status, added, note))
         if status:
             console.print(f"{entry.name} failed with status {status} {note}; the end of {log}:", markup=False)

@@ -108,8 +108,8 @@ def run_to_the_end(contender: Contender, prompt: int, new_tokens: int) -> dict[s
         times[length] = statistics.median(contender.steps_ms(STEPS))
     contender.fill(end)
     contender.put_away()
-    found = profile_steps(contender, 4) if contender.model.device.type == "cuda" else {"device_ms": {"total": 0.0}}
-    busy = dict(found["device_ms"])
+    profile = profile_steps(contender, 4) if contender.model.device.type == "cuda" else {"device_ms": {"total": 0.0}}
+    busy = dict(profile["device_ms"])
     total = busy.pop("total")
     attribution = {**busy, "host": max(times[end] - total, 0.0)}
     mean_ms = (times[prompt] + 4 * times[middle] + times[end]) / 6
@@ -136,12 +136,12 @@ def largest(
             torch.cuda.reset_peak_memory_stats(model.device)
         contender = make(wanted.name, wanted.mode, model, rows, prompt + new_tokens, backend)
         tried.append(rows)
-        found = None
+        best = None
         try:
-            found = run_to_the_end(contender, prompt, new_tokens)
+            best = run_to_the_end(contender, prompt, new_tokens)
         except torch.cuda.OutOfMemoryError as error:
             console.print(f"{contender.label}: {rows} rows do not fit: {str(error).splitlines()[0]}", markup=False)
-        if found is not None:
+        if best is not None:
             peak = torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None
             facts = {
                 "rows": rows,
@@ -152,7 +152,7 @@ def largest(
                 "peak_reserved": peak,
             }
             used = contender.cache.packed_layers[0].backend if contender.ours else None
-            return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **found}
+            return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **best}
         del contender
         rows = int(rows * SHRINK)
     raise RuntimeError(f"{wanted.name}: not even one row fits")
@@ -209,8 +209,8 @@ def all_weight_bytes() -> int:
 
 def rows_table(caches: Sequence[str] = CACHES) -> str:
     """A Markdown table; ratios are to the first."""
-    found = [room(cache) for cache in caches]
-    lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / found[0].rows:.1f}x"] for x in found)
+    rooms = [room(cache) for cache in caches]
+    lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / rooms[0].rows:.1f}x"] for x in rooms)
     return markdown_table(("cache", "MB a row", "rows", "ratio"), lines)
 
 

@@ -56,25 +56,25 @@ def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
     began = time.perf_counter()
     ends: dict[str, float] = {}
 
-    def progress(what: str, done: int, total: int) -> None:
+    def progress(stage: str, done: int, total: int) -> None:
         if done == total:
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
-            ends[what] = time.perf_counter() - began
+            ends[stage] = time.perf_counter() - began
 
     with PeakMemory(model.device) as peak:
         tokenizer = RandomTokens(model.config.vocab_size)
-        found = lb.calibrate(model, tokenizer, ["text"] * TEXTS, preset, progress=progress, **options)
+        calibration = lb.calibrate(model, tokenizer, ["text"] * TEXTS, preset, progress=progress, **options)
     parts, last = {}, 0.0
-    for what, end in ends.items():
-        parts[what], last = end - last, end
+    for stage, end in ends.items():
+        parts[stage], last = end - last, end
     return {
         "preset": preset,
         "seconds": time.perf_counter() - began,
         "parts": parts,
-        "samples": found.source[0]["samples"],
-        "length": found.source[0]["length"],
-        "gradients": found.source[0]["gradients"],
+        "samples": calibration.source[0]["samples"],
+        "length": calibration.source[0]["length"],
+        "gradients": calibration.source[0]["gradients"],
         "offload": bool(options.get("offload")),
         "growth": peak.growth,
     }
@@ -116,7 +116,7 @@ def main(
         record |= {"memory": memory, "gradient_windows": gradients.SAMPLES[where.type]}
         shown = {"gpu": device_name(where), "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers"}
         append_record(out or results_path("calibrate", device_name(where)), record | shown | provenance(commit))
-        parts = (f"{record['parts'][what]:.1f}" if what in record["parts"] else "-" for what in columns[2:5])
+        parts = (f"{record['parts'][stage]:.1f}" if stage in record["parts"] else "-" for stage in columns[2:5])
         growth = "-" if record["growth"] is None else f"{record['growth'] / 1e9:.1f}"
         table.add_row(
             str(offload),

@@ -132,17 +132,17 @@ def fast_peers(
     nbytes = inputs[0].k.nbytes + inputs[0].v.nbytes
     inputs += [draw() for _ in range(sets_needed(nbytes, device) - 1)]
     calls, reasons = usable_peers(inputs[0])
-    found: dict[str, Sequence[Callable[[], Any]]] = {}
-    found |= {name: [call, *(PEERS[name](each) for each in inputs[1:])] for name, call in calls.items()}
-    if len(found) > 1 and device.type == "cuda":
-        times = time_interleaved([Candidate(name, rotated) for name, rotated in found.items()], device, 5)
+    candidates: dict[str, Sequence[Callable[[], Any]]] = {}
+    candidates |= {name: [call, *(PEERS[name](each) for each in inputs[1:])] for name, call in calls.items()}
+    if len(candidates) > 1 and device.type == "cuda":
+        times = time_interleaved([Candidate(name, rotated) for name, rotated in candidates.items()], device, 5)
         least = min(times.values())
         for name in [name for name, ms in times.items() if ms > SLOW_PEER * least]:
-            del found[name]
+            del candidates[name]
             reasons[name] = f"takes {times[name] / least:.1f} times as long as the fastest"
     for name, reason in reasons.items():
         console.print(f"{shape.name}: no {name}: {reason}", markup=False)
-    return found
+    return candidates
 
 
 def print_low_bit(shape: Shape, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -189,7 +189,7 @@ def runs(
             if low_bit:
                 yield from print_low_bit(shape, options)
             last = shape
-        what = f"{shape.name} {cell.preset} {cell.backend}"
+        title = f"{shape.name} {cell.preset} {cell.backend}"
         record = fault = None
         Compilers.wait(begun.get(cell, ()))
         try:
@@ -199,7 +199,7 @@ def runs(
         except Exception as error:  # what fails here must not cost the measurements that follow
             traceback.print_exc()
             fault = f"{type(error).__name__}: {error}"
-        yield what, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
+        yield title, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
         gc.collect()
 
 
@@ -243,11 +243,11 @@ def main(
     for name in preset or ():
         get_preset(name)
     if cells:
-        asked = [Cell(*cell) for cell in matrix() if preset is None or cell[1] in preset]
+        wanted = [Cell(*cell) for cell in matrix() if preset is None or cell[1] in preset]
     else:
         shapes, presets = shape or [each.name for each in USUAL], preset or list(PRESETS)
-        asked = [Cell(*cell) for cell in itertools.product(shapes, presets, [*backend] if backend else [None])]
-    for cell in asked:
+        wanted = [Cell(*cell) for cell in itertools.product(shapes, presets, [*backend] if backend else [None])]
+    for cell in wanted:
         Shape.parse(cell.shape)
     other = None if against is None else OtherTree(against)
     jobs = (os.cpu_count() or 1 if where.type == "cuda" else 0) if jobs is None else jobs
@@ -258,8 +258,8 @@ def main(
         compilers = Compilers(jobs, other) if jobs and where.type == "cuda" else None
         if compilers is not None:
             stack.callback(compilers.close)
-        found = runs(
-            asked,
+        measured = runs(
+            wanted,
             low_bit,
             compilers,
             dtype=getattr(torch, dtype),
@@ -270,9 +270,9 @@ def main(
             per_head=per_head,
             against=other,
         )
-        for what, record, fault in track(found, "measuring", total=len(asked), console=console, transient=True):
+        for title, record, fault in track(measured, "measuring", total=len(wanted), console=console, transient=True):
             if fault:
-                wrong.append(f"{what}: {fault}")
+                wrong.append(f"{title}: {fault}")
                 continue
             record |= {"gpu": device_name(where)} | provenance(commit)
             records.append(record)

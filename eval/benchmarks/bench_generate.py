@@ -156,11 +156,11 @@ def measure(
         record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
         record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
         if contender.model.device.type == "cuda":
-            found = _attempt(faults, contender.label, functools.partial(profile_steps, contender, 8))
-            if found is not None:
-                record["device_ms"] = {kind: round(ms, 4) for kind, ms in found["device_ms"].items()}
+            profile = _attempt(faults, contender.label, functools.partial(profile_steps, contender, 8))
+            if profile is not None:
+                record["device_ms"] = {kind: round(ms, 4) for kind, ms in profile["device_ms"].items()}
                 counted = ("kernels", "graph_launches", "kernel_launches", "synchronisations")
-                record |= {key: found[key] for key in counted}
+                record |= {key: profile[key] for key in counted}
         contender.put_away()
     for contender, record in records.items():
         measured = tokens * contender.batch <= prefill_tokens
@@ -180,7 +180,7 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
     with PeakMemory(device) as peak:
         contender.steps_ms(2)
     # what was allocated before holds the cache already, unless `set_back` makes it
-    held = sum(p.nbytes for p in model.parameters()) + (0 if contender.transient else contender.allocated_bytes())
+    allocated = sum(p.nbytes for p in model.parameters()) + (0 if contender.transient else contender.allocated_bytes())
     return {
         "batch": contender.batch,
         "tokens": tokens,
@@ -191,7 +191,7 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
         "limit_ms": (cache_bytes + weights) / bandwidth * 1e3,
         "cache_bytes": cache_bytes,
         "weight_bytes": weights,
-        "peak_bytes": None if peak.growth is None else held + peak.growth,
+        "peak_bytes": None if peak.growth is None else allocated + peak.growth,
         "bandwidth": bandwidth,
         **checked,
     }
@@ -266,13 +266,13 @@ def main(
             ours[each] = _attempt(faults, each, functools.partial(_ready, each, length=longest, **settings))
     records = []
     for length in lengths:
-        present = {each: made for each, made in ours.items() if each.at(length)}
+        present = {each: prepared for each, prepared in ours.items() if each.at(length)}
         for each in wanted:
             if each.is_host and each.at(length):
                 present[each] = _attempt(faults, each, functools.partial(_ready, each, length=length, **settings))
-        ready = [made for made in present.values() if made is not None]
-        found = measure(ready, length, bandwidth, steps, rounds, prefill_tokens, faults)
-        for record in found:
+        ready = [prepared for prepared in present.values() if prepared is not None]
+        measured = measure(ready, length, bandwidth, steps, rounds, prefill_tokens, faults)
+        for record in measured:
             record |= {
                 "gpu": device_name(where),
                 "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers",
@@ -283,8 +283,8 @@ def main(
             if settings["options"] is not None and record["mode"] == "tuned":
                 record["compile_options"] = settings["options"]
             append_record(out, record)
-        records += found
-        console.print(table(found))
+        records += measured
+        console.print(table(measured))
         del present, ready
         gc.collect()
     for line in crossovers(records):
@@ -295,13 +295,13 @@ def main(
         raise typer.Exit(1)
 
 
-def _attempt(faults: list[str], what: Any, work: Callable[[], Any]) -> Any:
+def _attempt(faults: list[str], title: Any, work: Callable[[], Any]) -> Any:
     """What `work` returns; `None` where it raises: what fails must not cost the measurements that follow."""
     try:
         return work()
     except Exception as error:
         traceback.print_exc()
-        faults.append(f"{what}: {type(error).__name__}: {error}")
+        faults.append(f"{title}: {type(error).__name__}: {error}")
         return None
 
 
@@ -320,14 +320,14 @@ def is_host(name: str) -> bool:
 
 def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None, options: dict | None) -> Contender:
     """A contender with its step compiled. Caches of fixed size get `HEADROOM` more tokens than the length."""
-    own = None if wanted.is_host else wanted.backend or backend
-    made = make(wanted.name, wanted.mode, model, batch, length + HEADROOM, own)
-    made.compile_config = None if options is None else CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
+    chosen_backend = None if wanted.is_host else wanted.backend or backend
+    contender = make(wanted.name, wanted.mode, model, batch, length + HEADROOM, chosen_backend)
+    contender.compile_config = None if options is None else CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
     begin = time.perf_counter()
-    made.compile()
-    if made.mode != "eager":
-        console.print(f"{made.label}: ready in {time.perf_counter() - begin:.0f} s")
-    return made
+    contender.compile()
+    if contender.mode != "eager":
+        console.print(f"{contender.label}: ready in {time.perf_counter() - begin:.0f} s")
+    return contender
 
 
 def crossovers(records: list[dict[str, Any]]) -> list[str]:

@@ -50,14 +50,14 @@ def _wait(device: torch.device) -> None:
 
 def _median(device: torch.device, repeats: int, call: Callable[[], Any]) -> float:
     """Seconds of a call, after one that is not counted."""
-    found = []
+    times = []
     for _ in range(repeats + 1):
         _wait(device)
         begin = time.perf_counter()
         call()
         _wait(device)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
 
 
 def _raw(path: Path, device: torch.device) -> None:
@@ -118,8 +118,8 @@ def main(
 def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable[..., None]) -> torch.Tensor:
     """Measure forks and files. The ids that the caches held."""
     growing = _filled(model, preset, tokens, None)
-    held = int(growing.fork()[0].nbytes)
-    record("fork", mode="growing", seconds=_median(model.device, repeats, growing.fork), nbytes=held)
+    cache_bytes = int(growing.fork()[0].nbytes)
+    record("fork", mode="growing", seconds=_median(model.device, repeats, growing.fork), nbytes=cache_bytes)
     fixed = _filled(model, preset, tokens, tokens + 1024)
     seconds = _median(model.device, repeats, fixed.fork)
     record("fork", mode="preallocated", seconds=seconds, nbytes=int(fixed.fork()[0].nbytes))

@@ -62,11 +62,11 @@ class DeviceTime:
     @contextmanager
     def of(self, name: str, cls: type, method: str) -> Iterator[None]:
         """Inside, calls of this method count as `name`."""
-        own = getattr(cls, method)
+        original = getattr(cls, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = self._now()
-            out = own(*args, **kwargs)
+            out = original(*args, **kwargs)
             self._marks.setdefault(name, []).append((begin, self._now()))
             return out
 
@@ -74,7 +74,7 @@ class DeviceTime:
         try:
             yield
         finally:
-            setattr(cls, method, own)
+            setattr(cls, method, original)
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -173,13 +173,13 @@ def rounds_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[f
         for row, length in enumerate(lengths)
     ]
     options: dict[str, Any] = {"do_sample": False, "max_rows": rows, "progress": False, "share_prefixes": False}
-    found = lb.generate_many(model, requests, preset, **options)
-    times = found[-1].timestamps[6 : 6 + count]
+    results = lb.generate_many(model, requests, preset, **options)
+    times = results[-1].timestamps[6 : 6 + count]
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
 
 def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged: bool) -> list[dict[str, Any]]:
-    found = []
+    records = []
     steps, of = (RAGGED_STEPS, statistics.mean) if ragged else (STEPS, middle)
     for count in rows:
         lengths = lengths_of(count, length, ragged)
@@ -189,10 +189,10 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
         for name, measure in (("pool_ms", pool_steps_ms), ("round_ms", rounds_ms)):
             clean(model.device)
             record[name] = of(measure(model, preset, lengths, steps))
-        found.append(record)
+        records.append(record)
         numbers = ", ".join(f"{name[:-3]} {record[name]:.2f} ms" for name in ("batch_ms", "pool_ms", "round_ms"))
         console.print(f"{record['part']}, {count} rows: {numbers}")
-    return found
+    return records
 
 
 # ---- workloads ----------------------------------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: i
     with clock.of("prompt", PoolSteps, "read"), clock.of("decode", PoolSteps, "decode"):
         cls.__init__ = noted
         try:
-            found = lb.generate_many(
+            results = lb.generate_many(
                 model, requests, preset, memory=memory, do_sample=False, prefill_chunk_size=chunk, progress=False
             )
         finally:
             cls.__init__ = began
     seconds = time.perf_counter() - begin
-    written = sum(len(result.generated_tokens) for result in found)
-    assert written == sum(job.answer for job in work), {result.error for result in found}
+    written = sum(len(result.generated_tokens) for result in results)
+    assert written == sum(job.answer for job in work), {result.error for result in results}
     return {
         "seconds": seconds,
         "prompt_s": clock.seconds("prompt"),
@@ -247,10 +247,10 @@ def row_bytes_of(model: Any, preset: str) -> Any:
     return row_bytes
 
 
-def measure_static(model: Any, preset: str, some: list[list[Job]], chunk: int) -> dict[str, Any]:
+def measure_static(model: Any, preset: str, grouped: list[list[Job]], chunk: int) -> dict[str, Any]:
     clean(model.device)
     device, prompt_s, begin = model.device, 0.0, time.perf_counter()
-    for batch in some:
+    for batch in grouped:
         longest = max(len(job.prompt) for job in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -274,12 +274,12 @@ def measure_static(model: Any, preset: str, some: list[list[Job]], chunk: int) -
         prompt_s += between(device, start, clock)
     seconds = time.perf_counter() - begin
     lb.release(model)
-    written = sum(job.answer for batch in some for job in batch)
+    written = sum(job.answer for batch in grouped for job in batch)
     return {
         "seconds": seconds,
         "prompt_s": prompt_s,
         "decode_s": seconds - prompt_s,
-        "steps": sum(max(job.answer for job in batch) for batch in some),
+        "steps": sum(max(job.answer for job in batch) for batch in grouped),
         "tokens": written,
         "tokens_per_s": written / seconds,
     }
@@ -353,10 +353,10 @@ def best_static(
     tried = {}
     for sorting in SORTINGS:
         for rows in BATCH_SIZES:
-            some = batches(work, sorting, rows, row_bytes, memory)
-            tried[sorting, rows] = cost.predicted(some), some
-    (sorting, rows), (_, some) = min(tried.items(), key=lambda item: item[1][0])
-    return sorting, rows, some, {f"{name}, {size}": seconds for (name, size), (seconds, _) in tried.items()}
+            grouped = batches(work, sorting, rows, row_bytes, memory)
+            tried[sorting, rows] = cost.predicted(grouped), grouped
+    (sorting, rows), (_, grouped) = min(tried.items(), key=lambda item: item[1][0])
+    return sorting, rows, grouped, {f"{name}, {size}": seconds for (name, size), (seconds, _) in tried.items()}
 
 
 def main(
@@ -408,10 +408,10 @@ def main(
         )
 
     def time_steps() -> Cost:
-        found = measure_steps(model, preset, length, rows, False)
-        for record in found:
+        records = measure_steps(model, preset, length, rows, False)
+        for record in records:
             append_record(out, record | facts)
-        return Cost(found[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in found})
+        return Cost(records[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in records})
 
     if steps_first := wanted[0] == "steps":
         cost = time_steps()
@@ -425,15 +425,15 @@ def main(
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
                 cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
         if {"predicted", "static"} & {*wanted}:
-            sorting, size_, some, tried = best_static(work, cost, row_bytes_of(model, preset), size)
+            sorting, size_, grouped, tried = best_static(work, cost, row_bytes_of(model, preset), size)
             chosen = {"answers": kind, "requests": requests, "rows": size_, "sorting": sorting, "predicted_s": tried}
             if "predicted" in wanted:
-                prompt_s, decode_s = cost.parts(some)
+                prompt_s, decode_s = cost.parts(grouped)
                 record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
                 record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
                 note({"part": "predicted"} | chosen | record | {"cost": cost._asdict()})
             if "static" in wanted:
-                note({"part": "static"} | chosen | measure_static(model, preset, some, chunk))
+                note({"part": "static"} | chosen | measure_static(model, preset, grouped, chunk))
         if "packed" in wanted:
             note({"part": "packed", "answers": kind, "requests": requests} | measure_packed(model, preset, work, size))
         if "peer" in wanted:

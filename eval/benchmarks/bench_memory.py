@@ -174,8 +174,8 @@ def main(
             append_record(out, record | {"gpu": device_name(where)} | provenance(commit))
             failed |= record["within"] is False
             sizes = (decimal(record[key] or 0) for key in ("growth", "model_alone", "counted", "limit", "nbytes"))
-            how = "whole" if prefill_chunk is None else f"by {prefill_chunk}"
-            table.add_row(name, how, *sizes, f"{record['seconds']:.1f}", str(record["within"]))
+            reading = "whole" if prefill_chunk is None else f"by {prefill_chunk}"
+            table.add_row(name, reading, *sizes, f"{record['seconds']:.1f}", str(record["within"]))
     wide_console().print(table)
     if failed:
         raise typer.Exit(1)

@@ -96,8 +96,8 @@ def check(kernels, case: Case) -> float:
     row = LayerStore(first, spec)
     chunk = case.chunk.rows(slice(1))
     expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
-    found = case.attend(kernels)[:1].float()
-    error, bound = float((found - expected).norm() / expected.norm()), BOUND
+    output = case.attend(kernels)[:1].float()
+    error, bound = float((output - expected).norm() / expected.norm()), BOUND
     if kernel_of(kernels, case) == "latent_wide_attend":
         pipeline = snapmla_pipeline.attend(chunk, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
@@ -145,10 +145,10 @@ def flashinfer_peer(case: Case, backend: str) -> Callable[[], torch.Tensor]:
 
 
 def peers(case: Case) -> dict[str, Callable[[], torch.Tensor]]:
-    found = {"torch-matmul": matmul_peer(case)}
+    calls = {"torch-matmul": matmul_peer(case)}
     if importlib.util.find_spec("flashinfer") is not None:
-        found |= {f"flashinfer-{name}": flashinfer_peer(case, name) for name in ("fa2", "fa3")}
-    return found
+        calls |= {f"flashinfer-{name}": flashinfer_peer(case, name) for name in ("fa2", "fa3")}
+    return calls
 
 
 def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.dev
     lengths = [(case.store.state.length.clone(), case.store.state) for case in cases]
 
     def rewind() -> None:
-        for held, state in lengths:
-            state.length.copy_(held)
-            state.paged.copy_(held)
+        for tokens, state in lengths:
+            state.length.copy_(tokens)
+            state.paged.copy_(tokens)
 
     candidates.append(Candidate("step", [lambda case=case: case.step(kernels) for case in cases], before=rewind))
     times = time_interleaved(candidates, device, rounds)
@@ -228,12 +228,16 @@ def main(
         latent._module.cache_clear()
         for name in shape:
             for count in heads:
-                found = measure(latent, name, count, bandwidth, device, rounds) | {"convert": latent.converts(device)}
-                append_record(path, found | {"device": device_name(device)} | provenance(commit))
-                numbers = [f"{found[key]:.4f}" for key in ("ms", "step_ms")]
-                ratios = [f"{found[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
-                peer = found["peer"], f"{found['peer_ms']:.4f}"
-                table.add_row(name, str(count), found["kernel"], *numbers, *peer, *ratios, f"{found['relerr']:.1e}")
+                measured = measure(latent, name, count, bandwidth, device, rounds) | {
+                    "convert": latent.converts(device)
+                }
+                append_record(path, measured | {"device": device_name(device)} | provenance(commit))
+                numbers = [f"{measured[key]:.4f}" for key in ("ms", "step_ms")]
+                ratios = [f"{measured[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
+                peer = measured["peer"], f"{measured['peer_ms']:.4f}"
+                table.add_row(
+                    name, str(count), measured["kernel"], *numbers, *peer, *ratios, f"{measured['relerr']:.1e}"
+                )
                 torch.cuda.empty_cache()
     console.print(table)
 

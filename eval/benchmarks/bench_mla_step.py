@@ -78,15 +78,15 @@ def fill(cache: Any, batch: int, tokens: int, device: torch.device) -> None:
 
 def times(step: Callable[[], Any], steps: int) -> float:
     """Median milliseconds of a step, the first two left out."""
-    found = []
+    milliseconds = []
     for _ in range(steps + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         step()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found[2:])
+        milliseconds.append(begin.elapsed_time(end))
+    return statistics.median(milliseconds[2:])
 
 
 def recorded(step: Callable[[], Any]) -> Callable[[], None]:
@@ -163,14 +163,14 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("it needs a GPU, and there is none")
     device = torch.device("cuda", 0)
-    found = measure(build(layers, device), batch, tokens, steps)
+    measured = measure(build(layers, device), batch, tokens, steps)
     path = results_path("mla-step", device_name(device)) if record is None else record
-    append_record(path, found | {"device": device_name(device)} | provenance(commit))
+    append_record(path, measured | {"device": device_name(device)} | provenance(commit))
     table = Table("cache", "step ms", "bytes")
-    table.add_row("DynamicCache, SDPA", f"{found['stock_ms']:.2f}", f"{found['stock_bytes'] / 1e9:.2f} GB")
-    table.add_row("MLAFP8Cache", f"{found['snapmla_ms']:.2f}", f"{found['snapmla_bytes'] / 1e9:.2f} GB")
-    table.add_row("MLAFP8Cache, recorded", f"{found['recorded_ms']:.2f}", "")
-    console.print(table, f"ratio {found['ratio']:.2f}")
+    table.add_row("DynamicCache, SDPA", f"{measured['stock_ms']:.2f}", f"{measured['stock_bytes'] / 1e9:.2f} GB")
+    table.add_row("MLAFP8Cache", f"{measured['snapmla_ms']:.2f}", f"{measured['snapmla_bytes'] / 1e9:.2f} GB")
+    table.add_row("MLAFP8Cache, recorded", f"{measured['recorded_ms']:.2f}", "")
+    console.print(table, f"ratio {measured['ratio']:.2f}")
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def main(
     table = Table("kind", "tokens", "queries", "preset", "backend", "ms", "ratio", "peers", "relerr")
     backends: list[str | None] = [*backend] if backend else [None]
     for name in preset or ["kivi-4"]:
-        for asked in backends:
-            chosen = ops.choose_backend(asked, ops.Served(where, number, get_preset(name).spec()))
+        for name_of_backend in backends:
+            chosen = ops.choose_backend(name_of_backend, ops.Served(where, number, get_preset(name).spec()))
             for measure, tokens, queries in work:
                 record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
                 record |= {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries}

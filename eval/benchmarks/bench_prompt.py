@@ -79,7 +79,7 @@ def measure(
                 times[name, chunk].append(seconds)
             del cache
             gc.collect()
-    medians = {each: statistics.median(found) for each, found in times.items()}
+    medians = {each: statistics.median(samples) for each, samples in times.items()}
     whole = medians.get((STOCK, None))
     return [
         {

@@ -29,7 +29,9 @@ NEW_TOKENS = 48
 _MARK = "bench_start: "
 
 
-def measure(started: float, how: str, preset: str, tokens: int, batch: int, device: str, tiny: bool) -> dict[str, Any]:
+def measure(
+    started: float, step_kind: str, preset: str, tokens: int, batch: int, device: str, tiny: bool
+) -> dict[str, Any]:
     """One call of `lb.generate` in this process, which was started at `started` (seconds since the epoch)."""
     import torch
     from transformers import LogitsProcessor
@@ -69,7 +71,7 @@ def measure(started: float, how: str, preset: str, tokens: int, batch: int, devi
     begin = time.perf_counter()
     out = lb.generate(
         *(model, ids, preset, NEW_TOKENS),
-        step=how,  # type: ignore[arg-type]
+        step=step_kind,  # type: ignore[arg-type]
         do_sample=False,
         pad_token_id=0,
         return_dict_in_generate=True,
@@ -79,7 +81,7 @@ def measure(started: float, how: str, preset: str, tokens: int, batch: int, devi
     nbytes = out[NAME].nbytes
     moved = weight_bytes(model) + nbytes.codes + nbytes.metadata + nbytes.window
     return {
-        "how": how,
+        "how": step_kind,
         "preset": preset,
         "batch": batch,
         "tokens": tokens,
@@ -117,7 +119,9 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def main(
-    how: Annotated[list[str] | None, typer.Option(help="recorded, compiled or eager; repeatable [recorded].")] = None,
+    step_kinds: Annotated[
+        list[str] | None, typer.Option("--how", help="recorded, compiled or eager; repeatable [recorded].")
+    ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-2",
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1000,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
@@ -128,7 +132,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/start-<device>.jsonl].")] = None,
 ) -> None:
     """Measure, print a table, and append a JSON line for each process."""
-    ways = how or ["recorded"]
+    ways = step_kinds or ["recorded"]
     if unknown := [way for way in ways if way not in ("recorded", "compiled", "eager")]:
         raise typer.BadParameter(f"--how {unknown[0]!r} is not known; allowed: recorded, compiled, eager")
     if child is not None:

@@ -57,13 +57,13 @@ def logits_behind(
     Args:
         ids: `[1, prompt + n]`.
     """
-    length, found = ids.shape[1], []
+    length, parts = ids.shape[1], []
     for low, high in pieces(prompt, length, chunk, packs):
         keep = 1 if low < prompt else high - low
         out = model(ids[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=keep).logits[0]
         if high >= prompt:
-            found.append(out)
-    return torch.cat(found)[:-1]
+            parts.append(out)
+    return torch.cat(parts)[:-1]
 
 
 def measure_kl(
@@ -90,7 +90,7 @@ def measure_kl(
     check_window(model, length, prompt)
     windows = [window_tokens(read_text(text), tokenizer, length, 1)[0] for text in texts or default_texts()]
     sizes = [0, *(chunk for chunk in chunks if chunk)]
-    found = {(name, chunk): (Scores(), Scores()) for name in presets for chunk in sizes}
+    scores = {(name, chunk): (Scores(), Scores()) for name in presets for chunk in sizes}
     for ids in (window.to(model.device) for window in windows):
         labels = ids[0, prompt:]
         full = Expected(logits_behind(model, DynamicCache(config=model.config), ids, prompt, 0, ()), labels)
@@ -102,8 +102,8 @@ def measure_kl(
                 logits = logits_behind(model, cache, ids, prompt, chunk, packs)
                 if chunk == 0:
                     whole = Expected(logits, labels)
-                found[name, chunk][0].add(logits, full)
-                found[name, chunk][1].add(logits, whole)
+                scores[name, chunk][0].add(logits, full)
+                scores[name, chunk][1].add(logits, whole)
     return [
         {
             "kind": "kl",
@@ -115,7 +115,7 @@ def measure_kl(
             **exact.means(),
             "kl_whole": from_whole.means()["kl"],
         }
-        for (name, chunk), (exact, from_whole) in found.items()
+        for (name, chunk), (exact, from_whole) in scores.items()
     ]
 
 

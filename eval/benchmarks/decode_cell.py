@@ -79,8 +79,8 @@ def measure(
 
     graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
     candidates = [
-        Candidate(name, [lambda case=case: case.attend(backend) for case in held], graph)
-        for name, held in trees.items()
+        Candidate(name, [lambda case=case: case.attend(backend) for case in of_tree], graph)
+        for name, of_tree in trees.items()
     ]
     candidates += [Candidate(name, calls) for name, calls in peers.items()]
     firsts = [Candidate(each.name, each.calls[:1], each.graph) for each in candidates]
@@ -98,8 +98,8 @@ def measure(
     steps, attention_ms, steps_behind = time_steps(trees, backend, graph, device, rounds)
     ms, step_ms, nbytes = alone[OURS], steps[OURS], cases[0].nbytes
 
-    def against_peer(own: float, peer_ms: float | None) -> float | None:
-        return None if peer_ms is None else peer_ms / own
+    def against_peer(our_ms: float, peer_ms: float | None) -> float | None:
+        return None if peer_ms is None else peer_ms / our_ms
 
     record = {
         "shape": shape.name,
@@ -165,9 +165,9 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
                 break
         behind = case.state.length.clone(), case.state.paged.clone()
         candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
-    found = time_interleaved(candidates, device, rounds)
+    times = time_interleaved(candidates, device, rounds)
     rewind(case, counters)
-    return found["all"], None if case.spec.direct else found["all"] - found["quiet"]
+    return times["all"], None if case.spec.direct else times["all"] - times["quiet"]
 
 
 def time_steps(
@@ -182,13 +182,13 @@ def time_steps(
         for case in cases:
             rewind(case, along[0])
 
-    def steps(held: Sequence[Case]) -> list[Callable[[], Any]]:
-        return [partial(case.step, token, backend) for token in range(len(along)) for case in held]
+    def steps(of_tree: Sequence[Case]) -> list[Callable[[], Any]]:
+        return [partial(case.step, token, backend) for token in range(len(along)) for case in of_tree]
 
     alone = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]
-    candidates = [Candidate(name, steps(held), graph, before) for name, held in trees.items()]
-    found = time_interleaved([*candidates, Candidate("alone", alone, graph, before)], device, rounds)
+    candidates = [Candidate(name, steps(of_tree), graph, before) for name, of_tree in trees.items()]
+    times = time_interleaved([*candidates, Candidate("alone", alone, graph, before)], device, rounds)
     firsts = [Candidate(each.name, each.calls[:: len(cases)], graph, before) for each in candidates]
     behind = time_behind(firsts, device, rounds)
     before()
-    return found, found.pop("alone"), behind
+    return times, times.pop("alone"), behind

@@ -62,7 +62,7 @@ def _speeds(path: Path) -> dict[str, float]:
 
 def front_points(rows: Sequence[Any], group: Sequence[str]) -> list[Point]:
     """The presets of a group that are measured and that no other of it beats, most bits first. rows: `tables.load()`."""
-    found, speeds = {row.preset: row for row in rows}, _speeds(RESULTS / "decode-nvidia-h200.jsonl")
+    by_preset, speeds = {row.preset: row for row in rows}, _speeds(RESULTS / "decode-nvidia-h200.jsonl")
 
     def speed(name: str) -> float | None:
         return speeds.get(name, speeds.get(name.removesuffix("-sink")))  # the sink is 32 tokens of 32768
@@ -70,13 +70,13 @@ def front_points(rows: Sequence[Any], group: Sequence[str]) -> list[Point]:
     points = [
         Point(
             name,
-            found[name].bits,
+            by_preset[name].bits,
             _cache_gb()[name],
-            found[name].transcript["top1"],
+            by_preset[name].transcript["top1"],
             speeds.get(name, speeds.get(name.removesuffix("-sink"))),
         )
         for name in group
-        if name in found and found[name].transcript is not None and name in _cache_gb()
+        if name in by_preset and by_preset[name].transcript is not None and name in _cache_gb()
     ]
     return sorted(
         (

@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
     tree: str | None
     file: str
     defines: tuple[tuple[str, str], ...]
-    own: bool
+    arch_specific: bool
 
 
 class _Noted:
@@ -37,11 +37,13 @@ class _Noted:
     def __init__(self, wanted: dict[Wanted, None], tree: str | None):
         self.wanted, self.tree = wanted, tree
 
-    def __call__(self, name: str, defines: tuple[tuple[str, str], ...], device: Any, own: bool = False) -> _Noted:
-        self.wanted[Wanted(self.tree, name, defines, own)] = None
-        made = _Noted(self.wanted, self.tree)
-        made.macros = dict(defines)
-        return made
+    def __call__(
+        self, name: str, defines: tuple[tuple[str, str], ...], device: Any, arch_specific: bool = False
+    ) -> _Noted:
+        self.wanted[Wanted(self.tree, name, defines, arch_specific)] = None
+        module = _Noted(self.wanted, self.tree)
+        module.macros = dict(defines)
+        return module
 
     macros: dict[str, str]
 
@@ -102,7 +104,7 @@ _trees: dict[str | None, OtherTree | None] = {None: None}
 
 def _compile(wanted: Wanted, arch: str) -> None:
     compiler = _modules(_trees[wanted.tree])[1]
-    compiler.binary(wanted.file, wanted.defines, arch + ("a" if wanted.own else ""))
+    compiler.binary(wanted.file, wanted.defines, arch + ("a" if wanted.arch_specific else ""))
 
 
 class Compilers:
@@ -123,13 +125,13 @@ class Compilers:
         """Start what a cell needs; what was started for another cell is not started again."""
         case = cell()
         major, minor = torch.cuda.get_device_capability(device)
-        found: list[Wanted] = []
+        kernels: list[Wanted] = []
         for tree in (None, self._against) if self._against else (None,):
-            found += wanted_by(case, tree, backend)
-        for wanted in found:
+            kernels += wanted_by(case, tree, backend)
+        for wanted in kernels:
             if wanted not in self._begun:
                 self._begun[wanted] = self._pool.submit(_compile, wanted, f"sm_{major}{minor}")
-        return [self._begun[wanted] for wanted in found]
+        return [self._begun[wanted] for wanted in kernels]
 
     @staticmethod
     def wait(begun: Iterable[Future]) -> None:

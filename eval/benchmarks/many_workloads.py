@@ -49,15 +49,15 @@ def batches(
     all_jobs: Sequence[Job], sorting: str, rows: int, row_bytes: Callable[[int], int], memory: int
 ) -> list[list[Job]]:
     """Batches of at most `rows` jobs whose rows, all as long as the longest prompt and answer together, fit into `memory`."""
-    found: list[list[Job]] = []
+    groups: list[list[Job]] = []
     for job in sorted(all_jobs, key=SORTINGS[sorting]):
-        batch = [*found[-1], job] if found else [job]
+        batch = [*groups[-1], job] if groups else [job]
         tokens = max(len(each.prompt) for each in batch) + max(each.answer for each in batch)
-        if found and len(batch) <= rows and len(batch) * row_bytes(tokens) <= memory:
-            found[-1].append(job)
+        if groups and len(batch) <= rows and len(batch) * row_bytes(tokens) <= memory:
+            groups[-1].append(job)
         else:
-            found.append([job])
-    return found
+            groups.append([job])
+    return groups
 
 
 class Cost(NamedTuple):
@@ -82,6 +82,6 @@ class Cost(NamedTuple):
         decode_s = sum(max(job.answer for job in batch) * self.step_s(len(batch)) for batch in some)
         return prompt_s, decode_s
 
-    def predicted(self, some: Sequence[Sequence[Job]]) -> float:
+    def predicted(self, groups: Sequence[Sequence[Job]]) -> float:
         """Seconds of these batches."""
-        return sum(self.parts(some))
+        return sum(self.parts(groups))

@@ -97,8 +97,10 @@ def definition(preset: str) -> str:
     generator = torch.Generator().manual_seed(0)
     shape = 1, SHAPE["num_key_value_heads"], PROBE_TOKENS, SHAPE["head_dim"]
     spec = lb.get_preset(preset).spec()
-    given = {asked.name: _parameter(asked, generator) for asked in spec.parameters(shape[3], shape[3], shape[1])}
-    layer = LowBitLayer(spec, config, shape[1], backend="cpu", parameters=given)
+    parameters = {
+        parameter.name: _parameter(parameter, generator) for parameter in spec.parameters(shape[3], shape[3], shape[1])
+    }
+    layer = LowBitLayer(spec, config, shape[1], backend="cpu", parameters=parameters)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     layer.update(k, v)
     layer.step(Chunk(k.repeat_interleave(SHAPE["num_attention_heads"] // shape[1], 1), k, v))
@@ -112,12 +114,12 @@ def definition(preset: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _parameter(asked: Parameter, generator: torch.Generator) -> torch.Tensor:
+def _parameter(parameter: Parameter, generator: torch.Generator) -> torch.Tensor:
     """Numbers for a parameter. Products with a matrix must not depend on the order of sums: it gets one entry a row."""
-    if asked.name.endswith("matrix"):
-        order = torch.randperm(asked.shape[-1], generator=generator)
-        return torch.eye(asked.shape[-1])[order].expand(asked.shape).to(asked.dtype)
-    return (torch.randn(asked.shape, generator=generator).abs() + 0.5).to(asked.dtype)
+    if parameter.name.endswith("matrix"):
+        order = torch.randperm(parameter.shape[-1], generator=generator)
+        return torch.eye(parameter.shape[-1])[order].expand(parameter.shape).to(parameter.dtype)
+    return (torch.randn(parameter.shape, generator=generator).abs() + 0.5).to(parameter.dtype)
 
 
 def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
@@ -125,9 +127,9 @@ def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
     names = [(side, *tail) for _, side, tail, _ in needs_of(spec)]
     for path in sorted(bundled_folder().glob(f"{BUNDLED_MODEL}*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
-            held = {key.split(".", 2)[2]: key for key in file.keys()}  # noqa: SIM118
+            keys = {key.split(".", 2)[2]: key for key in file.keys()}  # noqa: SIM118
             layers = sorted({key.split(".", 2)[1] for key in file.keys()}, key=int)  # noqa: SIM118
-            if all(".".join(name) in held for name in names):
+            if all(".".join(name) in keys for name in names):
                 return [file.get_tensor(".".join(("layers", layer, *name))) for layer in layers for name in names]
     return []
 
@@ -146,7 +148,7 @@ def setting(dtype: str = "float32") -> dict[str, Any]:
 def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], texts: Iterable[str]) -> list[tuple]:
     """`(text, preset)` of what no record of the present setting and definition holds."""
     same = setting()
-    held = {
+    recorded = {
         (record["text"], record["preset"], record["definition"])
         for record in records
         if all(record.get(key) == value for key, value in same.items())
@@ -155,7 +157,7 @@ def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], text
         (text, preset)
         for text in texts
         for preset, definition in definitions.items()
-        if (text, preset, definition) not in held
+        if (text, preset, definition) not in recorded
     ]
 
 
@@ -198,8 +200,8 @@ def main(
         for each, name, record in _measure(names, list(group), model, tokenizer, backend):
             for preset_name in same[group[each]]:
                 if (name, preset_name) in todo:
-                    what = {"preset": preset_name, "text": name, "definition": group[each]}
-                    append_record(out, record | what | common)
+                    subject = {"preset": preset_name, "text": name, "definition": group[each]}
+                    append_record(out, record | subject | common)
             console.print(f"{name}: {', '.join(same[group[each]])}, KL {record['kl']:.5f}")
 
 
@@ -209,11 +211,11 @@ def _measure(
     """Preset, text, and what was found, for all of them. On a GPU the texts are rows of one batch."""
     factories = {preset: functools.partial(lb.from_preset, preset, model, backend=backend) for preset in presets}
     edges = position_edges(START, CONTEXT)
-    for some in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
-        content = [TEXTS[text]() for text in some]
-        found = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(some), parallel=True)
-        for preset, scores in found.items():
-            for text, one in zip(some, scores, strict=True):
+    for group in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
+        content = [TEXTS[text]() for text in group]
+        measured = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(group), parallel=True)
+        for preset, scores in measured.items():
+            for text, one in zip(group, scores, strict=True):
                 yield preset, text, mean_row([one], edges) | {"kl_blocks": block_means(one["kl"]).tolist()}
 
 

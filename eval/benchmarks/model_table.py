@@ -121,10 +121,10 @@ def _examined(name: str) -> Row:
         return Row(name, "", why=f"not tried: transformers' own cache fails on the small model ({_short(failure)})")
     ours.set_attn_implementation(lb.ATTENTION_NAME)
     try:
-        found = _logits(ours, cache)
+        logits = _logits(ours, cache)
     except Exception as error:
         return Row(name, "", why=_short(error))
-    difference = float((found - expected).abs().max() / expected.std())
+    difference = float((logits - expected).abs().max() / expected.std())
     if not difference < TOLERANCE:
         return Row(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
@@ -146,10 +146,10 @@ def _cache(model: Any, **options: Any) -> lb.LowBitCache:
 def _preallocated(model: Any, expected: torch.Tensor) -> str:
     """Whether a preallocated cache gives the same, as recorded steps need; else the reason."""
     try:
-        found = _logits(model, _cache(model, max_cache_len=128))
+        logits = _logits(model, _cache(model, max_cache_len=128))
     except Exception as error:
         return _short(error)
-    return "yes" if float((found - expected).abs().max() / expected.std()) < TOLERANCE else "no: logits differ"
+    return "yes" if float((logits - expected).abs().max() / expected.std()) < TOLERANCE else "no: logits differ"
 
 
 def _fused(model: Any) -> str:

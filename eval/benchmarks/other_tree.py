@@ -69,11 +69,11 @@ class OtherTree:
         Raises:
             ValueError: the other tree does not know a format, or its pages are of another size.
         """
-        found = self.module("storage.layer_spec").LayerSpec.parse(spec.key)
-        ours, theirs = (each.part_bytes(*widths, dtype) for each in (spec, found))
+        parsed = self.module("storage.layer_spec").LayerSpec.parse(spec.key)
+        ours, theirs = (each.part_bytes(*widths, dtype) for each in (spec, parsed))
         if ours != theirs:
             raise ValueError(f"{self.name} stores a page of {spec.key} in {theirs} bytes, and this tree in {ours}")
-        return found
+        return parsed
 
     def state(self, state: Any) -> Any:
         """The other tree's `LayerState` of the same tensors."""

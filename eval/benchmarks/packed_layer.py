@@ -78,8 +78,8 @@ class Case:
         assert q is not None
         store = copy.copy(self.store)
         store.spec = dataclasses.replace(self.spec, key_transform=NONE, value_transform=NONE)
-        own = [record for role, record in self.spec.by_role(self.state).items() if role.endswith("_format")]
-        store.state = self.state._replace(parameters=own)
+        of_formats = [record for role, record in self.spec.by_role(self.state).items() if role.endswith("_format")]
+        store.state = self.state._replace(parameters=of_formats)
         return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
     def of(self, tree: OtherTree) -> Case:
@@ -108,13 +108,13 @@ class Case:
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
-        first, found = self.state.length[:, 0].tolist(), []
+        first, counters = self.state.length[:, 0].tolist(), []
         for step in range(self.spec.page_size):
             lengths = [length + step for length in first]
-            found.append(
+            counters.append(
                 (self._counters(lengths), self._counters([self.spec.paged_after(n - self.spec.sink) for n in lengths]))
             )
-        return found
+        return counters
 
     def _counters(self, numbers: list[int]) -> torch.Tensor:
         """int32 `[B, H]`: a number for each row."""
@@ -158,8 +158,8 @@ def random_records(
     spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
 ) -> list[torch.Tensor]:
     """A layer's records of `random_parameters`."""
-    given = random_parameters(spec, head_dim, kv_heads, per_head, device)
-    return spec.records(given, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+    parameters = random_parameters(spec, head_dim, kv_heads, per_head, device)
+    return spec.records(parameters, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
 
 
 def random_parameters(
@@ -169,16 +169,16 @@ def random_parameters(
 
     per_head: as for `build`.
     """
-    given = {}
+    parameters = {}
     for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
-        own = not name.endswith("codebook") if per_head is None else per_head
-        x = torch.randn(heads if own else 1, *sizes, device=device)
+        by_head = not name.endswith("codebook") if per_head is None else per_head
+        x = torch.randn(heads if by_head else 1, *sizes, device=device)
         if name.endswith(("factors", "step")):
             x = torch.exp2(x.clamp(-1, 1))
         elif name.endswith("matrix"):
             x = torch.linalg.qr(x)[0]
-        given[name] = x.to(dtype)
-    return given
+        parameters[name] = x.to(dtype)
+    return parameters
 
 
 def fill(store: PagedStore, lengths: int | Sequence[int]) -> None:
@@ -189,8 +189,8 @@ def fill(store: PagedStore, lengths: int | Sequence[int]) -> None:
     parts = spec.part_bytes(store.head_dim_k, store.head_dim_v, store.dtype)
     first, tensors = 0, spec.tensors(state)
     for (fmt, head_dim), size in zip(sides, parts, strict=True):
-        held = tensors["key_format" if first == 0 else "value_format"]
-        _fill_side(fmt, held, head_dim, state.pool[0][..., first : first + size], spec.page_size, store.dtype)
+        of_format = tensors["key_format" if first == 0 else "value_format"]
+        _fill_side(fmt, of_format, head_dim, state.pool[0][..., first : first + size], spec.page_size, store.dtype)
         first += size
     for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
         window.copy_(torch.randn_like(window, dtype=torch.float32))
@@ -298,8 +298,8 @@ def append_fault(case: Case, backend: str, steps: Callable[[], None] | None = No
         fault = f"{page} steps advanced the counters by {stored.unique().tolist()} and {packed.unique().tolist()}"
     elif tokens is not None:
         ids = state.page_table.gather(1, before[1][:, :1].long() // page)[:, 0].long()
-        held = spec.tensors(state)
-        sides = zip(spec.formats, tokens, (held["key_format"], held["value_format"]), strict=True)
+        parameters = spec.tensors(state)
+        sides = zip(spec.formats, tokens, (parameters["key_format"], parameters["value_format"]), strict=True)
         expected = torch.cat([fmt.encode(x, parameters=of) for fmt, x, of in sides], dim=-1)
         if differing := int((state.pool[0][ids] != expected).sum()):
             fault = f"{differing} of {expected.numel()} packed bytes differ from the format's"

@@ -147,31 +147,31 @@ def written(preset: str, model: Any) -> dict[str, torch.Tensor]:
     return {"tokens": out.sequences[:, tokens:].cpu(), "logits": torch.stack(out.logits, 1).float().cpu()}
 
 
-def compared(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, int]:
+def compared(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, int]:
     """Rows that are equal to the reference, and rows that leave it at a near-tie.
 
     Raises:
         TextsDifferError: a row leaves it where the two likeliest tokens are apart.
     """
     equal = 0
-    for row, (ours, theirs) in enumerate(zip(found["tokens"], reference["tokens"], strict=True)):
+    for row, (ours, theirs) in enumerate(zip(results["tokens"], reference["tokens"], strict=True)):
         if torch.equal(ours, theirs):
             equal += 1
             continue
         step = int((ours != theirs).nonzero()[0])
         exact = reference["logits"][row, step]
         best = exact.topk(2).values
-        if best[0] - best[1] > 6 * (found["logits"][row, step] - exact).square().mean().sqrt():
+        if best[0] - best[1] > 6 * (results["logits"][row, step] - exact).square().mean().sqrt():
             raise TextsDifferError(
                 f"token {step} of row {row} is {int(ours[step])}; on one GPU it is {int(theirs[step])}"
             )
-    return {"rows_equal": equal, "rows_near_tie": len(found["tokens"]) - equal}
+    return {"rows_equal": equal, "rows_near_tie": len(results["tokens"]) - equal}
 
 
 def check_texts(preset: str, model: Any, processes: Processes, reference: Path | None) -> dict[str, Any]:
     """Compare the texts of all ranks, and with those of one GPU."""
-    found = written(preset, model)
-    everyone = gathered(processes, found["tokens"].tolist())
+    results = written(preset, model)
+    everyone = gathered(processes, results["tokens"].tolist())
     if any(tokens != everyone[0] for tokens in everyone):
         raise TextsDifferError(f"{preset}: ranks do not write the same tokens: {everyone}")
     result: dict[str, Any] = {"ranks_equal": True, "text": list(TEXT)}
@@ -180,11 +180,11 @@ def check_texts(preset: str, model: Any, processes: Processes, reference: Path |
     path = reference / f"{preset}.pt"
     if processes.count == 1:
         reference.mkdir(parents=True, exist_ok=True)
-        torch.save(found, path)
+        torch.save(results, path)
         return result
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: run with one process and the same --reference first")
-    return result | compared(found, torch.load(path))
+    return result | compared(results, torch.load(path))
 
 
 def gathered(processes: Processes, value: Any) -> list[Any]:
@@ -272,10 +272,12 @@ def main(
             except TextsDifferError as error:
                 faults.append(f"{name} {each}: {error}")
                 continue
-            for how, size in itertools.product(modes, cases):
-                record = common | {"preset": each, "mode": how, "batch": size.batch, "tokens": size.tokens} | texts
+            for step_mode, size in itertools.product(modes, cases):
+                record = (
+                    common | {"preset": each, "mode": step_mode, "batch": size.batch, "tokens": size.tokens} | texts
+                )
                 with _as_if_recordable() if record_collectives else contextlib.nullcontext():
-                    record |= _filled_and_timed(each, how, size, model, processes, steps, rounds)
+                    record |= _filled_and_timed(each, step_mode, size, model, processes, steps, rounds)
                 rows.append(record)
                 if processes.is_first:
                     append_record(out or results_path("parallel", device_name(device)), record)

@@ -84,12 +84,12 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
             if mask is not None:
                 real &= mask[row]
             scores = (query @ new[real].T) * scaling
-            found = [(torch.softmax(scores, -1) @ k[row, 0][real].float(), scores.logsumexp(-1))] if real.any() else []
+            merged = [(torch.softmax(scores, -1) @ k[row, 0][real].float(), scores.logsumexp(-1))] if real.any() else []
             if n:
-                found.append(attention(query, codes[row, :n], scale[row, :n], rope[row, :n], scaling))
-            weights = torch.softmax(torch.stack([lse for _, lse in found]), 0) if found else None
+                merged.append(attention(query, codes[row, :n], scale[row, :n], rope[row, :n], scaling))
+            weights = torch.softmax(torch.stack([lse for _, lse in merged]), 0) if merged else None
             none = query.new_zeros(len(query), k.shape[-1])
-            parts.append(none if weights is None else sum(w[:, None] * out for w, (out, _) in zip(weights, found)))
+            parts.append(none if weights is None else sum(w[:, None] * out for w, (out, _) in zip(weights, merged)))
         outs.append(torch.stack(parts))
     return torch.stack(outs)
 

@@ -92,23 +92,23 @@ def sample(device: torch.device) -> dict[str, int]:
     """What is alive now: bytes of GPU memory and of the process, counts of objects, threads and open files. Metrics that this
     machine does not have are left out."""
     gc.collect()
-    found = {}
+    counts = {}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        found["allocated"] = torch.cuda.memory_allocated(device)
-        found["reserved"] = torch.cuda.memory_reserved(device)
+        counts["allocated"] = torch.cuda.memory_allocated(device)
+        counts["reserved"] = torch.cuda.memory_reserved(device)
     process = Path("/proc/self")
     if process.is_dir():
-        found["resident"] = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        found["native_threads"] = len(os.listdir(process / "task"))
-        found["files"] = len(os.listdir(process / "fd"))
+        counts["resident"] = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        counts["native_threads"] = len(os.listdir(process / "task"))
+        counts["files"] = len(os.listdir(process / "fd"))
     types = Counter(map(type, gc.get_objects()))
-    found["objects"] = sum(types.values())
-    found["caches"] = sum(count for kind, count in types.items() if issubclass(kind, lb.LowBitCache))
-    found["layers"] = sum(count for kind, count in types.items() if issubclass(kind, LowBitLayer))
-    found["recordings"] = sum(recorder.count for recorder in recording._recorders.values())
-    found["threads"] = threading.active_count()
-    return found
+    counts["objects"] = sum(types.values())
+    counts["caches"] = sum(count for kind, count in types.items() if issubclass(kind, lb.LowBitCache))
+    counts["layers"] = sum(count for kind, count in types.items() if issubclass(kind, LowBitLayer))
+    counts["recordings"] = sum(recorder.count for recorder in recording._recorders.values())
+    counts["threads"] = threading.active_count()
+    return counts
 
 
 def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -152,8 +152,8 @@ class Soak:
                 self.models[kind] = random_model(AutoConfig.for_model(family, **config), dtype, self.device)
             self.options[name] = {}
             if spec.parameters(128, 128, 2):
-                given = random_parameters(spec, 128, 2, None, self.device)
-                self.options[name] = {"parameters": dict.fromkeys(range(LAYERS), given)}
+                parameters = random_parameters(spec, 128, 2, None, self.device)
+                self.options[name] = {"parameters": dict.fromkeys(range(LAYERS), parameters)}
 
     def model(self, preset: str) -> Any:
         return self.models[lb.get_preset(preset).spec().reading.name]
@@ -176,8 +176,8 @@ class Soak:
         room = self.tokens + second + third + 64
         self.generate(preset, ids, first, max_cache_len=max(room, self.tokens + first + 64), **settings)
         out = self.generate(preset, ids, second, max_cache_len=room, **settings)
-        held = out[NAME]
-        self.generate(preset, torch.cat([out.sequences, self.prompt(16)], 1), third, past_key_values=held)
+        cache = out[NAME]
+        self.generate(preset, torch.cat([out.sequences, self.prompt(16)], 1), third, past_key_values=cache)
         try:
             self.generate(preset, ids[:, : self.tokens // 64 * 64], 16, logits_processor=[_interrupt], **settings)
         except _InterruptedError:
@@ -270,15 +270,15 @@ def run(
 
 def faults(record: Mapping[str, Any]) -> list[str]:
     """What a record says has grown, or is still there after `lb.release`."""
-    found = [
+    reasons = [
         f"{name} grew by {grown}, and {record['allowed'][name]} is allowed"
         for name, grown in record["grown"].items()
         if grown > record["allowed"][name]
     ]
     for name in ("caches", "layers", "recordings"):
         if (left := record["left"][name]) > 0:
-            found.append(f"{left} {name} are left after lb.release")
-    return found
+            reasons.append(f"{left} {name} are left after lb.release")
+    return reasons
 
 
 def main(
@@ -296,8 +296,8 @@ def main(
     soak = Soak(tuple(preset or PRESETS), where, tokens)
     begin = time.perf_counter()
 
-    def tell(number: int, found: dict[str, int]) -> None:
-        shown = ", ".join(f"{name} {_shown(name, value)}" for name, value in found.items())
+    def tell(number: int, counts: dict[str, int]) -> None:
+        shown = ", ".join(f"{name} {_shown(name, value)}" for name, value in counts.items())
         done = f"{soak.steps} steps, {soak.caches} caches, {time.perf_counter() - begin:.0f} s"
         print(f"[{number + 1}/{rounds}] {done}: {shown}", flush=True)
 
@@ -313,8 +313,8 @@ def main(
         numbers = values[0], max(values[first:last]), max(values[last:]), record["grown"][name], record["allowed"][name]
         table.add_row(name, *(_shown(name, value) for value in (*numbers, record["left"][name])))
     console.print(table)
-    if found := faults(record):
-        console.print("; ".join(found), markup=False)
+    if counts := faults(record):
+        console.print("; ".join(counts), markup=False)
         raise typer.Exit(1)
     console.print("nothing has grown")
 

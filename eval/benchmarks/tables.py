@@ -157,14 +157,14 @@ SHORT = (
 
 
 def short_table(rows: list[Row]) -> str:
-    found = {row.preset: row for row in rows}
+    by_preset = {row.preset: row for row in rows}
     head = "preset", "bits", "smaller", "KL", "top-1"
     body = (
         [
             f"`{name}`",
-            f"{found[name].bits:.2f}",
-            f"{16 / found[name].bits:.1f}x",
-            *_cells(found[name].essays, "kl", "top1"),
+            f"{by_preset[name].bits:.2f}",
+            f"{16 / by_preset[name].bits:.1f}x",
+            *_cells(by_preset[name].essays, "kl", "top1"),
         ]
         for name in SHORT
     )
@@ -176,13 +176,13 @@ OWN = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kitty-pro-variance", "
 
 
 def own_table(rows: list[Row]) -> str:
-    found = {row.preset: row for row in rows}
+    by_preset = {row.preset: row for row in rows}
     head = "preset", "bits of a page", "essays: KL", "top-1", "transcript: KL", "top-1", "jargon: KL", "top-1"
     body = (
         [f"`{name}`", f"{lb.get_preset(name).spec().bits_per_value(10**9, HEAD_DIM):.2f}"]
-        + [x for of in found[name][2:] for x in _cells(of, "kl", "top1")]
+        + [x for of in by_preset[name][2:] for x in _cells(of, "kl", "top1")]
         for name in OWN
-        if name in found
+        if name in by_preset
     )
     return markdown_table(head, body)
 
@@ -197,14 +197,14 @@ KITTY_STEPS = (
 
 
 def kitty_table(rows: list[Row]) -> str:
-    found = {row.preset: row for row in rows}
+    by_preset = {row.preset: row for row in rows}
     head = "step", "preset", "bits", "essays: KL", "top-1", "transcript: KL", "top-1", "Kitty, table 4 (Qwen3-8B)"
     body = (
         [
             step,
             f"`{name}`",
-            f"{found[name].bits:.2f}",
-            *(x for of in found[name][2:4] for x in _cells(of, "kl", "top1")),
+            f"{by_preset[name].bits:.2f}",
+            *(x for of in by_preset[name][2:4] for x in _cells(of, "kl", "top1")),
             paper,
         ]
         for step, name, paper in KITTY_STEPS
@@ -218,12 +218,12 @@ SCORES = (("", "magnitude"), ("-variance", "variance"), ("-random", "random"), (
 
 def boost_table(rows: list[Row]) -> str:
     """KL on the essays by how many channels are boosted, and how they are chosen."""
-    found = {row.preset: row for row in rows}
+    by_preset = {row.preset: row for row in rows}
     names = {"": {"kivi-2": "kivi-2-sink"}, "-hadamard": {"kivi-2": "kivi-2-hadamard-sink"}}
 
     def cell(preset: str, suffix: str) -> str:
         name = names.get(suffix, {}).get(preset, preset + suffix)
-        return "".join(_cells(found[name].essays, "kl")) if name in found else ""
+        return "".join(_cells(by_preset[name].essays, "kl")) if name in by_preset else ""
 
     head = ["boosted channels", *(shown for _, shown in SCORES)]
     return markdown_table(head, ([shown, *(cell(preset, suffix) for suffix, _ in SCORES)] for preset, shown in CHOICES))
@@ -233,12 +233,12 @@ POSITIONS = ("kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink", "k
 
 
 def positions_table(rows: list[Row]) -> str:
-    found = {row.preset: row.transcript for row in rows if row.transcript is not None}
-    names = [name for name in POSITIONS if name in found]
+    by_preset = {row.preset: row.transcript for row in rows if row.transcript is not None}
+    names = [name for name in POSITIONS if name in by_preset]
     if not names:
         return "(no record)\n"
-    edges = [f"{bucket['from']:.0f} to {bucket['to']:.0f}" for bucket in found[names[0]]["by_position"]]
-    body = ([f"`{name}`", *(_number(b["kl"], None) for b in found[name]["by_position"])] for name in names)
+    edges = [f"{bucket['from']:.0f} to {bucket['to']:.0f}" for bucket in by_preset[names[0]]["by_position"]]
+    body = ([f"`{name}`", *(_number(b["kl"], None) for b in by_preset[name]["by_position"])] for name in names)
     return markdown_table(["tokens", *edges], body)
 
 
@@ -347,10 +347,10 @@ def _load(folder: Path, kind: str) -> list[Record]:
 
 def _last(records: Iterable[Record], *keys: str) -> dict[tuple, Record]:
     """The last record of each combination of these fields, in the order in which combinations first appear."""
-    found: dict[tuple, Record] = {}
+    newest: dict[tuple, Record] = {}
     for record in records:
-        found[tuple(record.get(key) for key in keys)] = record
-    return found
+        newest[tuple(record.get(key) for key in keys)] = record
+    return newest
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -373,10 +373,10 @@ def _decode(records: list[Record]) -> str | None:
     usual = [r for r in one_token if r["shape"] in SHAPES and r["head_dim"] == 128]
     if not usual:
         return None
-    found = _last(usual, "gpu", "shape", "preset", "backend")
+    newest = _last(usual, "gpu", "shape", "preset", "backend")
     tables = [
-        f"### {gpu.removeprefix('NVIDIA ')}\n\n{_decode_table({key[1:]: found[key] for key in found if key[0] == gpu})}"
-        for gpu in sorted(_gpus(usual), key=lambda gpu: -len({key[1:3] for key in found if key[0] == gpu}))
+        f"### {gpu.removeprefix('NVIDIA ')}\n\n{_decode_table({key[1:]: newest[key] for key in newest if key[0] == gpu})}"
+        for gpu in sorted(_gpus(usual), key=lambda gpu: -len({key[1:3] for key in newest if key[0] == gpu}))
     ]
     return f"""## Decode attention
 
@@ -387,18 +387,18 @@ float16, 32 query heads, head_dim 128; 8 KV heads where the column does not say 
 
 {BLANK_LINE.join(tables)}
 
-{_commits(found.values())}{_steps(one_token)}"""
+{_commits(newest.values())}{_steps(one_token)}"""
 
 
-def _decode_table(found: dict[tuple, Record]) -> str:
+def _decode_table(newest: dict[tuple, Record]) -> str:
     """The records of one GPU, by shape, preset and backend."""
-    shapes = [shape for shape in SHAPES if any(key[0] == shape for key in found)]
+    shapes = [shape for shape in SHAPES if any(key[0] == shape for key in newest)]
     order = {name: i for i, name in enumerate(PRESETS)}
     rows = []
-    for preset in sorted({key[1] for key in found}, key=lambda name: (order.get(name, len(order)), name)):
+    for preset in sorted({key[1] for key in newest}, key=lambda name: (order.get(name, len(order)), name)):
         cells = []
         for shape in shapes:
-            both = [found.get((shape, preset, backend)) for backend in ("cuda", "triton")]
+            both = [newest.get((shape, preset, backend)) for backend in ("cuda", "triton")]
             ratios = " / ".join("" if record is None else f"{record['ratio']:.2f}" for record in both)
             times = " / ".join("" if record is None else f"{1e3 * record['ms']:.0f}" for record in both)
             limit = next((record["byte_limit_ratio"] for record in both if record), None)
@@ -409,14 +409,14 @@ def _decode_table(found: dict[tuple, Record]) -> str:
 
 def _steps(records: list[Record]) -> str:
     """Decode steps on all shapes, of the records that have them."""
-    found = _last((r for r in records if r.get("step_behind_ratio")), "gpu", "shape", "preset", "backend")
-    shapes = [name for name in decode_shapes.SHAPES if any(key[1] == name for key in found)]
+    newest = _last((r for r in records if r.get("step_behind_ratio")), "gpu", "shape", "preset", "backend")
+    shapes = [name for name in decode_shapes.SHAPES if any(key[1] == name for key in newest)]
     if not shapes:
         return ""
     order = {name: i for i, name in enumerate(PRESETS)}
     rows = []
-    for gpu, preset, backend in sorted({(key[0], key[2], key[3]) for key in found}, key=lambda x: (x[0], order[x[1]])):
-        cells = [found.get((gpu, shape, preset, backend)) for shape in shapes]
+    for gpu, preset, backend in sorted({(key[0], key[2], key[3]) for key in newest}, key=lambda x: (x[0], order[x[1]])):
+        cells = [newest.get((gpu, shape, preset, backend)) for shape in shapes]
         shown = [f"{r['step_behind_ratio']:.2f}, {1e3 * r['step_behind_ms']:.0f} us" if r else "" for r in cells]
         rows.append([gpu.removeprefix("NVIDIA "), f"`{preset}`", *shown])
     return f"""
@@ -429,7 +429,7 @@ microseconds. Below 1 PyTorch's attention is faster. CUDA kernels. `eval/benchma
 
 {_table(["GPU", "preset", *(f"`{shape}`" for shape in shapes)], rows)}
 
-{_commits(found.values())}"""
+{_commits(newest.values())}"""
 
 
 def _milliseconds(record: Record) -> str:
@@ -439,17 +439,17 @@ def _milliseconds(record: Record) -> str:
 def _generate(records: list[Record]) -> str | None:
     if not records:
         return None
-    found = _last(records, "gpu", "model", "cache", "mode", "backend", "batch", "tokens")
-    places = sorted({(key[5], key[6]) for key in found})
+    newest = _last(records, "gpu", "model", "cache", "mode", "backend", "batch", "tokens")
+    places = sorted({(key[5], key[6]) for key in newest})
     heads = ["GPU, model, cache, step", *(f"{batch} x {tokens}" for batch, tokens in places)]
     rows = []
-    for row in dict.fromkeys(key[:5] for key in found):
+    for row in dict.fromkeys(key[:5] for key in newest):
         gpu, model, cache, mode, backend = row
         name = f"{gpu.removeprefix('NVIDIA ')}, {model}, `{cache}`, {MODES.get(mode, mode)}" + (
             f", {backend}" if backend else ""
         )
         rows.append(
-            [name, *(_milliseconds(found[(*row, *place)]) if (*row, *place) in found else "" for place in places)]
+            [name, *(_milliseconds(newest[(*row, *place)]) if (*row, *place) in newest else "" for place in places)]
         )
     return f"""## Steps of generate
 
@@ -458,13 +458,13 @@ bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.benchm
 
 {_table(heads, rows)}
 
-{_commits(found.values())}"""
+{_commits(newest.values())}"""
 
 
 def _batch(records: list[Record]) -> str | None:
     if not records:
         return None
-    found = _last(records, "gpu", "model", "cache", "mode", "prompt", "new_tokens", "budget").values()
+    newest = _last(records, "gpu", "model", "cache", "mode", "prompt", "new_tokens", "budget").values()
     rows = [
         [
             r["gpu"].removeprefix("NVIDIA "),
@@ -476,7 +476,7 @@ def _batch(records: list[Record]) -> str | None:
             str(r["rows"]),
             f"{r['throughput']:.0f}",
         ]
-        for r in found
+        for r in newest
     ]
     heads = ["GPU", "model", "cache", "step", "prompt + written tokens", "memory", "rows", "tokens a second"]
     return f"""## Largest batch
@@ -487,13 +487,13 @@ compare rows with all caches, and throughput among steps of one kind.
 
 {_table(heads, rows)}
 
-{_commits(found)}"""
+{_commits(newest)}"""
 
 
 def _memory(records: list[Record]) -> str | None:
     if not records:
         return None
-    found = _last(records, "gpu", "preset", "batch", "tokens", "prefill_chunk").values()
+    newest = _last(records, "gpu", "preset", "batch", "tokens", "prefill_chunk").values()
     rows = [
         [
             r["gpu"].removeprefix("NVIDIA "),
@@ -503,7 +503,7 @@ def _memory(records: list[Record]) -> str | None:
             f"{r['nbytes'] / 1e9:.1f}",
             f"{r['growth'] / 1e9:.1f}",
         ]
-        for r in found
+        for r in newest
     ]
     heads = ["GPU", "preset", "batch x tokens", "prompt read", "cache, GB", "peak above the model, GB"]
     return f"""## Memory
@@ -514,17 +514,17 @@ A prompt that is read whole also needs memory for the model's own activations.
 
 {_table(heads, rows)}
 
-{_commits(found)}"""
+{_commits(newest)}"""
 
 
 def _prompt(records: list[Record]) -> str | None:
-    found = _last((r for r in records if r["kind"] == "model"), "gpu", "cache", "backend", "tokens", "chunk")
-    if not found:
+    newest = _last((r for r in records if r["kind"] == "model"), "gpu", "cache", "backend", "tokens", "chunk")
+    if not newest:
         return None
-    chunks = sorted({key[4] for key in found}, key=lambda chunk: -(chunk or 10**9))
+    chunks = sorted({key[4] for key in newest}, key=lambda chunk: -(chunk or 10**9))
     rows = []
-    for row in dict.fromkeys(key[:4] for key in found):
-        cells = [found.get((*row, chunk)) for chunk in chunks]
+    for row in dict.fromkeys(key[:4] for key in newest):
+        cells = [newest.get((*row, chunk)) for chunk in chunks]
         shown = ["" if r is None else f"{r['seconds']:.3f} ({r['cost']:.2f})" for r in cells]
         rows.append([row[0].removeprefix("NVIDIA "), f"`{row[1]}`", str(row[3]), *shown])
     heads = ["GPU", "cache", "tokens", *("whole" if chunk is None else f"chunks of {chunk}" for chunk in chunks)]
@@ -535,7 +535,7 @@ Seconds, and in brackets the ratio to `DynamicCache` that reads the prompt whole
 
 {_table(heads, rows)}
 
-{_commits(found.values())}"""
+{_commits(newest.values())}"""
 
 
 def main(

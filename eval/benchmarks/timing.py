@@ -114,9 +114,9 @@ def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: i
     pairs = [
         dataclasses.replace(candidate, calls=[behind(call) for call in candidate.calls]) for candidate in candidates
     ]
-    found = time_interleaved([front, *pairs], device, rounds)
-    alone = found.pop("")
-    return {name: ms - alone for name, ms in found.items()}
+    times = time_interleaved([front, *pairs], device, rounds)
+    alone = times.pop("")
+    return {name: ms - alone for name, ms in times.items()}
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -139,9 +139,9 @@ def read_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     rows = source.view(-1, 2**16)  # a sum a row: the reduction then needs no second pass
     calls = {"copy": lambda: target.copy_(source), "sum": lambda: rows.sum(-1), "max": lambda: rows.amax(-1)}
-    found = time_interleaved([Candidate(name, [call]) for name, call in calls.items()], device, rounds=10)
+    times = time_interleaved([Candidate(name, [call]) for name, call in calls.items()], device, rounds=10)
     moved = {"copy": 2 * size, "sum": size, "max": size}
-    return max(moved[name] / (ms * 1e-3) for name, ms in found.items())
+    return max(moved[name] / (ms * 1e-3) for name, ms in times.items())
 
 
 #: kinds of device work, by what kernels are called; the first that fits. Inductor names a reduction that joins several, here
