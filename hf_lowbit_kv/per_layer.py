@@ -11,7 +11,7 @@ import torch
 from .formats import parse_format
 from .presets import Preset, get_preset
 from .storage.paged_store import LayerSpec
-from .storage.readings import Side, StreamSizes
+from .storage.readings import ModelSide, StreamSizes
 from .storage.transforms import parse_transform
 
 #: a preset, by name or itself, in place of all the cache's own choices but `page_size`; or some of `OPTIONS`, in place of these
@@ -40,12 +40,16 @@ class Calibration(Protocol):
 
 
 def layer_specs(
-    spec: LayerSpec, per_layer: PerLayer | None, dense_layers: Iterable[int], config: Any, sides: Mapping[int, Side]
+    spec: LayerSpec,
+    per_layer: PerLayer | None,
+    dense_layers: Iterable[int],
+    config: Any,
+    model_sides: Mapping[int, ModelSide],
 ) -> dict[int, LayerSpec]:
     """The spec of each packed layer.
 
     Args:
-        spec: the cache's own. config: the model's. sides: of the packed layers.
+        spec: the cache's own. config: the model's. model_sides: of the packed layers.
 
     Raises:
         ValueError: an index that is no packed layer or is given twice, an unknown preset or option, a preset that does not fit
@@ -53,11 +57,11 @@ def layer_specs(
     """
     if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
         raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
-    chosen = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, sides)
+    chosen = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, model_sides)
     if callable(per_layer):
-        more = {index: choice for index in sides if (choice := per_layer(index, config)) is not None}
+        more = {index: choice for index in model_sides if (choice := per_layer(index, config)) is not None}
     elif per_layer is None or isinstance(per_layer, Mapping):
-        more = _by_index("per_layer", per_layer or {}, config, sides)
+        more = _by_index("per_layer", per_layer or {}, config, model_sides)
     else:
         raise TypeError(
             f"per_layer={per_layer!r} is not allowed; it must be a mapping from layer indices to presets or options, "
@@ -67,16 +71,18 @@ def layer_specs(
         raise ValueError(f"layers {both} stand in dense_layers and in per_layer; name each layer once")
     chosen |= more
     by_layer = {}
-    for index, side in sides.items():
-        layer_spec = _changed(spec, chosen[index], index, config, side) if index in chosen else spec
+    for index, model_side in model_sides.items():
+        layer_spec = _changed(spec, chosen[index], index, config, model_side) if index in chosen else spec
         by_layer[index] = (
-            layer_spec if layer_spec.reading == side.reading else dataclasses.replace(layer_spec, reading=side.reading)
+            layer_spec
+            if layer_spec.reading == model_side.reading
+            else dataclasses.replace(layer_spec, reading=model_side.reading)
         )
     return by_layer
 
 
 def _by_index(
-    argument: str, choices: Mapping[int, Choice], config: Any, sides: Mapping[int, Side]
+    argument: str, choices: Mapping[int, Choice], config: Any, model_sides: Mapping[int, ModelSide]
 ) -> dict[int, Choice]:
     """`choices`, by layer indices that count from 0."""
     count, by_index = config.num_hidden_layers, dict[int, Choice]()
@@ -84,10 +90,10 @@ def _by_index(
         if not isinstance(key, int) or isinstance(key, bool):
             raise TypeError(f"{argument} has the index {key!r}; it must be an integer")
         index = key + count if key < 0 else key
-        if index not in sides:
+        if index not in model_sides:
             raise ValueError(
-                f"{argument} has the index {key}, which is no full-attention layer of this model; allowed: {sorted(sides)} "
-                f"(negative ones count from layer {count - 1})"
+                f"{argument} has the index {key}, which is no full-attention layer of this model; allowed: "
+                f"{sorted(model_sides)} (negative ones count from layer {count - 1})"
             )
         if index in by_index:
             raise ValueError(f"{argument} has layer {index} twice, as {index} and as {index - count}")
@@ -95,7 +101,7 @@ def _by_index(
     return by_index
 
 
-def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, side: Side) -> LayerSpec:
+def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, model_side: ModelSide) -> LayerSpec:
     """`spec` as `choice` wants it for that layer."""
     where = f"per_layer[{index}]"
     if not isinstance(choice, (str, Preset, Mapping)):
@@ -103,17 +109,19 @@ def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, side: Sid
             f"{where}={choice!r} is not allowed; it must be the name of a preset or a dict of {tuple(OPTIONS)}"
         )
     try:
-        return _by_options(spec, choice) if isinstance(choice, Mapping) else _by_preset(spec, choice, config, side)
+        return (
+            _by_options(spec, choice) if isinstance(choice, Mapping) else _by_preset(spec, choice, config, model_side)
+        )
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
 
 
-def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, side: Side) -> LayerSpec:
+def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, model_side: ModelSide) -> LayerSpec:
     preset = get_preset(choice) if isinstance(choice, str) else choice
-    if preset.reading not in (None, side.reading.name):
+    if preset.reading not in (None, model_side.reading.name):
         raise ValueError(
-            f"{preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as {side.reading.name!r}, and "
-            f"the preset is for {preset.reading!r}"
+            f"{preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as {model_side.reading.name!r}, "
+            f"and the preset is for {preset.reading!r}"
         )
     return dataclasses.replace(preset.spec(), page_size=spec.page_size)
 

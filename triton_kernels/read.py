@@ -112,7 +112,7 @@ def read_window_kernel(
     )  # fmt: skip
 
 
-class _Side(NamedTuple):
+class _PageReader(NamedTuple):
     """How pages of one side are read."""
 
     decode: Any
@@ -122,15 +122,17 @@ class _Side(NamedTuple):
 
 
 @functools.cache
-def _sides(spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx: bool) -> tuple[tuple[_Side, ...], int]:
+def _page_readers(
+    spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx: bool
+) -> tuple[tuple[_PageReader, ...], int]:
     """Keys, values; and bytes of a page."""
     parts = spec.part_bytes(*head_dims, dtype)
-    sides = []
+    readers = []
     for fmt, head_dim, part_at in zip(spec.formats, head_dims, (0, parts[0]), strict=True):
         module = reader(fmt)
         params = module.params(fmt, head_dim, spec.page_size, dtype, ptx)
-        sides.append(_Side(module.decode, constants(params), part_at, params.max_block))
-    return tuple(sides), sum(parts)
+        readers.append(_PageReader(module.decode, constants(params), part_at, params.max_block))
+    return tuple(readers), sum(parts)
 
 
 class NewTokens(NamedTuple):
@@ -154,24 +156,24 @@ def unpack(
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
     head_dims, count = (outs[0].shape[-1], outs[1].shape[-1]), outs[0].shape[2]
     dtype = state.sink_k.dtype
-    sides, page_bytes = _sides(spec, head_dims, dtype, takes_ptx(device))
+    readers, page_bytes = _page_readers(spec, head_dims, dtype, takes_ptx(device))
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
     records = format_records(layer)
-    for side, head_dim, out, (record, stride) in zip(sides, head_dims, outs, records, strict=True):
-        block = min(PAGE_BLOCK, side.max_block, spec.page_size)
+    for reader_of_side, head_dim, out, (record, stride) in zip(readers, head_dims, outs, records, strict=True):
+        block = min(PAGE_BLOCK, reader_of_side.max_block, spec.page_size)
         if packed > 0:
             _launch(
                 read_pages_kernel,
                 (batch * heads, triton.cdiv(packed, block) + 1),
                 *(state.pool[0], state.page_address, state.paged, record, out, heads, pages, first, count, stride),
                 device=device,
-                DECODE=side.decode,
-                P=side.params,
+                DECODE=reader_of_side.decode,
+                P=reader_of_side.params,
                 D=head_dim,
                 SINK=spec.sink,
                 PAGE=spec.page_size,
                 PAGE_BYTES=page_bytes,
-                PART_AT=side.part_at,
+                PART_AT=reader_of_side.part_at,
                 BLOCK_N=block,
                 enable_fp_fusion=False,  # products are rounded as the reference rounds them
             )

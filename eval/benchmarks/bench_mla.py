@@ -53,7 +53,7 @@ class WrongResultError(RuntimeError):
     """A check failed, so nothing was timed."""
 
 
-class Case(NamedTuple):
+class LatentCase(NamedTuple):
     """One layer: `kv` `[B, L, RANK + ROPE]` is what the store holds packed, in bfloat16."""
 
     q: torch.Tensor
@@ -73,7 +73,7 @@ class Case(NamedTuple):
         return Chunk(self.q, self.k, self.v, scaling=SCALING)
 
 
-def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int) -> Case:
+def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int) -> LatentCase:
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -83,10 +83,10 @@ def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device:
     store = PagedStore(spec, batch, 1, RANK, ROPE, torch.bfloat16, device, length + 2 * spec.page_size)
     kernels.append(Chunk(None, kv[:, None, :, :RANK], kv[:, None, :, RANK:]), store)
     q = random(batch, heads, 1, RANK + ROPE)
-    return Case(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
+    return LatentCase(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
 
 
-def check(kernels, case: Case) -> float:
+def check(kernels, case: LatentCase) -> float:
     """The output's relative error on the first row. Raises `WrongResultError`."""
     state, spec = case.store.state, case.store.spec
     first = state._replace(
@@ -111,13 +111,13 @@ def check(kernels, case: Case) -> float:
     return error
 
 
-def kernel_of(kernels, case: Case) -> str:
+def kernel_of(kernels, case: LatentCase) -> str:
     """The kernel that attends."""
     rows, device = case.q.shape[1] * case.q.shape[2], case.q.device
     return kernels.plan(case.store.spec, RANK, ROPE, case.q.dtype, rows, device).kernel
 
 
-def matmul_peer(case: Case) -> Callable[[], torch.Tensor]:
+def matmul_peer(case: LatentCase) -> Callable[[], torch.Tensor]:
     q, keys, values = case.q[:, :, 0], case.kv.transpose(1, 2), case.kv[..., :RANK]
 
     def attend() -> torch.Tensor:
@@ -127,7 +127,7 @@ def matmul_peer(case: Case) -> Callable[[], torch.Tensor]:
     return attend
 
 
-def flashinfer_peer(case: Case, backend: str) -> Callable[[], torch.Tensor]:
+def flashinfer_peer(case: LatentCase, backend: str) -> Callable[[], torch.Tensor]:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     batch, length, _ = case.kv.shape
@@ -144,7 +144,7 @@ def flashinfer_peer(case: Case, backend: str) -> Callable[[], torch.Tensor]:
     return lambda: wrapper.run(*split)
 
 
-def peers(case: Case) -> dict[str, Callable[[], torch.Tensor]]:
+def peers(case: LatentCase) -> dict[str, Callable[[], torch.Tensor]]:
     calls = {"torch-matmul": matmul_peer(case)}
     if importlib.util.find_spec("flashinfer") is not None:
         calls |= {f"flashinfer-{name}": flashinfer_peer(case, name) for name in ("fa2", "fa3")}

@@ -11,7 +11,7 @@ import torch
 from hf_lowbit_kv.backends.operations import storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Case, append_fault, attend_error, build, rewind, step_fault
+from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, sets_needed, time_behind, time_interleaved
 from hf_lowbit_kv.machine.determinism import fixed_order
 from hf_lowbit_kv.presets import get_preset
@@ -24,7 +24,7 @@ class WrongResultError(RuntimeError):
     """A check failed, so nothing was timed."""
 
 
-def check(case: Case, backend: str, whose: str = "") -> float:
+def check(case: PackedCase, backend: str, whose: str = "") -> float:
     """The relative error of the output. Raises `WrongResultError`."""
     relerr, bound = attend_error(case, backend)
     if not relerr <= bound:  # NaN is not
@@ -36,7 +36,7 @@ def check(case: Case, backend: str, whose: str = "") -> float:
     return relerr
 
 
-def build_sets(shape: Shape, spec: Any, *geometry: Any) -> list[Case]:
+def build_sets(shape: Shape, spec: Any, *geometry: Any) -> list[PackedCase]:
     """As many cases as must take turns, so that none is found in the device's cache. geometry: what `build` takes next."""
     cases = [build(shape, spec, *geometry)]
     count = sets_needed(cases[0].nbytes, torch.device(cases[0].q.device))
@@ -151,7 +151,9 @@ def measure(
     return record
 
 
-def time_append(case: Case, backend: str, graph: bool, device: torch.device, rounds: int) -> tuple[float, float | None]:
+def time_append(
+    case: PackedCase, backend: str, graph: bool, device: torch.device, rounds: int
+) -> tuple[float, float | None]:
     """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens; and what of them packing
     costs, or `None` where tokens go straight into pages."""
     counters = case.state.length.clone(), case.state.paged.clone()
@@ -171,7 +173,7 @@ def time_append(case: Case, backend: str, graph: bool, device: torch.device, rou
 
 
 def time_steps(
-    trees: Mapping[str, Sequence[Case]], backend: str, graph: bool, device: torch.device, rounds: int
+    trees: Mapping[str, Sequence[PackedCase]], backend: str, graph: bool, device: torch.device, rounds: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens, by tree; of the
     attention alone of these steps, of the first tree; and of the steps behind another kernel, by tree."""
@@ -182,7 +184,7 @@ def time_steps(
         for case in cases:
             rewind(case, along[0])
 
-    def steps(of_tree: Sequence[Case]) -> list[Callable[[], Any]]:
+    def steps(of_tree: Sequence[PackedCase]) -> list[Callable[[], Any]]:
         return [partial(case.step, token, backend) for token in range(len(along)) for case in of_tree]
 
     alone = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]

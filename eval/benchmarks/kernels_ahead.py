@@ -16,7 +16,7 @@ import torch
 from hf_lowbit_kv.backends.operations import storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Case, build
+from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, build
 from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels.cuda import modules, nvrtc
@@ -74,7 +74,7 @@ def _noting(tree: OtherTree | None, wanted: dict[Wanted, None]) -> Iterator[None
     forget()
 
 
-def wanted_by(case: Case, tree: OtherTree | None, backend: str) -> list[Wanted]:
+def wanted_by(case: PackedCase, tree: OtherTree | None, backend: str) -> list[Wanted]:
     """What a measurement of a case compiles: attention as pages get done and in fixed order, a step, storing alone."""
     wanted: dict[Wanted, None] = {}
     cases = [case if tree is None else case.of(tree)]
@@ -90,7 +90,9 @@ def wanted_by(case: Case, tree: OtherTree | None, backend: str) -> list[Wanted]:
     return list(wanted)
 
 
-def tiny(shape: Shape, preset: str, backend: str, head_dim: int, query_length: int, dtype, device, per_head) -> Case:
+def tiny(
+    shape: Shape, preset: str, backend: str, head_dim: int, query_length: int, dtype, device, per_head
+) -> PackedCase:
     """A layer of few tokens whose kernels are those of the shape: these depend on rows and heads, not on lengths."""
     spec = storage_spec(get_preset(preset).spec(), backend)
     least = spec.sink + spec.tail_size + query_length
@@ -120,7 +122,7 @@ class Compilers:
             started.result()
         self._begun: dict[Wanted, Future] = {}
 
-    def begin(self, cell: Callable[[], Case], backend: str, device: torch.device) -> list[Future]:
+    def begin(self, cell: Callable[[], PackedCase], backend: str, device: torch.device) -> list[Future]:
         """Start what a cell needs; what was started for another cell is not started again."""
         case = cell()
         major, minor = torch.cuda.get_device_capability(device)

@@ -62,7 +62,7 @@ No small model of these could be made, or transformers' own cache does not run i
 {}"""
 
 
-class Row(NamedTuple):
+class ModelRow(NamedTuple):
     """What is known of an architecture. served: "every layer", "1 of 6 layers", or "" where it is refused, with `why`."""
 
     name: str
@@ -95,19 +95,19 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def examine(name: str) -> Row:
+def examine(name: str) -> ModelRow:
     """Try one architecture."""
     try:
         with _limited(SECONDS):
             return _examined(name)
     except Exception as error:
-        return Row(name, "", why=f"not tried: {_short(error)}")
+        return ModelRow(name, "", why=f"not tried: {_short(error)}")
 
 
-def _examined(name: str) -> Row:
+def _examined(name: str) -> ModelRow:
     theirs = tiny_model(name)
     if (count := sum(parameter.numel() for parameter in theirs.parameters())) > LARGEST:
-        return Row(name, "", why=f"not tried: even a small one has {count} parameters")
+        return ModelRow(name, "", why=f"not tried: even a small one has {count} parameters")
     try:
         expected = _logits(theirs, DynamicCache(config=theirs.config))
     except Exception as error:
@@ -116,20 +116,22 @@ def _examined(name: str) -> Row:
     try:
         cache = _cache(ours)
     except (TypeError, ValueError) as error:
-        return Row(name, "", why=_short(error))
+        return ModelRow(name, "", why=_short(error))
     if expected is None:
-        return Row(name, "", why=f"not tried: transformers' own cache fails on the small model ({_short(failure)})")
+        return ModelRow(
+            name, "", why=f"not tried: transformers' own cache fails on the small model ({_short(failure)})"
+        )
     ours.set_attn_implementation(lb.ATTENTION_NAME)
     try:
         logits = _logits(ours, cache)
     except Exception as error:
-        return Row(name, "", why=_short(error))
+        return ModelRow(name, "", why=_short(error))
     difference = float((logits - expected).abs().max() / expected.std())
     if not difference < TOLERANCE:
-        return Row(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
+        return ModelRow(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
     served = "every layer" if packed == layers else f"{packed} of {layers} layers"
-    return Row(name, served, _preallocated(ours, expected), _fused(ours), _calibrated(ours, cache))
+    return ModelRow(name, served, _preallocated(ours, expected), _fused(ours), _calibrated(ours, cache))
 
 
 def _cache(model: Any, **options: Any) -> lb.LowBitCache:
@@ -177,7 +179,7 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}" if not text else text if len(text) <= 160 else text[:157] + "..."
 
 
-def render(rows: list[Row]) -> str:
+def render(rows: list[ModelRow]) -> str:
     """The page."""
     served = [row for row in rows if row.served]
     refused = [row for row in rows if not row.served and not row.why.startswith("not tried")]

@@ -29,7 +29,7 @@ SLAB = 2**26
 
 
 @dataclass
-class Case:
+class PackedCase:
     """A filled layer and a step's inputs: `q` `[B, Hq, S, D]`, `k` and `v` `[B, H, S, D]`."""
 
     store: PagedStore
@@ -72,7 +72,7 @@ class Case:
         """A step's attention, the transform of its queries and keys included; what is stored counts as transformed."""
         return self.ops.attend(self.chunk, self.store, backend)
 
-    def without_transform(self) -> Case:
+    def without_transform(self) -> PackedCase:
         """The same step with queries and keys as they are attended to."""
         q, k, v = reference.transformed(self.chunk, self.store)[:3]
         assert q is not None
@@ -82,7 +82,7 @@ class Case:
         store.state = self.state._replace(parameters=of_formats)
         return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
-    def of(self, tree: OtherTree) -> Case:
+    def of(self, tree: OtherTree) -> PackedCase:
         """The same layer and inputs, for the code of another tree."""
         store, state = copy.copy(self.store), tree.state(self.state)
         widths = self.store.head_dim_k, self.store.head_dim_v
@@ -124,7 +124,7 @@ class Case:
 
 def build(
     shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device, per_head: bool | None = None
-) -> Case:
+) -> PackedCase:
     """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets.
 
     per_head: whether each KV head has parameters of its own, or a layer's heads share them; `None`: as calibration does it, one
@@ -144,7 +144,7 @@ def build(
     records = random_records(spec, head_dim, shape.kv_heads, per_head, torch.device(device))
     geometry = spec, *kv_heads, head_dim, head_dim, dtype, device, shape.tokens + 2 * page
     store = PagedStore(*geometry, parameters=records)
-    case = Case(
+    case = PackedCase(
         store,
         draw(*heads, query_length),
         *(draw(*kv_heads, query_length) for _ in "kv"),
@@ -216,7 +216,7 @@ def _fill_side(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def attend_error(case: Case, backend: str) -> tuple[float, float]:
+def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
     """Relative error of the backend's step against float32 attention over the same packed bytes, and its bound: twice
     the error of plain 16-bit attention over the unpacked tokens (of the first row), or the dtype's resolution.
 
@@ -250,7 +250,7 @@ def _poisoned(work):
             settings.fill_uninitialized_memory = fill
 
 
-def _plain_attention(case: Case, row: int) -> torch.Tensor:
+def _plain_attention(case: PackedCase, row: int) -> torch.Tensor:
     """`[1, S, Hq, D]` in the model's dtype: one row, unpacked, through PyTorch's attention."""
     rows = slice(row, row + 1)
     layer = case.store.rows(rows)
@@ -267,7 +267,7 @@ def _plain_attention(case: Case, row: int) -> torch.Tensor:
     return reference.restored(out.transpose(1, 2), layer)
 
 
-def step_fault(case: Case, backend: str) -> str | None:
+def step_fault(case: PackedCase, backend: str) -> str | None:
     """What is wrong with the backend's steps that attend and store: what `append_fault` looks for, and each output must be
     that of attention alone."""
     counters, worst = case.counters_along(), 0.0
@@ -284,7 +284,7 @@ def step_fault(case: Case, backend: str) -> str | None:
     return fault
 
 
-def append_fault(case: Case, backend: str, steps: Callable[[], None] | None = None) -> str | None:
+def append_fault(case: PackedCase, backend: str, steps: Callable[[], None] | None = None) -> str | None:
     """What is wrong with the backend's append: after a page's worth of steps the counters must have advanced, and the
     page that was packed must hold exactly the bytes the format defines. The counters are set back at the end.
     steps: these steps, if not `append_page`."""
@@ -307,13 +307,13 @@ def append_fault(case: Case, backend: str, steps: Callable[[], None] | None = No
     return fault
 
 
-def rewind(case: Case, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
+def rewind(case: PackedCase, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Set the counters back, to append the same steps again."""
     case.state.length.copy_(counters[0])
     case.state.paged.copy_(counters[1])
 
 
-def _oldest_in_tail(case: Case) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _oldest_in_tail(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values `[B, H, page_size, D]` of the tail's oldest page, the next one to be packed; `None` without a
     tail, or where the tail of a row does not hold a whole page yet."""
     state, spec = case.state, case.spec

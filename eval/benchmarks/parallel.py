@@ -54,14 +54,14 @@ class TextsDifferError(RuntimeError):
     """Ranks, or several GPUs and one, write other texts, so nothing was timed."""
 
 
-class Case(NamedTuple):
+class BatchSize(NamedTuple):
     """Rows, and tokens that each attends to."""
 
     batch: int
     tokens: int
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> BatchSize:
         """From `ROWSxTOKENS`."""
         batch, _, tokens = text.partition("x")
         if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens) > 1):
@@ -250,7 +250,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/parallel-<gpu>.jsonl].")] = None,
 ) -> None:
     """Compare texts, then time decode steps; rank 0 appends a JSON line for each preset, mode and case."""
-    cases = [Case.parse(text) for text in case or CASES]
+    cases = [BatchSize.parse(text) for text in case or CASES]
     modes, shapes = mode or list(MODES), shape or ["llama-8b", "llama-70b"]
     for name, allowed in [*((x, SHAPES) for x in shapes), *((x, MODES) for x in modes)]:
         if name not in allowed:
@@ -294,7 +294,7 @@ def main(
 
 
 def _filled_and_timed(
-    preset: str, mode: str, case: Case, model: Any, processes: Processes, steps: int, rounds: int
+    preset: str, mode: str, case: BatchSize, model: Any, processes: Processes, steps: int, rounds: int
 ) -> dict[str, Any]:
     contender = make(preset, mode, model, case.batch, case.tokens + HEADROOM)
     contender.kv_heads = kv_heads_here(model, processes)

@@ -50,7 +50,7 @@ FIELDS = ("preset", "text", "definition", "kl", "kl_p99", "top1", "ppl", "ppl_fu
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
-class Row(NamedTuple):
+class PresetRow(NamedTuple):
     """What is known of a preset: its bits, and its newest record of each text; `essays`: means of both."""
 
     preset: str
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     jargon: dict[str, Any] | None = None
 
 
-def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[Row]:
+def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRow]:
     """Every preset of which something is known, in the order of bits.
 
     Raises:
@@ -87,7 +87,7 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[Row]:
     }
     names = dict.fromkeys([*(preset for preset, _ in newest), *before])
     rows = [
-        Row(
+        PresetRow(
             name,
             bits(name),
             _essays(name, newest) or before.get(name),
@@ -131,7 +131,7 @@ def _number(x: float, digits: int | None) -> str:
     return f"{x:.4f}" if x >= 0.001 else f"{x:.5f}"
 
 
-def presets_table(rows: list[Row]) -> str:
+def presets_table(rows: list[PresetRow]) -> str:
     head = "preset", "bits", "essays: KL", "99th", "top-1", "transcript: KL", "99th", "top-1"
     body = (
         [f"`{row.preset}`", f"{row.bits:.2f}", *(x for of in row[2:4] for x in _cells(of, "kl", "kl_p99", "top1"))]
@@ -156,7 +156,7 @@ SHORT = (
 )
 
 
-def short_table(rows: list[Row]) -> str:
+def short_table(rows: list[PresetRow]) -> str:
     by_preset = {row.preset: row for row in rows}
     head = "preset", "bits", "smaller", "KL", "top-1"
     body = (
@@ -175,7 +175,7 @@ def short_table(rows: list[Row]) -> str:
 OWN = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kitty-pro-variance", "kitty-pro", "eigen-2")
 
 
-def own_table(rows: list[Row]) -> str:
+def own_table(rows: list[PresetRow]) -> str:
     by_preset = {row.preset: row for row in rows}
     head = "preset", "bits of a page", "essays: KL", "top-1", "transcript: KL", "top-1", "jargon: KL", "top-1"
     body = (
@@ -196,7 +196,7 @@ KITTY_STEPS = (
 )
 
 
-def kitty_table(rows: list[Row]) -> str:
+def kitty_table(rows: list[PresetRow]) -> str:
     by_preset = {row.preset: row for row in rows}
     head = "step", "preset", "bits", "essays: KL", "top-1", "transcript: KL", "top-1", "Kitty, table 4 (Qwen3-8B)"
     body = (
@@ -216,7 +216,7 @@ CHOICES = (("kivi-2", "none"), ("kitty", "12.5 %"), ("kitty-pro", "25 %"))
 SCORES = (("", "magnitude"), ("-variance", "variance"), ("-random", "random"), ("-hadamard", "magnitude, keys rotated"))
 
 
-def boost_table(rows: list[Row]) -> str:
+def boost_table(rows: list[PresetRow]) -> str:
     """KL on the essays by how many channels are boosted, and how they are chosen."""
     by_preset = {row.preset: row for row in rows}
     names = {"": {"kivi-2": "kivi-2-sink"}, "-hadamard": {"kivi-2": "kivi-2-hadamard-sink"}}
@@ -232,7 +232,7 @@ def boost_table(rows: list[Row]) -> str:
 POSITIONS = ("kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink", "kivi-2")
 
 
-def positions_table(rows: list[Row]) -> str:
+def positions_table(rows: list[PresetRow]) -> str:
     by_preset = {row.preset: row.transcript for row in rows if row.transcript is not None}
     names = [name for name in POSITIONS if name in by_preset]
     if not names:
@@ -242,7 +242,7 @@ def positions_table(rows: list[Row]) -> str:
     return markdown_table(["tokens", *edges], body)
 
 
-TABLES: dict[str, Callable[[list[Row]], str]] = {
+TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "presets": presets_table,
     "short": short_table,
     "kitty": kitty_table,
@@ -257,7 +257,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 # ---- pages ----------------------------------------------------------------------------------------------------------
 
 
-def filled(page: str, rows: list[Row]) -> str:
+def filled(page: str, rows: list[PresetRow]) -> str:
     """A page's text with its tables as the records have them. Raises `ValueError` for a table that does not exist."""
 
     def block(match: re.Match[str]) -> str:
@@ -268,7 +268,7 @@ def filled(page: str, rows: list[Row]) -> str:
     return _BLOCK.sub(block, page)
 
 
-def points(rows: list[Row]) -> list[dict[str, Any]]:
+def points(rows: list[PresetRow]) -> list[dict[str, Any]]:
     """What the picture shows: presets with a record of the transcript, but for ablations of Kitty other than by variance, which
     a table of their own has; presets that store the same once."""
     shown: dict[tuple[float, float], dict[str, Any]] = {}
@@ -283,17 +283,17 @@ def points(rows: list[Row]) -> list[dict[str, Any]]:
     return list(shown.values())
 
 
-def digest(rows: list[Row]) -> str:
+def digest(rows: list[PresetRow]) -> str:
     """Of what the picture shows; the picture carries it."""
     return hashlib.sha256(json.dumps(points(rows)).encode()).hexdigest()
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[PresetRow], path: Path) -> None:
     """The Pareto picture."""
     plot(points(rows), path, TITLE, metadata={"Description": digest(rows)})
 
 
-def pictures(rows: list[Row]) -> list[tuple[str, str, Callable[[list[Row], Path], None]]]:
+def pictures(rows: list[PresetRow]) -> list[tuple[str, str, Callable[[list[PresetRow], Path], None]]]:
     """Each picture: its file, the digest that a current one carries, and what draws it."""
     return [(PICTURE, digest(rows), draw), (front_page.PICTURE, front_page.digest(rows), front_page.draw)]
 

@@ -61,7 +61,7 @@ def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None
         )
     if torch.compiler.is_compiling():
         return None
-    if (reason := view.layer.side.why_not(module)) is not None:
+    if (reason := view.layer.model_side.why_not(module)) is not None:
         return reason
     running = getattr(getattr(module, "config", None), "num_hidden_layers", None)
     expected = getattr(view.layer.config, "num_hidden_layers", None)

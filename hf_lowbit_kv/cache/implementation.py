@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..storage.readings import Side
+    from ..storage.readings import ModelSide
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"
@@ -99,13 +99,13 @@ def describe(config: Any) -> str:
     )
 
 
-def why_not_usable(use: str, side: Side | None = None) -> str:
+def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
     """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
-    them. what: what that code did, e.g. "cannot be indexed". side: of the layer, if known."""
+    them. what: what that code did, e.g. "cannot be indexed". model_side: of the layer, if known."""
     module = _running_module(sys._getframe(1))
     if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
         return OTHER_MODEL.format(running)
-    other = side.why_not(module) if side is not None and module is not None else None
+    other = model_side.why_not(module) if model_side is not None and module is not None else None
     return other or COMPUTED.format(use)
 
 

@@ -24,7 +24,7 @@ from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
-from ..storage.readings import DIRECT, sides_of
+from ..storage.readings import DIRECT, model_sides_of
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .implementation import warn_if_dense
@@ -164,18 +164,18 @@ class LowBitCache(Cache, PushToHubMixin):
         formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
-        served_sides = sides_of(model_or_config, config)
+        special_sides = model_sides_of(model_or_config, config)
         layers = own_layers(config, max_cache_len)
         packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
         if not packed:
             raise ValueError(
                 f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
             )
-        sides = {index: served_sides.get(index, DIRECT) for index in packed}
-        check_reading(reading, config, sides)
-        specs = layer_specs(spec, per_layer, dense_layers, config, sides)
+        model_sides = {index: special_sides.get(index, DIRECT) for index in packed}
+        check_reading(reading, config, model_sides)
+        specs = layer_specs(spec, per_layer, dense_layers, config, model_sides)
         sizes = {
-            index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()
+            index: model_side.sizes(config.per_layer_config[index]) for index, model_side in model_sides.items()
         }  # may differ (Gemma 4)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
         self.calibration_remark: str | None = None
@@ -187,11 +187,11 @@ class LowBitCache(Cache, PushToHubMixin):
             raise ValueError("parameters= and calibration= exclude each other: give one of them")
         layer_tensors = layer_parameters(parameters, specs)
         ranks = tp_size(model_or_config)
-        for index, side in sides.items():
+        for index, model_side in model_sides.items():
             check_split_heads(model_or_config, sizes[index].heads)
             check_layer(index, specs[index], sizes[index], layer_tensors[index])
             heads, tensors = sizes[index].heads, layer_tensors[index]
-            layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, side, tensors)
+            layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # what most layers store; of equals, the first

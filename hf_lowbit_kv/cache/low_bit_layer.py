@@ -14,7 +14,7 @@ from ..backends import operations as ops
 from ..machine.toolchain import why_not_launched
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import PagedStore
-from ..storage.readings import DIRECT, Side
+from ..storage.readings import DIRECT, ModelSide
 from ..storage.reference import as_made, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
@@ -58,8 +58,8 @@ class LayerView(NamedTuple):
 
     def __getattr__(self, name: str):
         # while a model is compiled, there are views without fields
-        side = self.layer.side if len(self) else None
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}", side))
+        model_side = self.layer.model_side if len(self) else None
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}", model_side))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -88,7 +88,7 @@ class LowBitLayer(CacheLayerMixin):
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backends.choice`.
         tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
-        side: the model's side of the layer's reading.
+        model_side: the model's side of the layer's reading.
         parameters: tensors by full name, see `LayerSpec.parameters`.
     """
 
@@ -105,11 +105,11 @@ class LowBitLayer(CacheLayerMixin):
         max_cache_len: int | None = None,
         backend: str | None = None,
         tp_size: int = 1,
-        side: Side = DIRECT,
+        model_side: ModelSide = DIRECT,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ):
         super().__init__()
-        self.side = side
+        self.model_side = model_side
         self.parameters = dict(parameters or {})
         # what they were made into, and for which heads, head sizes and device
         self._prepared: tuple[Any, list[torch.Tensor]] | None = None
@@ -176,7 +176,7 @@ class LowBitLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if mode == "packed":
-            self.side.begin(stays=self.length.fixed)
+            self.model_side.begin(stays=self.length.fixed)
             view = LayerView(self, key_states, value_states)
             return view, view
         return self._update_dense(key_states, value_states)
@@ -228,12 +228,12 @@ class LowBitLayer(CacheLayerMixin):
     def refresh(self) -> None:
         """Look whether weights have changed, before a step that may be compiled or replayed and cannot look."""
         if self.is_initialized and self.length.fixed and self.attends_packed:
-            self.side.refresh(self.dtype)
+            self.model_side.refresh(self.dtype)
 
     def reset(self) -> None:
         """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
         self._forget()
-        self.side.end()
+        self.model_side.end()
         self.length.set(0)
         if not self.length.fixed:
             self.store, self.is_initialized = None, False
@@ -323,14 +323,14 @@ class LowBitLayer(CacheLayerMixin):
             ops.expect_steps(chunk, store, self.backend)
         if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
             # nothing stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
-            out = self.side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
+            out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
             ops.append(chunk._replace(q=None), store, self.backend)
         else:
             if tokens > 1 and not compiling:  # of a decode step Python may not know it (`_check_capacity`)
                 chunk = chunk._replace(seen=self.length.at_least - tokens)
-            if (queries := self.side.queries(chunk.queries)) is not chunk.q:
+            if (queries := self.model_side.queries(chunk.queries)) is not chunk.q:
                 chunk = chunk._replace(q=queries)
-            out = self.side.outputs(ops.step(chunk, store, self.backend))
+            out = self.model_side.outputs(ops.step(chunk, store, self.backend))
         if not compiling:
             self._note_tail(tokens, chunk.mask)
             self.storing = False

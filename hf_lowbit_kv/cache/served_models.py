@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..storage.readings import Side, parse_reading
+from ..storage.readings import ModelSide, parse_reading
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -66,9 +66,9 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     return config
 
 
-def check_reading(reading: str | None, config: PreTrainedConfig, sides: dict[int, Side]) -> None:
+def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]) -> None:
     """Raise where a layer is read in another way than `reading`."""
-    if reading is None or all(side.reading == parse_reading(reading) for side in sides.values()):
+    if reading is None or all(model_side.reading == parse_reading(reading) for model_side in model_sides.values()):
         return
     if reading == "latent":
         raise ValueError(

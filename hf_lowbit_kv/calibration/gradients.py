@@ -41,7 +41,7 @@ def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
     return SAMPLES.get(model.device.type, SAMPLES["cuda"]), enough
 
 
-class _Watched(DynamicCache):
+class _GradientCache(DynamicCache):
     """A full-precision cache whose packed layers add zeros to old keys and values, and keep those zeros."""
 
     def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int, page_size: int):
@@ -92,7 +92,7 @@ def read_gradients(
         parameter.requires_grad_(False)
     try:
         for number, window in enumerate(windows):
-            cache = _Watched(model.config, layers, sides, len(window), page_size)
+            cache = _GradientCache(model.config, layers, sides, len(window), page_size)
             with recomputed_layers(model, cache) if offload else nullcontext():
                 gradients = _gradients(model, window, cache, generator)
             for (layer, side), gradient in gradients.items():
@@ -104,7 +104,7 @@ def read_gradients(
             parameter.requires_grad_(True)
 
 
-def _gradients(model: Any, window: torch.Tensor, cache: _Watched, generator: torch.Generator) -> dict:
+def _gradients(model: Any, window: torch.Tensor, cache: _GradientCache, generator: torch.Generator) -> dict:
     ids = window[None].to(model.device)
     total = torch.zeros((), device=model.device)
     with torch.enable_grad():

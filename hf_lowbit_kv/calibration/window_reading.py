@@ -26,7 +26,7 @@ def packed_sizes(model: Any) -> dict[int, Any]:
     return LowBitCache(model, "dense", "dense").packed_sizes
 
 
-class Recorder(DynamicCache):
+class WindowCache(DynamicCache):
     """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
 
     def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor], None]):
@@ -63,8 +63,8 @@ def read_windows(
             with selected(model):
                 model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
         else:
-            recorder = Recorder(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
-            model(ids, **as_argument(recorder), use_cache=True, logits_to_keep=1)
+            cache = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
+            model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)
 

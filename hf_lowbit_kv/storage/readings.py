@@ -7,7 +7,7 @@ A layer stores two streams of tokens, each in its own format and width. Attentio
     latent      content c [L]       RoPE part r [R]   [L + R], absorbed             [L], expanded afterwards
 
 With `latent` (MLA, multi-head latent attention) the keys are `[c | r]` and the values are `c`; all query heads share them.
-A reading knows nothing of models. How a model's queries get there and back is the business of a `Side`: `Direct` here, and
+A reading knows nothing of models. How a model's queries get there and back is the business of a `ModelSide`: `Direct` here, and
 `Absorbed` for latents.
 
 MLA models (multi-head latent attention: DeepSeek-V2/V3 and kin): attention to the latent itself.
@@ -146,7 +146,7 @@ class StreamSizes(NamedTuple):
     second: int | None
 
 
-class Side(ABC):
+class ModelSide(ABC):
     """The model's side of one layer: how its queries come to attention, and how the output goes back.
 
     Args of the methods: query `[B, Hq, S, D]`; first, second: the chunk's streams `[B, H, S, width]`.
@@ -192,7 +192,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return out.transpose(1, 2)
 
 
-class Direct(Side):
+class Direct(ModelSide):
     """Queries, keys and values are what the model computes."""
 
     reading = READINGS["separate"]
@@ -221,7 +221,7 @@ class Direct(Side):
 DIRECT = Direct()
 
 
-def sides_of(model_or_config: Any, config: Any) -> dict[int, Side]:
+def model_sides_of(model_or_config: Any, config: Any) -> dict[int, ModelSide]:
     """The sides of a model's layers that are not `Direct`, by layer index."""
     pass
 
@@ -350,7 +350,7 @@ def _dequantized(layer: Any, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 #: caches at work on a module whose steps may be compiled; the method stays replaced for these
-_holders: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[Side]] = weakref.WeakKeyDictionary()
+_holders: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[ModelSide]] = weakref.WeakKeyDictionary()
 
 
 def _pass_views(module: Any, first: Any, second: Any) -> tuple[Any, Any]:
@@ -382,7 +382,7 @@ def _release(module: weakref.ref) -> None:
     _restore(module())
 
 
-class Absorbed(Side):
+class Absorbed(ModelSide):
     """The side of a layer whose attention module has `expand_kv`.
 
     Args:
@@ -419,7 +419,7 @@ class Absorbed(Side):
 
     def end(self) -> None:
         if (module := self._module()) is not None:
-            _holders.get(module, weakref.WeakSet[Side]()).discard(self)
+            _holders.get(module, weakref.WeakSet[ModelSide]()).discard(self)
             _restore(module)
 
     def refresh(self, dtype: torch.dtype) -> None:
@@ -460,7 +460,7 @@ def check_module(module: torch.nn.Module) -> None:
         raise ValueError(f"kv_b_proj of {name} has a bias, which attention to latents does not support")
 
 
-def absorbed_layers(model_or_config: Any, config: Any) -> dict[int, Side]:
+def absorbed_layers(model_or_config: Any, config: Any) -> dict[int, ModelSide]:
     """The sides of a model's layers that cache a latent, by layer index; none for a model without MLA.
 
     Raises:

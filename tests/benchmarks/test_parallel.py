@@ -10,14 +10,14 @@ import typer
 from ranks import run_ranks
 
 from hf_lowbit_kv.eval.benchmarks import parallel
-from hf_lowbit_kv.eval.benchmarks.parallel import Case, TextsDifferError, compared, fitting_layers, main
+from hf_lowbit_kv.eval.benchmarks.parallel import BatchSize, TextsDifferError, compared, fitting_layers, main
 
 
 def test_cases():
-    assert Case.parse("8x32768") == (8, 32768)
+    assert BatchSize.parse("8x32768") == (8, 32768)
     for text in ("8", "x5", "8x1", "0x100", "8x1k"):
         with pytest.raises(typer.BadParameter, match="ROWSxTOKENS"):
-            Case.parse(text)
+            BatchSize.parse(text)
 
 
 def test_layers_that_fit():

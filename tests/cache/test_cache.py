@@ -213,7 +213,7 @@ def test_rows_chosen_by_lists_and_masks(model, max_cache_len):
 
 
 def test_architectures_that_compute_with_keys_are_told(model):
-    view = LayerView(SimpleNamespace(side=DIRECT), torch.ones(2), torch.ones(2))
+    view = LayerView(SimpleNamespace(model_side=DIRECT), torch.ones(2), torch.ones(2))
     for use in (
         lambda: torch.chunk(view, 2),
         lambda: view[:, 1],

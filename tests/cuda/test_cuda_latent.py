@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import cuda_emulator
 import pytest
 import torch
-from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps, compare, exact
+from latent_cases import (
+    Filled,
+    LatentCase,
+    check_append,
+    check_attend,
+    check_sizes_of_queries,
+    check_steps,
+    compare,
+    exact,
+)
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
@@ -42,13 +51,13 @@ def kernels(request, monkeypatch):
 
 
 CASES = [
-    Case(),
-    Case(lengths=(0, 63, 64, 65), heads=4, tokens=2, dtype=torch.float16),
-    Case(lengths=(300,), heads=5, tokens=3, padded=True, rank=192, rope=64),
-    Case(lengths=(200, 90), rank=64, rope=16, heads=20, page_size=128),
-    Case(lengths=(257,), spread=1000.0, jump=1e4),
-    Case(lengths=(257,), jump=1e-4, dtype=torch.float16),
-    Case(lengths=(150,), zeros=True, dtype=torch.float16),
+    LatentCase(),
+    LatentCase(lengths=(0, 63, 64, 65), heads=4, tokens=2, dtype=torch.float16),
+    LatentCase(lengths=(300,), heads=5, tokens=3, padded=True, rank=192, rope=64),
+    LatentCase(lengths=(200, 90), rank=64, rope=16, heads=20, page_size=128),
+    LatentCase(lengths=(257,), spread=1000.0, jump=1e4),
+    LatentCase(lengths=(257,), jump=1e-4, dtype=torch.float16),
+    LatentCase(lengths=(150,), zeros=True, dtype=torch.float16),
 ]
 
 
@@ -58,7 +67,7 @@ def test_attend(case, kernels):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], Case(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+    "case", [CASES[0], LatentCase(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
 )
 def test_queries_of_all_sizes(case, kernels):
     check_sizes_of_queries(kernels, case, DEVICE, SEED)
@@ -70,12 +79,12 @@ def test_queries_of_all_sizes(case, kernels):
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_attend_at_deepseek_sizes(heads, tokens, kernels):
     sizes = {"heads": heads, "tokens": tokens, "rank": 512, "rope": 64, "page_size": 128}
-    check_attend(kernels, Case(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED)
-    check_attend(kernels, Case(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED)
+    check_attend(kernels, LatentCase(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED)
+    check_attend(kernels, LatentCase(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED)
 
 
 def test_latents_of_zeros_are_exact(kernels):
-    case = Case(lengths=(150,), zeros=True)
+    case = LatentCase(lengths=(150,), zeros=True)
     filled = Filled(case, DEVICE, SEED)
     found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     assert torch.equal(found, torch.zeros_like(found))
@@ -83,7 +92,7 @@ def test_latents_of_zeros_are_exact(kernels):
 
 def test_one_long_row_beside_zeros(kernels):
     """Tokens of zeros have a tiny scale: they take weight and give nothing."""
-    case = Case(lengths=(64,), heads=8)
+    case = LatentCase(lengths=(64,), heads=8)
     filled = Filled(case, DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
     reference.OPERATIONS.append(Chunk(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
@@ -94,8 +103,8 @@ def test_one_long_row_beside_zeros(kernels):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (Case(lengths=(62, 0), heads=2), 4),
-        (Case(lengths=(60, 5), heads=2, tokens=3, padded=True), 3),
+        (LatentCase(lengths=(62, 0), heads=2), 4),
+        (LatentCase(lengths=(60, 5), heads=2, tokens=3, padded=True), 3),
     ],
     ids=str,
 )
@@ -106,9 +115,9 @@ def test_steps(case, steps, kernels):
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        (Case(lengths=(0, 0)), [1, 70, 5]),
-        (Case(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
-        (Case(lengths=(64,), jump=1e4, spread=1000.0, rank=64, rope=16), [64, 1]),
+        (LatentCase(lengths=(0, 0)), [1, 70, 5]),
+        (LatentCase(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
+        (LatentCase(lengths=(64,), jump=1e4, spread=1000.0, rank=64, rope=16), [64, 1]),
     ],
     ids=str,
 )
@@ -118,7 +127,7 @@ def test_append(case, chunks, kernels):
 
 def test_tokens_of_nan_and_inf(kernels):
     """The reference's bytes."""
-    case = Case(lengths=(3,), tokens=5)
+    case = LatentCase(lengths=(3,), tokens=5)
     filled, twin = Filled(case, DEVICE, SEED), Filled(case, DEVICE, SEED)
     for each in (filled, twin):
         for token, bad in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
@@ -129,7 +138,7 @@ def test_tokens_of_nan_and_inf(kernels):
 
 
 def test_no_room_left(kernels):
-    case = Case(lengths=(60,), heads=2, tokens=4)
+    case = LatentCase(lengths=(60,), heads=2, tokens=4)
     filled = Filled(case, DEVICE, SEED, room=0)
     room = filled.store.state.page_address.shape[1] * case.page_size
     for _ in range(2):
@@ -149,4 +158,4 @@ def test_no_room_left(kernels):
 def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
     monkeypatch.setattr(latent, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
     with pytest.raises(AssertionError, match="races in shared memory"):
-        check_attend(kernels, Case(lengths=(300,)), DEVICE, SEED)
+        check_attend(kernels, LatentCase(lengths=(300,)), DEVICE, SEED)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled import needs_nvrtc, report
-from latent_cases import Case
+from latent_cases import LatentCase
 
 from hf_lowbit_kv.triton_kernels.cuda import latent
 
@@ -56,9 +56,9 @@ def check(log: str, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "convert", "case"),
     [
-        ("sm_80", False, Case(**DEEPSEEK)),
-        ("sm_90", True, Case(**DEEPSEEK, dtype=torch.float16)),
-        ("sm_120", True, Case(rank=192, rope=128, page_size=64)),
+        ("sm_80", False, LatentCase(**DEEPSEEK)),
+        ("sm_90", True, LatentCase(**DEEPSEEK, dtype=torch.float16)),
+        ("sm_120", True, LatentCase(rank=192, rope=128, page_size=64)),
     ],
 )
 def test_narrow(arch, convert, case):
@@ -88,7 +88,7 @@ def test_wide(heads, tokens, dtype, rope, monkeypatch):
     monkeypatch.setattr(latent, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: latent.WIDE_CAPABILITY)
     latent._wide_plan.cache_clear()
-    case = Case(rank=512, rope=rope, page_size=128)
+    case = LatentCase(rank=512, rope=rope, page_size=128)
     how = latent.plan(case.spec, 512, rope, dtype, heads * tokens, torch.device("cuda", 0))
     latent._wide_plan.cache_clear()
     assert how.kernel == "latent_wide_attend"

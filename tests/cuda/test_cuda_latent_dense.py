@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import cuda_emulator
 import pytest
 import torch
-from latent_cases import Case, Filled, check_append, check_attend, check_sizes_of_queries, check_steps
+from latent_cases import Filled, LatentCase, check_append, check_attend, check_sizes_of_queries, check_steps
 
 from hf_lowbit_kv.backends.choice import BACKENDS, Served
 from hf_lowbit_kv.presets import get_preset
@@ -49,8 +49,8 @@ def kernels(request, monkeypatch):
     latent._module.cache_clear()
 
 
-def dense(**options) -> Case:
-    return Case(content="dense", **options)
+def dense(**options) -> LatentCase:
+    return LatentCase(content="dense", **options)
 
 
 CASES = [

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import cuda_emulator
 import pytest
 import torch
-from latent_cases import Case, Filled, check_attend, check_sizes_of_queries, check_steps, exact
+from latent_cases import Filled, LatentCase, check_attend, check_sizes_of_queries, check_steps, exact
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
@@ -42,13 +42,13 @@ def kernels(monkeypatch):
 
 SMALL = {"rank": 128, "rope": 32}
 CASES = [
-    Case(lengths=(130, 1), heads=16),
-    Case(lengths=(0, 63, 64, 65), heads=10, tokens=2, dtype=torch.float16, **SMALL),
-    Case(lengths=(300,), heads=13, tokens=3, padded=True, rank=256, rope=64),
-    Case(lengths=(700,), heads=64, page_size=128, rope=16),
-    Case(lengths=(257,), heads=40, spread=1000.0, jump=1e4),
-    Case(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16),
-    Case(lengths=(150,), heads=32, zeros=True, dtype=torch.float16),
+    LatentCase(lengths=(130, 1), heads=16),
+    LatentCase(lengths=(0, 63, 64, 65), heads=10, tokens=2, dtype=torch.float16, **SMALL),
+    LatentCase(lengths=(300,), heads=13, tokens=3, padded=True, rank=256, rope=64),
+    LatentCase(lengths=(700,), heads=64, page_size=128, rope=16),
+    LatentCase(lengths=(257,), heads=40, spread=1000.0, jump=1e4),
+    LatentCase(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16),
+    LatentCase(lengths=(150,), heads=32, zeros=True, dtype=torch.float16),
 ]
 
 
@@ -58,7 +58,9 @@ def test_attend(case, kernels):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[2], Case(lengths=(500, 3), heads=20, tokens=2), Case(lengths=(9000,), heads=16, rope=16)], ids=str
+    "case",
+    [CASES[2], LatentCase(lengths=(500, 3), heads=20, tokens=2), LatentCase(lengths=(9000,), heads=16, rope=16)],
+    ids=str,
 )
 def test_merging_row_by_row(case, kernels, monkeypatch):
     monkeypatch.setattr(latent, "MERGE_ROWS", 1)
@@ -74,7 +76,7 @@ def test_merging_row_by_row(case, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], Case(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+    "case", [CASES[0], LatentCase(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
 )
 def test_queries_of_all_sizes(case, kernels):
     check_sizes_of_queries(kernels, case, DEVICE, SEED, wide=True)
@@ -86,14 +88,14 @@ def test_queries_of_all_sizes(case, kernels):
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_attend_at_deepseek_sizes(heads, tokens, kernels):
     sizes = {"heads": heads, "tokens": tokens, "rank": 512, "rope": 64, "page_size": 128}
-    check_attend(kernels, Case(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED, wide=True)
-    check_attend(kernels, Case(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED, wide=True)
+    check_attend(kernels, LatentCase(lengths=(1, 63, 64, 65, 1000, 8192), **sizes), DEVICE, SEED, wide=True)
+    check_attend(kernels, LatentCase(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED, wide=True)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_fewer_stages(stages, kernels, monkeypatch):
     monkeypatch.setattr(latent, "WIDE_SHAPES", {16: (stages, 1)})
-    check_attend(kernels, Case(lengths=(900, 70), heads=16), DEVICE, SEED, wide=True)
+    check_attend(kernels, LatentCase(lengths=(900, 70), heads=16), DEVICE, SEED, wide=True)
 
 
 def test_shared_memory_has_room_for_every_width(kernels):
@@ -101,7 +103,7 @@ def test_shared_memory_has_room_for_every_width(kernels):
         for rope in latent.ROPES:
             for columns, (wanted, _) in latent.WIDE_SHAPES.items():
                 assert 2 <= latent.wide_stages(rank, rope, columns, wanted) <= wanted
-    spec = Case(page_size=128).spec
+    spec = LatentCase(page_size=128).spec
     how = latent._wide_plan(
         spec, 512, 128, torch.bfloat16, 64, latent.wide_stages(512, 128, 64, 4), 1, torch.device(DEVICE)
     )
@@ -109,7 +111,7 @@ def test_shared_memory_has_room_for_every_width(kernels):
 
 
 def test_latents_of_zeros_are_exact(kernels):
-    filled = Filled(Case(lengths=(150,), heads=32, zeros=True), DEVICE, SEED)
+    filled = Filled(LatentCase(lengths=(150,), heads=32, zeros=True), DEVICE, SEED)
     case = filled.case
     found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     assert torch.equal(found, torch.zeros_like(found))
@@ -117,7 +119,7 @@ def test_latents_of_zeros_are_exact(kernels):
 
 def test_one_long_row_beside_zeros(kernels):
     """Tokens of zeros have a tiny scale: they take weight and give nothing."""
-    case = Case(lengths=(64,), heads=20)
+    case = LatentCase(lengths=(64,), heads=20)
     filled = Filled(case, DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
     reference.OPERATIONS.append(Chunk(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
@@ -129,7 +131,7 @@ def test_one_long_row_beside_zeros(kernels):
 def test_weights_far_below_those_of_an_early_token_are_kept(kernels):
     """An attention sink: the first token outweighs each of the others by 2^20. What they add in channels of their own is kept,
     but for the 127 tokens of its own block, whose weights are quantized with it."""
-    case, many = Case(lengths=(0,), heads=32), 1500
+    case, many = LatentCase(lengths=(0,), heads=32), 1500
     filled = Filled(case, DEVICE, SEED, room=many)
     filled.q[..., : case.rank], filled.q[..., case.rank :] = 0, 1
     content, rope = filled.random(1, 1, many, case.rank).abs(), torch.zeros(1, 1, many, case.rope, device=DEVICE)
@@ -144,7 +146,7 @@ def test_weights_far_below_those_of_an_early_token_are_kept(kernels):
 
 
 def test_steps(kernels):
-    check_steps(kernels, Case(lengths=(62, 0), heads=20), 3, DEVICE, SEED)
+    check_steps(kernels, LatentCase(lengths=(62, 0), heads=20), 3, DEVICE, SEED)
 
 
 @pytest.mark.skipif(GPU, reason="races are seen in the emulator")
@@ -164,4 +166,4 @@ def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
         lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines, without.get(name)),
     )
     with pytest.raises(AssertionError, match=r"races in shared memory|plain"):
-        check_attend(kernels, Case(lengths=(900,), heads=20), DEVICE, SEED, wide=True)
+        check_attend(kernels, LatentCase(lengths=(900,), heads=20), DEVICE, SEED, wide=True)

@@ -73,7 +73,7 @@ def test_a_cache_outlives_no_model():
     ours, _ = tiny_models("deepseek_v3", **DENSE_MLP)
     cache = lb.from_preset("mla", ours)
     with pytest.raises(TypeError, match="belongs to the model in this process"):
-        pickle.dumps(cache.layers[0].side)
+        pickle.dumps(cache.layers[0].model_side)
     twin = copy.deepcopy(cache)
     inputs = prompt()
     assert torch.equal(
@@ -82,4 +82,4 @@ def test_a_cache_outlives_no_model():
     del ours
     gc.collect()
     with pytest.raises(RuntimeError, match="the model that this cache was made for is gone"):
-        _ = cache.layers[0].side.module
+        _ = cache.layers[0].model_side.module

@@ -17,7 +17,7 @@ from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
 
 @dataclass(frozen=True)
-class Case:
+class LatentCase:
     """lengths: tokens of each row. spread: size of the RoPE parts. jump: factor between the latents of neighbouring blocks."""
 
     lengths: tuple[int, ...] = (130, 1)
@@ -44,7 +44,7 @@ class Case:
         return (self.rank + self.rope) ** -0.5 / self.spread
 
     def __str__(self) -> str:
-        default = Case()
+        default = LatentCase()
         shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return "-".join(f"{k}{v}" for k, v in shown.items() if v != getattr(default, k)).replace(" ", "") or "default"
 
@@ -52,7 +52,7 @@ class Case:
 class Filled:
     """A layer that holds the case's tokens, and a chunk that comes next."""
 
-    def __init__(self, case: Case, device: str, seed: int, room: int = 64):
+    def __init__(self, case: LatentCase, device: str, seed: int, room: int = 64):
         self.case, self.generator = case, torch.Generator(device).manual_seed(seed)
         longest, batch = max(case.lengths), len(case.lengths)
         capacity = longest + case.tokens + room
@@ -122,7 +122,7 @@ def pipeline(filled: Filled) -> torch.Tensor:
     return snapmla_pipeline.attend(filled.step._replace(v=v), filled.store)
 
 
-def check_attend(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:
+def check_attend(kernels, case: LatentCase, device: str, seed: int, wide: bool = False) -> None:
     """The 2x rule: the kernel's error is at most twice that of the plain computation in the model's dtype. Of the wide kernel
     it is at most twice that of the pipeline that quantizes queries and weights."""
     filled = Filled(case, device, seed)
@@ -145,7 +145,7 @@ def sizes(x: torch.Tensor) -> torch.Tensor:
     return x.movedim(2, 0).flatten(1).norm(dim=1)
 
 
-def check_sizes_of_queries(kernels, case: Case, device: str, seed: int, wide: bool = False) -> None:
+def check_sizes_of_queries(kernels, case: LatentCase, device: str, seed: int, wide: bool = False) -> None:
     """Heads whose queries are 1e-6 to 1e3 of the usual size, those of every other head in the content alone, and all zeros in
     the first: `check_attend`'s rule for each head by itself."""
     filled = Filled(case, device, seed)
@@ -159,7 +159,7 @@ def check_sizes_of_queries(kernels, case: Case, device: str, seed: int, wide: bo
     assert (error <= 2 * allowed + 0.5 * rounding).all(), f"seed {seed}: {error / allowed}"
 
 
-def check_steps(kernels, case: Case, steps: int, device: str, seed: int) -> None:
+def check_steps(kernels, case: LatentCase, steps: int, device: str, seed: int) -> None:
     """Steps that attend and store: outputs as `attend` gives them, bytes and counters as the reference leaves them."""
     filled = Filled(case, device, seed)
     twin = Filled(case, device, seed)
@@ -171,7 +171,7 @@ def check_steps(kernels, case: Case, steps: int, device: str, seed: int) -> None
         compare(filled.store, twin.store)
 
 
-def check_append(kernels, case: Case, chunks: list[int], device: str, seed: int) -> None:
+def check_append(kernels, case: LatentCase, chunks: list[int], device: str, seed: int) -> None:
     """Chunks stored by the kernels: the reference's bytes."""
     filled, twin = Filled(case, device, seed), Filled(case, device, seed)
     for tokens in chunks:

@@ -55,8 +55,8 @@ class Capture:
             content, rope = (
                 torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (chunk.k, chunk.v))
             )
-            absorbed = layer.side.queries(chunk.queries.float())[0].cpu()
-            self.layers.append((layer.side.module, absorbed, content, rope))
+            absorbed = layer.model_side.queries(chunk.queries.float())[0].cpu()
+            self.layers.append((layer.model_side.module, absorbed, content, rope))
             return step(chunk)
 
         return kept

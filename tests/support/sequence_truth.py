@@ -53,14 +53,14 @@ class Storage(NamedTuple):
         )
 
 
-class Row:
+class TrueRow:
     """One sequence in one layer, without padding. Tokens `[H, n, D]` in the model's dtype, mapped by the layer's transforms."""
 
     def __init__(self, storage: Storage, keys: torch.Tensor, values: torch.Tensor, pages: tuple[Page, ...] = ()):
         self.storage, self.keys, self.values, self.pages = storage, keys, values, pages
 
-    def __copy__(self) -> Row:
-        return Row(self.storage, self.keys, self.values, self.pages)
+    def __copy__(self) -> TrueRow:
+        return TrueRow(self.storage, self.keys, self.values, self.pages)
 
     @property
     def length(self) -> int:
@@ -122,7 +122,7 @@ class Step(NamedTuple):
         return self._replace(**{name: getattr(self, name)[index] for name in ("query", "keys", "values", "real")})
 
 
-def attend(row: Row, step: Step, prompt: bool, dtype: torch.dtype, noise: float = 0.0) -> torch.Tensor:
+def attend(row: TrueRow, step: Step, prompt: bool, dtype: torch.dtype, noise: float = 0.0) -> torch.Tensor:
     """Outputs `[S, Hq, Dv]` of one row, those of padding left out; every product is rounded to `dtype`.
 
     step: of the row. prompt: whether it is a first prompt, which needs no transform, and expands latents as the model does.

@@ -12,7 +12,7 @@ import mla_cases
 import pytest
 import torch
 from sequence_operations import KINDS, MOST_ROWS, MOST_TOKENS, Setting
-from sequence_truth import Row, Step, Storage, attend
+from sequence_truth import Step, Storage, TrueRow, attend
 from transformers import AutoConfig
 
 import hf_lowbit_kv as lb
@@ -69,7 +69,7 @@ class Text:
 
     def __init__(self, cache: lb.LowBitCache):
         self.cache = cache
-        self.layers: list[list[Row]] = []
+        self.layers: list[list[TrueRow]] = []
         self.mask = torch.zeros(0, 0, dtype=torch.bool)
         self.dense = False
 
@@ -189,7 +189,7 @@ class Machine:
                 self.attend_and_store(text, index, step, mask if padding else None)
         text.mask = mask
 
-    def _rows(self, text: Text, index: int) -> list[Row]:
+    def _rows(self, text: Text, index: int) -> list[TrueRow]:
         """The truth of a layer, made when its first tokens have come."""
         if len(text.layers) == index:
             layer = text.cache.layers[index]
@@ -197,10 +197,10 @@ class Machine:
             tensors = {role: tuple(x.cpu() for x in own) for role, own in tensors.items()}
             storage = Storage(layer.spec, tensors, self.setting.dtype)
             none = [torch.zeros(self.kv_heads, 0, width, dtype=self.setting.dtype) for width in self.widths]
-            text.layers.append([Row(storage, *none) for _ in range(text.rows)])
+            text.layers.append([TrueRow(storage, *none) for _ in range(text.rows)])
         return text.layers[index]
 
-    def _store(self, rows: list[Row], step: Step) -> None:
+    def _store(self, rows: list[TrueRow], step: Step) -> None:
         chunk = rows[0].storage.transformed(step.keys, step.values)
         for row, keys, values, real in zip(rows, *chunk, step.real, strict=True):
             row.append(keys[:, real], values[:, real])
@@ -313,7 +313,7 @@ class Machine:
 
     # ---- what is compared -----------------------------------------------------------------------------------------
 
-    def check_output(self, rows: list[Row], step: Step, prompt: bool, out: torch.Tensor) -> None:
+    def check_output(self, rows: list[TrueRow], step: Step, prompt: bool, out: torch.Tensor) -> None:
         """out `[B, S, Hq, D]`: of each row, at most twice the error of plain attention in the model's dtype, both against
         float64 over what is stored."""
         assert out.dtype == self.setting.dtype
@@ -338,7 +338,7 @@ class Machine:
         for layer, rows in zip(cache.layers, text.layers, strict=False):
             self.check_layer(layer, rows)
 
-    def check_layer(self, layer: LowBitLayer, rows: list[Row]) -> None:
+    def check_layer(self, layer: LowBitLayer, rows: list[TrueRow]) -> None:
         """`check_stored` of one layer."""
         assert layer.store is not None
         state = layer.store.state

@@ -8,7 +8,7 @@ from __future__ import annotations
 import kernel_checks as kernels
 import pytest
 import torch
-from latent_cases import Case, Filled, check_append, check_attend, check_steps, exact
+from latent_cases import Filled, LatentCase, check_append, check_attend, check_steps, exact
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerStore
@@ -18,13 +18,13 @@ SEED = 0
 
 
 CASES = [
-    Case(tokens=20, heads=3, layout="triton"),
-    Case(lengths=(0, 65), heads=2, tokens=5, dtype=torch.float16),
-    Case(lengths=(100, 30), heads=2, tokens=20, padded=True, rank=192, rope=64, dtype=torch.float16),
-    Case(lengths=(90,), heads=4, content="dense", layout="triton"),
-    Case(lengths=(90,), heads=4, content="dense", tokens=9, dtype=torch.float16),
-    Case(lengths=(70,), heads=4, content="fp8-static", tokens=9, layout="triton"),
-    Case(lengths=(140,), heads=2, tokens=17, spread=1000.0, jump=1e4, layout="triton"),
+    LatentCase(tokens=20, heads=3, layout="triton"),
+    LatentCase(lengths=(0, 65), heads=2, tokens=5, dtype=torch.float16),
+    LatentCase(lengths=(100, 30), heads=2, tokens=20, padded=True, rank=192, rope=64, dtype=torch.float16),
+    LatentCase(lengths=(90,), heads=4, content="dense", layout="triton"),
+    LatentCase(lengths=(90,), heads=4, content="dense", tokens=9, dtype=torch.float16),
+    LatentCase(lengths=(70,), heads=4, content="fp8-static", tokens=9, layout="triton"),
+    LatentCase(lengths=(140,), heads=2, tokens=17, spread=1000.0, jump=1e4, layout="triton"),
 ]
 
 
@@ -44,7 +44,7 @@ def test_small(case, stretch, monkeypatch):
 @kernels.needs_interpreter
 def test_small_float32():
     filled = Filled(
-        Case(lengths=(100, 3), heads=3, tokens=9, dtype=torch.float32, layout="triton"), kernels.DEVICE, SEED
+        LatentCase(lengths=(100, 3), heads=3, tokens=9, dtype=torch.float32, layout="triton"), kernels.DEVICE, SEED
     )
     truth = exact(filled)
     assert (entry_points.OPERATIONS.attend(filled.step, filled.store) - truth).norm() < 1e-5 * truth.norm()
@@ -53,20 +53,22 @@ def test_small_float32():
 @kernels.needs_interpreter
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_small_steps(content):
-    check_steps(entry_points, Case(lengths=(62, 0), heads=2, content=content, layout="triton"), 3, kernels.DEVICE, SEED)
+    check_steps(
+        entry_points, LatentCase(lengths=(62, 0), heads=2, content=content, layout="triton"), 3, kernels.DEVICE, SEED
+    )
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_small_append(content):
-    padded = Case(lengths=(30, 3), padded=True, dtype=torch.float16, rank=192, content=content, layout="triton")
+    padded = LatentCase(lengths=(30, 3), padded=True, dtype=torch.float16, rank=192, content=content, layout="triton")
     check_append(entry_points, padded, [20, 70], kernels.DEVICE, SEED)
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("layout", ["triton", "cuda"])
 def test_small_read(layout):
-    filled = Filled(Case(lengths=(70, 3), layout=layout, dtype=torch.float16), kernels.DEVICE, SEED)
+    filled = Filled(LatentCase(lengths=(70, 3), layout=layout, dtype=torch.float16), kernels.DEVICE, SEED)
     state, spec = filled.store.state, filled.case.spec
     for found, expected in zip(
         entry_points.OPERATIONS.read(LayerStore(state, spec), 80),
@@ -82,5 +84,5 @@ def test_small_read(layout):
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_at_deepseek_sizes(tokens, content):
     sizes = {"heads": 16, "rank": 512, "rope": 64, "page_size": 128}
-    case = Case(lengths=(1000, 65, 1), tokens=tokens, content=content, layout="triton", **sizes)
+    case = LatentCase(lengths=(1000, 65, 1), tokens=tokens, content=content, layout="triton", **sizes)
     check_attend(entry_points, case, kernels.DEVICE, SEED)

@@ -49,7 +49,8 @@ DENSE_SHAPES = ((1, 3), (1, 2))
 RESERVED = 1024
 #: shares of a sequence
 MOST_SPLITS = 512
-#: what a block costs beside its tokens, in pieces of `Plan.tokens`: queries, the first copies, what it hands to the merge
+#: what a block costs beside its tokens, in pieces of `LatentLaunch.tokens`: queries, the first copies, and what it hands to
+#: the merge
 BEGINNING = 8
 THREADS = 128
 #: use the conversion instruction where there is one
@@ -159,7 +160,7 @@ def converts(device: torch.device) -> bool:
     return CONVERT and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class Plan(NamedTuple):
+class LatentLaunch(NamedTuple):
     """How a step attends."""
 
     module: Module
@@ -183,15 +184,15 @@ def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
     return None if rows >= WIDE_ROWS else f"is for {WIDE_ROWS} query rows and more, not for {rows}"
 
 
-def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, device: torch.device) -> Plan:
+def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, device: torch.device) -> LatentLaunch:
     """Which kernel attends for `rows` query rows, compiled."""
     if _exact(spec):
         module, shared = _module(spec, rank, rope, dtype, device)
         blocks, _ = _dense_shape(rank, rope, device)
-        return Plan(module, "latent_dense_attend", THREADS, shared, ROWS, blocks, tokens=128)
+        return LatentLaunch(module, "latent_dense_attend", THREADS, shared, ROWS, blocks, tokens=128)
     if why_not_wide(rank, rows, device) is not None:
         module, shared = _module(spec, rank, rope, dtype, device)
-        return Plan(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
+        return LatentLaunch(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
     columns = min(64, max(16, 1 << (rows - 1).bit_length()))
     stages, blocks = WIDE_SHAPES[columns]
     return _wide_plan(spec, rank, rope, dtype, columns, wide_stages(rank, rope, columns, stages), blocks, device)
@@ -213,11 +214,11 @@ def _wide_plan(
     stages: int,
     blocks: int,
     device: torch.device,
-) -> Plan:
+) -> LatentLaunch:
     more = ("COLUMNS", str(columns)), ("STAGES", str(stages)), ("BLOCKS", str(blocks))
     module = load("latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *more), device, arch_specific=True)
     shared = module.integer("latent_wide_shared_bytes")
-    return Plan(module, "latent_wide_attend", 256, shared, columns, blocks, tokens=128)
+    return LatentLaunch(module, "latent_wide_attend", 256, shared, columns, blocks, tokens=128)
 
 
 @functools.cache
@@ -326,7 +327,7 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
     return out
 
 
-def split_count(chosen: Plan, processors: int, programs: int, tokens: int) -> int:
+def split_count(chosen: LatentLaunch, processors: int, programs: int, tokens: int) -> int:
     """Shares that each of `programs` (sequences x tiles of query rows) is cut into."""
     return _shares(processors * chosen.blocks, programs, max(tokens // chosen.tokens, 1))
 
