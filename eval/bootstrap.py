@@ -24,7 +24,7 @@ def block_means(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
 def error_of_mean(x: torch.Tensor, block: int = BLOCK) -> float:
     """Standard error of the mean of `x` `[positions]`; 0 for fewer than two blocks."""
     blocks = block_means(x, block)
-    return float(_drawn(blocks).std()) if len(blocks) > 1 else 0.0
+    return float(_resampled(blocks).std()) if len(blocks) > 1 else 0.0
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -46,14 +46,14 @@ def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) ->
     pairs = [(torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)) for x, y in zip(ours, theirs)]
     means = [sum(float(pair[side].mean()) for pair in pairs) for side in (0, 1)]
     # texts are independent: each has draws of its own
-    drawn = [
-        sum((_drawn(pair[side], seed) for seed, pair in enumerate(pairs)), torch.zeros(DRAWS, dtype=torch.float64))
+    picks = [
+        sum((_resampled(pair[side], seed) for seed, pair in enumerate(pairs)), torch.zeros(DRAWS, dtype=torch.float64))
         for side in (0, 1)
     ]
-    return means[0] / means[1], float((drawn[0] / drawn[1]).std())
+    return means[0] / means[1], float((picks[0] / picks[1]).std())
 
 
-def _drawn(blocks: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def _resampled(blocks: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """The mean of each draw, `[DRAWS]`."""
     chosen = torch.randint(len(blocks), (DRAWS, len(blocks)), generator=torch.Generator().manual_seed(seed))
     return blocks[chosen].mean(1)
