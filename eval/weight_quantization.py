@@ -88,11 +88,13 @@ def check_weights(name: str) -> WeightQuantization:
     Raises:
         ValueError: the name is not known. ImportError: its package is missing.
     """
-    if (found := WEIGHT_QUANTIZATIONS.get(name)) is None:
+    if (quantization := WEIGHT_QUANTIZATIONS.get(name)) is None:
         raise ValueError(f"weights={name!r} is not offered; allowed: {', '.join(WEIGHT_QUANTIZATIONS)}")
-    if found.package is not None and importlib.util.find_spec(found.package) is None:
-        raise ImportError(f"weights={name!r} needs the package {found.package}: pip install {found.package}")
-    return found
+    if quantization.package is not None and importlib.util.find_spec(quantization.package) is None:
+        raise ImportError(
+            f"weights={name!r} needs the package {quantization.package}: pip install {quantization.package}"
+        )
+    return quantization
 
 
 def load_quantized(

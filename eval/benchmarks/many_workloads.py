@@ -76,10 +76,10 @@ class Cost(NamedTuple):
         share = 0.0 if above == below else (rows - below) / (above - below)
         return (self.steps_ms[below] * (1 - share) + self.steps_ms[above] * share) / 1e3
 
-    def parts(self, some: Sequence[Sequence[Job]]) -> tuple[float, float]:
+    def parts(self, groups: Sequence[Sequence[Job]]) -> tuple[float, float]:
         """Seconds of these batches: of prompts, padded, and of steps until the longest answer of each is written."""
-        prompt_s = sum(len(batch) * max(len(job.prompt) for job in batch) * self.token_s for batch in some)
-        decode_s = sum(max(job.answer for job in batch) * self.step_s(len(batch)) for batch in some)
+        prompt_s = sum(len(batch) * max(len(job.prompt) for job in batch) * self.token_s for batch in groups)
+        decode_s = sum(max(job.answer for job in batch) * self.step_s(len(batch)) for batch in groups)
         return prompt_s, decode_s
 
     def predicted(self, groups: Sequence[Sequence[Job]]) -> float:

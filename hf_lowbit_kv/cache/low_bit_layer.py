@@ -286,9 +286,9 @@ class LowBitLayer(CacheLayerMixin):
             memo: as of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))
-        own = ("store", "length", "parameters", "_padding", "_prepared")
+        replaced = ("store", "length", "parameters", "_padding", "_prepared")
         for name, value in self.__dict__.items():
-            if name not in own:
+            if name not in replaced:
                 new.__dict__[name] = value if isinstance(value, _NEVER_CHANGED) else copy.deepcopy(value, memo)
         new.parameters, new._padding, new.store = dict(self.parameters), copy.copy(self._padding), store
         new._prepared = self._prepared

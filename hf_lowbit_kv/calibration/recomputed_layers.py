@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Module, int]:
     """The decoder layers that can be computed again, each with the one layer of the cache that it writes. Left out are those
     whose cache changes its tensors in place (recurrent states)."""
-    found = {}
+    layers = {}
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
             continue
@@ -28,8 +28,8 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
             continue
         # these replace their tensors by longer ones
         if isinstance(cache.layers[index], DynamicLayer):
-            found[module] = index
-    return found
+            layers[module] = index
+    return layers
 
 
 @contextmanager

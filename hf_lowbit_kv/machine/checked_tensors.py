@@ -87,7 +87,7 @@ class _Reader:
     def __init__(self, path: Path, device: torch.device):
         self.path = path
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._own = threading.local()
+        self._of_thread = threading.local()
 
     def read(self, tensor: torch.Tensor, start: int) -> str:
         """Fill a tensor with what stands in the file from byte `start` on. The checksum of that.
@@ -109,10 +109,10 @@ class _Reader:
         return content
 
     def _on_gpu(self, file: RawIOBase, part: torch.Tensor) -> memoryview:
-        if not hasattr(self._own, "buffers"):
+        if not hasattr(self._of_thread, "buffers"):
             pinned = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
-            self._own.buffers = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
-        buffer, copied = next(self._own.buffers)
+            self._of_thread.buffers = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
+        buffer, copied = next(self._of_thread.buffers)
         copied.synchronize()  # of the piece before; an event that was never recorded is over
         content = _bytes(buffer[: len(part)])
         self._fill(file, content)

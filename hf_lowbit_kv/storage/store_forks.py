@@ -18,12 +18,12 @@ from .shared_pages import Holding, mask_of
 _CLONED = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
 
 
-class _Plan(NamedTuple):
+class _ForkPlan(NamedTuple):
     """What a fork of `B` rows consists of, with `P` pages a row. On the CPU."""
 
     shared: list[tuple[int, int]]
     """places in the pool of blocks with pages that are shared, and which pages (`shared_pages.mask_of`)"""
-    own: int
+    new_pages: int
     """pages of its own: a block that stands in front of the shared ones"""
     entries: torch.Tensor
     """int32 `[B, P]`: its page table"""
@@ -53,8 +53,10 @@ def fork_stores(stores: Sequence[PagedStore], capacity: int | None) -> list[Page
         tables[key] = told
     forks: list[PagedStore | None] = [None] * len(stores)
     for key, indices in alike.items():
-        some = [stores[index] for index in indices]
-        for index, fork in zip(indices, _forks(some, _planned(some[0], tables[key], capacity), capacity), strict=True):
+        stores_alike = [stores[index] for index in indices]
+        for index, fork in zip(
+            indices, _forks(stores_alike, _planned(stores_alike[0], tables[key], capacity), capacity), strict=True
+        ):
             forks[index] = fork
     return [fork for fork in forks if fork is not None]
 
@@ -65,7 +67,7 @@ def _tables(stores: Sequence[PagedStore]) -> list[torch.Tensor]:
     for store in stores:
         parts.setdefault(store.device, []).extend((store.state.page_table.flatten(), store.state.paged[:, 0]))
     arrived = {
-        device: iter(torch.cat(some).cpu().split([len(part) for part in some])) for device, some in parts.items()
+        device: iter(torch.cat(tables).cpu().split([len(part) for part in tables])) for device, tables in parts.items()
     }
     out = []
     for store in stores:
@@ -74,13 +76,13 @@ def _tables(stores: Sequence[PagedStore]) -> list[torch.Tensor]:
     return out
 
 
-def _planned(store: PagedStore, told: torch.Tensor, capacity: int | None) -> _Plan:
+def _planned(store: PagedStore, told: torch.Tensor, capacity: int | None) -> _ForkPlan:
     size, direct = store.spec.page_size, store.spec.direct
     table, paged = told[:, :-1].long(), told[:, -1].long()
     full = paged // size
     width = max(int(full.max()) + direct, 1, store.spec.pages_for(capacity or 0))
     shared = torch.arange(width) < full[:, None]
-    own = int((~shared).sum())
+    new_pages = int((~shared).sum())
     ids = table[:, :width][shared[:, : table.shape[1]]]
     named = torch.zeros(store.num_pages, dtype=torch.bool)
     named[ids] = True
@@ -88,28 +90,28 @@ def _planned(store: PagedStore, told: torch.Tensor, capacity: int | None) -> _Pl
     # by page of the store: its block in the store, its place there, its block in the fork, its number in the fork
     pages = torch.zeros(4, store.num_pages, dtype=torch.int64)
     kept: list[tuple[int, int]] = []
-    first, number = 0, own
+    first, number = 0, new_pages
     for place, block in enumerate(store.state.pool):
         count = block.shape[0]
         here = slice(first, first + count)
         pages[0, here], pages[1, here] = place, torch.arange(count)
         if mask := mask_of(named[here]):
-            pages[2, here], pages[3, here] = len(kept) + (own > 0), torch.arange(number, number + count)
+            pages[2, here], pages[3, here] = len(kept) + (new_pages > 0), torch.arange(number, number + count)
             kept.append((place, mask))
             number += count
         first += count
     blocks, places, entries = (torch.zeros(shared.shape, dtype=torch.int64) for _ in range(3))
-    places[~shared] = entries[~shared] = torch.arange(own)
+    places[~shared] = entries[~shared] = torch.arange(new_pages)
     places[shared], blocks[shared], entries[shared] = pages[1:, ids]
 
     open_pages = []
     for row in (paged % size).nonzero()[:, 0].tolist() if direct else ():
         page = table[row, full[row]]
         open_pages.append((int(pages[0, page]), int(pages[1, page]), int(places[row, full[row]])))
-    return _Plan(kept, own, entries.int(), blocks, places, open_pages)
+    return _ForkPlan(kept, new_pages, entries.int(), blocks, places, open_pages)
 
 
-def _forks(stores: Sequence[PagedStore], plan: _Plan, capacity: int | None) -> list[PagedStore]:
+def _forks(stores: Sequence[PagedStore], plan: _ForkPlan, capacity: int | None) -> list[PagedStore]:
     """Forks of stores on one device whose tables agree."""
     device = stores[0].device
     states = [_allocated(store, plan, device) for store in stores]
@@ -120,9 +122,12 @@ def _forks(stores: Sequence[PagedStore], plan: _Plan, capacity: int | None) -> l
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for store, state, address in zip(stores, states, addresses, strict=True):
         copies += [(getattr(state, name), getattr(store.state, name)) for name in _CLONED]
-        copies += [(state.pool[0][own], store.state.pool[block][page]) for block, page, own in plan.open_pages]
+        copies += [
+            (state.pool[0][copy_of_page], store.state.pool[block][page])
+            for block, page, copy_of_page in plan.open_pages
+        ]
         copies += [(state.page_table, entries), (state.page_address, address)]
-    _zero([x for state in states for x in (state.scratch, *state.pool[: plan.own > 0])])
+    _zero([x for state in states for x in (state.scratch, *state.pool[: plan.new_pages > 0])])
     _copy(copies)
     return [_fork(store, state, plan, capacity) for store, state in zip(stores, states, strict=True)]
 
@@ -135,17 +140,17 @@ def _zero(tensors: Sequence[torch.Tensor]) -> None:
 def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy to, from: a few launches for each dtype."""
     for dtype in {target.dtype for target, _ in copies}:
-        some = [pair for pair in copies if pair[0].dtype == dtype and pair[0].numel()]
-        if some:
-            torch._foreach_copy_([target for target, _ in some], [source for _, source in some])
+        of_dtype = [pair for pair in copies if pair[0].dtype == dtype and pair[0].numel()]
+        if of_dtype:
+            torch._foreach_copy_([target for target, _ in of_dtype], [source for _, source in of_dtype])
 
 
-def _allocated(store: PagedStore, plan: _Plan, device: torch.device) -> LayerState:
+def _allocated(store: PagedStore, plan: _ForkPlan, device: torch.device) -> LayerState:
     """The state of a fork. What it does not share with the store is memory that nobody has written to yet."""
     old = store.state
     pool = [old.pool[place] for place, _ in plan.shared]
-    if plan.own:
-        pool.insert(0, torch.empty((plan.own, *old.pool[0].shape[1:]), dtype=torch.uint8, device=device))
+    if plan.new_pages:
+        pool.insert(0, torch.empty((plan.new_pages, *old.pool[0].shape[1:]), dtype=torch.uint8, device=device))
     return old._replace(
         pool=pool,
         page_table=torch.empty(plan.entries.shape, dtype=torch.int32, device=device),
@@ -155,7 +160,7 @@ def _allocated(store: PagedStore, plan: _Plan, device: torch.device) -> LayerSta
     )
 
 
-def _fork(store: PagedStore, state: LayerState, plan: _Plan, capacity: int | None) -> PagedStore:
+def _fork(store: PagedStore, state: LayerState, plan: _ForkPlan, capacity: int | None) -> PagedStore:
     new = type(store).__new__(type(store))
     new.__dict__.update(store.__dict__)
     new.capacity, new.holding, new.state = capacity, Holding(), state
