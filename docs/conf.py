@@ -30,7 +30,7 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 
-SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Keys:", "Yields:")
+SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Keys:", "Yields:", "Example:")
 
 
 def examples_as_code(app, what, name, obj, options, lines):

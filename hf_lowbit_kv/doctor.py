@@ -83,6 +83,11 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
 
     Raises:
         ValueError: a device that torch cannot use.
+
+    Example:
+        >>> found = lb.doctor("cpu")
+        >>> found.ok, found["check"]["preset"]
+        (True, 'kivi-4-sink')
     """
     try:
         where = torch.device(device or accelerator() or "cpu")

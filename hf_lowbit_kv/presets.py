@@ -25,7 +25,15 @@ VECINFER_TRANSFORM = "hadamard"
 @dataclass(frozen=True)
 class Preset:
     """A named combination. `key_format` and `value_format` are format names, `sink` and `residual` tokens;
-    `note` tells where it comes from."""
+    `note` tells where it comes from.
+
+    Example:
+        >>> preset = lb.get_preset("kivi-4-sink")
+        >>> preset.key_format, preset.value_format, preset.sink, preset.residual
+        ('int4-channel', 'int4-token', 32, 128)
+        >>> round(preset.spec().bits_per_value(32768, 128), 2)
+        4.34
+    """
 
     name: str
     key_format: str
@@ -162,6 +170,10 @@ def register_preset(
     Raises:
         ValueError: the name is taken or empty, or a format, a transform or a number is not allowed. Nothing is registered then.
         TypeError: the name is no string.
+
+    Example:
+        >>> preset = lb.register_preset("mine-3", "int4-channel", "int2-token", sink=64)
+        >>> cache = lb.from_preset("mine-3", model)
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} is not allowed; it must be a string such as 'mine-3'")
@@ -177,7 +189,12 @@ def register_preset(
 
 def preset_names() -> list[str]:
     """The presets, in the order of the documentation. Any of them may carry the suffixes `-sink` (32 sink tokens) and
-    `-hadamard` (rotated keys), and those of Kitty `-variance`, `-range` or `-random` (how channels are chosen)."""
+    `-hadamard` (rotated keys), and those of Kitty `-variance`, `-range` or `-random` (how channels are chosen).
+
+    Example:
+        >>> "kivi-4-sink" in lb.preset_names()
+        True
+    """
     return list(PRESETS)
 
 
@@ -186,6 +203,13 @@ def get_preset(name: str) -> Preset:
 
     Raises:
         ValueError: unknown; names the close ones. TypeError: not a string.
+
+    Example:
+        >>> lb.get_preset("k4v2-sink").value_format
+        'int2-token'
+        >>> lb.get_preset("kivi4")  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        ValueError: preset='kivi4' is not known; did you mean 'kivi-4', ...
     """
     if not isinstance(name, str):
         raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")

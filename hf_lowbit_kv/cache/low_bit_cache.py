@@ -53,6 +53,13 @@ class CacheBytes(int):
         model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
         tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that count as
         another cache's (see `LowBitCache.fork`); no part of the total.
+
+    Example:
+        >>> cache = lb.from_preset("kivi-4", model)
+        >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> size = cache.nbytes
+        >>> int(size) == size.codes + size.metadata + size.window + size.parameters + size.unused + size.transformers
+        True
     """
 
     codes: int
@@ -122,6 +129,12 @@ class LowBitCache(Cache, PushToHubMixin):
         ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface), for the configuration
             alone of a model with MLA (latents need the model itself), and for arguments out of range.
         ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
+
+    Example:
+        >>> cache = lb.LowBitCache(model, "int4-channel", "int2-token", sink=32)
+        >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> cache.get_seq_length() == tokens.shape[1] - 1  # the newest token has not been read yet
+        True
     """
 
     #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them

@@ -26,6 +26,10 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
 
     Raises:
         ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
+
+    Example:
+        >>> cache = lb.from_preset("kivi-4-sink", model, residual=256)
+        >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
     """
     preset = get_preset(name)
     fields = ("sink", "residual", "transform", "value_transform")
@@ -64,6 +68,9 @@ class KIVICache(LowBitCache):
         group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
         sink: first tokens of a row in full precision. The paper has none: `sink=0`.
         **options: as for `LowBitCache`.
+
+    Example:
+        >>> cache = lb.KIVICache(model, nbits=2, group_size=32)
     """
 
     def __init__(
@@ -93,6 +100,9 @@ class KittyCache(LowBitCache):
         score: which channels, see `formats.Boosted`.
         bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
         **options: as for `LowBitCache`.
+
+    Example:
+        >>> cache = lb.KittyCache(model, boost=0.25)
     """
 
     def __init__(
@@ -109,6 +119,9 @@ class IntCache(LowBitCache):
         bits, nbits (as transformers spells it): for keys and values, 8 by default; `bits_k`, `bits_v` set them apart.
         group_size: 32, 64 or 128 channels; `None`: the whole head.
         **options: as for `LowBitCache`.
+
+    Example:
+        >>> cache = lb.IntCache(model, bits_k=8, bits_v=4)
     """
 
     def __init__(self, model_or_config, bits=None, *, nbits=None, bits_k=None, bits_v=None, group_size=None, **options):
@@ -128,6 +141,15 @@ class MLAFP8Cache(LowBitCache):
 
     Raises:
         ValueError: a model without MLA, with sparse MLA, or with a latent rank that is no multiple of 64.
+
+    Example:
+        >>> from transformers import AutoConfig, AutoModelForCausalLM
+        >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        ...          "first_k_dense_replace": 1, "intermediate_size": 64, "vocab_size": 64, "q_lora_rank": None}
+        >>> deepseek = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes))
+        >>> deepseek.set_attn_implementation("lowbit_kv")
+        >>> cache = lb.MLAFP8Cache(deepseek)
+        >>> tokens = deepseek.generate(torch.arange(8)[None], past_key_values=cache, max_new_tokens=2)
     """
 
     def __init__(self, model, *, residual=None, residual_length=None, **options):
@@ -144,6 +166,10 @@ class VecInferCache(LowBitCache):
         key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
         transform: of keys, as for `LowBitCache`. The default is that of the presets; the paper's is "smooth+hadamard".
         **options: as for `LowBitCache`.
+
+    Example:
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has other pairs of formats
     """
 
     def __init__(

@@ -71,6 +71,10 @@ def calibrate(
     Raises:
         ValueError: a preset without parameters, texts too short (says how many tokens are needed), keys or values that are not
             finite. ImportError: on a CPU, without faiss.
+
+    Example:
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
     choices = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
     if not choices:

@@ -47,6 +47,12 @@ class Calibration:
         source: what they were made from, one entry for each run of `calibrate`: presets, samples, length, seed, versions, and
             the names of its `tensors`. A dict, as in older files, becomes one entry with the names of all tensors.
         path: where it was loaded from.
+
+    Example:
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> calibration.save("mine.safetensors")
+        >>> lb.Calibration.load("mine.safetensors").contents()
+        ['keys of none.vq-d4b8', 'values of none.vq-d4b8']
     """
 
     tensors: dict[str, torch.Tensor]

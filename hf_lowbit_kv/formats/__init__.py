@@ -31,7 +31,12 @@ def forget_names() -> None:
 
 
 def parse_format(format: str | Format) -> Format:
-    """The format of that name, e.g. `"int4-channel"`, `"int2-token-g32"`, `"dense"`; a `Format` is returned as it is."""
+    """The format of that name, e.g. `"int4-channel"`, `"int2-token-g32"`, `"dense"`; a `Format` is returned as it is.
+
+    Example:
+        >>> lb.parse_format("int2-token-g32")
+        Affine('int2-token-g32')
+    """
     if not isinstance(format, (str, Format)):
         raise TypeError(f"format must be a name such as 'int4-channel' or a Format, not {format!r}")
     return format if isinstance(format, Format) else _parse(format)

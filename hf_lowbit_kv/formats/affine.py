@@ -44,6 +44,13 @@ class Affine(Format):
     then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
     `fragment`; `scale` and `zero` as before. Of 5 and 6 bits: `fragment_planes`.
+
+    Example:
+        >>> fmt = lb.Affine(bits=4, axis="channel", group_size=32)
+        >>> fmt.name
+        'int4-channel-g32'
+        >>> lb.parse_format("int4-channel-g32") == fmt
+        True
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)

@@ -27,6 +27,14 @@ class Format(Parametrized, ABC):
 
     Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`. One with parameters of a
     layer (a codebook) lists them in `parameters`, and gets the tensors when it encodes and decodes.
+
+    Example:
+        >>> fmt = lb.parse_format("int4-token")
+        >>> page = torch.randn(2, 128, 64)  # [KV heads, page_size, head_dim]
+        >>> arrays = fmt.encode_arrays(page)
+        >>> decoded = fmt.decode_arrays(arrays, head_dim=64)
+        >>> decoded.shape, bool((decoded - page).abs().max() < 0.5)
+        (torch.Size([2, 128, 64]), True)
     """
 
     #: layouts this format can be stored in; the first is the default

@@ -49,6 +49,11 @@ class Boosted(Format):
     `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
     Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see `fragment`.
     Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
+
+    Example:
+        >>> lb.Boosted(ratio=0.25).name
+        'boosted2-r0.25'
+        >>> cache = lb.LowBitCache(model, lb.Boosted(ratio=0.25), "int2-token", sink=32)
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", fragment.LAYOUTS[0])

@@ -44,6 +44,13 @@ class Codebook(Format):
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32 `[page_size / 32, words / V, 32, V]`: a stream is the
     head_dim / dim indices of one lane of a warp for 32 tokens, in the order in which the lane needs them (see `_places`);
     `V` consecutive words of a lane are one load.
+
+    Example:
+        >>> fmt = lb.Codebook(dim=4, bits=8)
+        >>> fmt.name
+        'vq-d4b8'
+        >>> [(each.name, each.shape) for each in fmt.parameters(128, 8)]
+        [('codebook', (8, 256, 4))]
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)

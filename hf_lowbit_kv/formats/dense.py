@@ -14,7 +14,11 @@ from .base import Format, Tensors
 
 @dataclass(frozen=True, repr=False)
 class Dense(Format):
-    """The model's own dtype, token after token (layout `planar-1`), or in `bricks`. The backend chooses the layout."""
+    """The model's own dtype, token after token (layout `planar-1`), or in `bricks`. The backend chooses the layout.
+
+    Example:
+        >>> cache = lb.LowBitCache(model, lb.Dense(), "int4-token")  # keys in 16 bits, values in 4
+    """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT)
 

@@ -43,6 +43,11 @@ class Fp8(Format):
             channels, or everything, with the fixed scale 1 (`static`).
         layout: order of the codes: token after token (`planar-1`), or see `bricks` and, with a scale a token, `fragment`
             (`pairs`; `codes` int32). The backend chooses it.
+
+    Example:
+        >>> cache = lb.LowBitCache(model, lb.Fp8(), lb.Fp8())
+        >>> lb.Fp8(granularity="static").name
+        'fp8-static'
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT, *fragment.LAYOUTS)

@@ -47,6 +47,23 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
         TypeError: not a class derived from `Format`, or one that cannot be made without arguments.
         ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes names of
             other formats, or a module without one of the functions. Nothing is registered then.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @lb.register_format
+        ... @dataclass(frozen=True, repr=False)
+        ... class Half(lb.Format):
+        ...     name = "half"
+        ...     @classmethod
+        ...     def parse(cls, name):
+        ...         return cls() if name == "half" else None
+        ...     def arrays(self, head_dim, page_size, dtype):
+        ...         return [("codes", torch.float16, (page_size, head_dim))]
+        ...     def encode_arrays(self, x, parameters=()):
+        ...         return {"codes": x.half()}
+        ...     def decode_arrays(self, arrays, head_dim, parameters=()):
+        ...         return arrays["codes"].float()
+        >>> cache = lb.LowBitCache(model, "half", "int4-token")
     """
     if not (isinstance(cls, type) and issubclass(cls, Format)):
         raise TypeError(f"cls={cls!r} is not allowed; it must be a class derived from hf_lowbit_kv.Format")

@@ -135,6 +135,10 @@ def enable(
     Raises:
         ValueError: an unknown preset, an option out of range, or a model that low-bit caches cannot serve. TypeError: no
             transformers model. RuntimeError: a transformers that makes caches in another place. Nothing has changed then.
+
+    Example:
+        >>> with lb.enable(model, "kivi-4-sink"):
+        ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
     inner: Any = unwrap(model)
     check_fuse(fuse)
@@ -169,6 +173,10 @@ def disable(model: Any) -> None:
 
     Raises:
         ValueError: none is in force.
+
+    Example:
+        >>> enabled = lb.enable(model, "kivi-4-sink")
+        >>> lb.disable(model)
     """
     inner: Any = unwrap(model)
     stack = vars(inner).get(_ENABLED, [])

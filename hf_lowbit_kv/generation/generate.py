@@ -60,7 +60,7 @@ def generate(
 ) -> Any:
     """`model.generate` with a preallocated low-bit cache; on a GPU each decoding step is one CUDA graph.
 
-        tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to("cuda"), max_new_tokens=256)
+        tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to(model.device), max_new_tokens=256)
 
     A further turn takes the cache along, and the whole conversation as ids, as always in transformers:
 
@@ -106,6 +106,11 @@ def generate(
             the cache holds, `calibration` beside `cache_options["calibration"]`, beams or assisted decoding (`enable` and
             `model.generate` serve those), a model that transformers does not compile under `"compiled"`.
         RuntimeError: `"compiled"` on a machine without a C compiler.
+
+    Example:
+        >>> tokens = lb.generate(model, **inputs, preset="kivi-4-sink", max_new_tokens=8)
+        >>> tokens.shape[1] <= inputs["input_ids"].shape[1] + 8
+        True
     """
     inner = unwrap(model)
     inputs = prompt_of(inputs, options)
@@ -203,6 +208,9 @@ def release(model: Any) -> None:
 
     torch cannot forget what it compiled for one model alone: if this model's steps were compiled, everything that was
     compiled in this process is compiled again when it is next used.
+
+    Example:
+        >>> lb.release(model)
     """
     inner = unwrap(model)
     kept_caches(inner).release()

@@ -178,6 +178,11 @@ def fits(
 
     Chunk: activations of 2048 tokens, or what attention unpacks into, whichever is more. Sliding and recurrent layers are
     counted as transformers allocates them.
+
+    Example:
+        >>> table = lb.fits("Qwen/Qwen3-8B", context=65536, memory="24GB", presets=["kivi-4-sink"])
+        >>> [(fit.preset, fit.fits) for fit in table]
+        [('16-bit', False), ('kivi-4-sink', True)]
     """
     check_count("context", context)
     check_count("rows", rows)

@@ -64,6 +64,12 @@ class Chat:
 
     Raises:
         ValueError: an unknown preset, an option that a chat sets itself, or a tokenizer without a chat template.
+
+    Example:
+        >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
+        >>> answer = chat.send("What is a page table?")
+        >>> [message["role"] for message in chat.messages]
+        ['user', 'assistant']
     """
 
     def __init__(

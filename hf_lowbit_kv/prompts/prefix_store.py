@@ -46,6 +46,14 @@ class PrefixStore:
 
     Raises:
         ValueError: a size that is not understood, or a limit without a folder.
+
+    Example:
+        >>> store = lb.PrefixStore("1GB")
+        >>> for question in ("Why?", "How?"):
+        ...     ids = tokenizer(text + question, return_tensors="pt").to(model.device)
+        ...     tokens = lb.generate(model, **ids, max_new_tokens=8, prefixes=store)
+        >>> store.hits
+        1
     """
 
     def __init__(

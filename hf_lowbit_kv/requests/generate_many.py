@@ -83,6 +83,12 @@ def generate_many(
             layers that are not packed or whose rotary embeddings look at the longest row, too little memory. Nothing is
             allocated then. A request of an iterator, or one too long for the memory, gets a result with an error instead.
         Interrupted: Ctrl-C; its `results` have what was written.
+
+    Example:
+        >>> requests = ["one", {"prompt": "two", "max_new_tokens": 2}]
+        >>> results = lb.generate_many(model, requests, tokenizer=tokenizer, max_new_tokens=4)
+        >>> [len(result.generated_tokens) <= most for result, most in zip(results, (4, 2))]
+        [True, True]
     """
     inner = unwrap(model)
     if (ranks := tp_size(inner)) > 1:

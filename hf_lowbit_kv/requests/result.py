@@ -26,6 +26,13 @@ class Result:
         cached_tokens: tokens of the prompt that were not read, because a kept prefix had them.
         timestamps: `time.perf_counter()` when the CPU knew of each generated token.
         sequence: which of the request's `num_return_sequences` it is, from 0.
+
+    Example:
+        >>> results = lb.generate_many(model, ["one", "two"], tokenizer=tokenizer, max_new_tokens=4)
+        >>> [result.index for result in results]
+        [0, 1]
+        >>> results[0].error is None and len(results[0].generated_tokens) <= 4
+        True
     """
 
     id: str
@@ -47,6 +54,12 @@ class Interrupted(KeyboardInterrupt):
     Attributes:
         results: in order; of requests that had not ended what was written by then, with `finish_reason="cancelled"`. Results
             that a generator (`as_completed=True`) had already yielded are not among them.
+
+    Example:
+        >>> try:
+        ...     results = lb.generate_many(model, ["one", "two"], tokenizer=tokenizer, max_new_tokens=4)
+        ... except lb.Interrupted as stop:  # Ctrl-C
+        ...     results = stop.results
     """
 
     def __init__(self, results: list[Result]):

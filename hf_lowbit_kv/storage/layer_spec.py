@@ -45,6 +45,13 @@ class LayerSpec:
         key_transform, value_transform: maps of keys and values; what the layer stores, sink and tail included, is mapped.
         reading: what the two streams mean to attention; where it is not `separate`, "key" and "value" in the names of this
             file stand for the first and the second stream.
+
+    Example:
+        >>> spec = lb.get_preset("kivi-2").spec()
+        >>> str(spec.key_format), spec.residual
+        ('int2-channel', 128)
+        >>> round(spec.bits_per_value(32768, 128), 3)  # tokens, head_dim
+        2.304
     """
 
     key_format: Format

@@ -47,6 +47,11 @@ class Transform(Parametrized, ABC):
 
     A subclass maps float32 tensors `[B, H, n, head_dim]`. `forward`, `counterpart` and `inverse` round once, to the model's
     dtype. A new transform is a subclass with a line in `TRANSFORMS`.
+
+    Example:
+        >>> transform = lb.parse_transform("hadamard")
+        >>> transform.name
+        'hadamard'
     """
 
     @property
@@ -138,7 +143,11 @@ class Identity(Transform):
 @dataclass(frozen=True)
 class Hadamard(Transform):
     """Rotation by an orthonormal Hadamard matrix of order head_dim: 64, 128, 256 after Sylvester, 80 = 20 x 4 and 96 = 12 x 8
-    with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)"""
+    with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)
+
+    Example:
+        >>> cache = lb.LowBitCache(model, "int2-channel", "int2-token", transform=lb.Hadamard())
+    """
 
     @property
     def name(self) -> str:
@@ -321,7 +330,12 @@ NONE = TRANSFORMS["none"]
 
 
 def parse_transform(transform: str | Transform | None) -> Transform:
-    """The transform of that name, or a chain of them; `None` is `"none"`, and a `Transform` is returned as it is."""
+    """The transform of that name, or a chain of them; `None` is `"none"`, and a `Transform` is returned as it is.
+
+    Example:
+        >>> lb.parse_transform("smooth+hadamard").name
+        'smooth+hadamard'
+    """
     if isinstance(transform, Transform):
         return transform
     name = "none" if transform is None else transform
