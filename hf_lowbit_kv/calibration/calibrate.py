@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import itertools
 import warnings
@@ -21,7 +22,7 @@ from ..storage.transforms import Transform
 from . import gradients as differentiation
 from .attention_weights import PageGrid
 from .calibration_windows import Tokens, announcement, longest_window
-from .calibrators import Calibrator, calibrator_for
+from .calibrators import ALIKE, Calibrator, calibrator_for
 from .steps_shown import Report, say, steps_shown
 from .window_reading import packed_sizes, read_windows
 
@@ -41,6 +42,7 @@ def calibrate(
     gradients: bool = True,
     attention: bool = True,
     offload: bool = False,
+    text_names: Sequence[str] | None = None,
     progress: bool | Report | None = True,
 ) -> Calibration:
     """Make what `preset` needs for `model`, of its keys and values on `texts`.
@@ -64,6 +66,7 @@ def calibrate(
             fewer than 1024 tokens are not weighed, with a warning.
         offload: save the GPU's memory: kept tokens lie in the CPU's, and gradients are computed layer by layer, each layer a
             second time. The same calibration up to rounding, in somewhat more time.
+        text_names: of the texts, for the file and its card, which refuses figures that were measured on one of them.
         progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
             terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
             and how far it goes.
@@ -76,14 +79,12 @@ def calibrate(
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
         >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
-    choices = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
-    if not choices:
-        raise ValueError("preset=[] is not allowed; name one preset or more")
-    specs = {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in choices}
-    jobs = [job for spec in specs.values() for job in _jobs(spec)]
-    if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
-        raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
-    plan = _Plan(jobs, packed_sizes(model), per_head, torch.device("cpu") if offload else None)
+    if text_names is not None and len(text_names) != len(texts):
+        raise ValueError(
+            f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"
+        )
+    specs = _specs(preset)
+    plan = plan_for(model, preset, per_head, torch.device("cpu") if offload else None)
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
     windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
@@ -110,10 +111,13 @@ def calibrate(
             shown("fitting", number + 1, len(plan.sizes))
     source = {
         "presets": list(specs),
+        **({} if text_names is None else {"texts": list(text_names)}),
+        "text_hashes": [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts],
         "samples": len(windows.windows),
         "length": length,
         "gradients": bool(watched),
         "attention": bool(grids),
+        **({"mix": ALIKE} if grids else {}),
         "page_sizes": plan.page_sizes,
         "seed": seed,
         "device": device,
@@ -121,6 +125,30 @@ def calibrate(
         "tensors": sorted(tensors),
     }
     return Calibration(tensors, describe_model(model, plan.sizes), [source])
+
+
+def plan_for(
+    model: Any,
+    preset: str | LayerSpec | Sequence[str | LayerSpec],
+    per_head: bool | None = None,
+    storage: torch.device | None = None,
+) -> Plan:
+    """The calibrators that a calibration of `model` needs; arguments and errors are those of `calibrate`. Nothing is read.
+
+    Args:
+        storage: where tokens are kept; `None`: where the model makes them.
+    """
+    specs = _specs(preset)
+    if idle := [name for name, spec in specs.items() if not list(_jobs(spec))]:
+        raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
+    return Plan([job for spec in specs.values() for job in _jobs(spec)], packed_sizes(model), per_head, storage)
+
+
+def _specs(preset: str | LayerSpec | Sequence[str | LayerSpec]) -> dict[str, LayerSpec]:
+    choices = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
+    if not choices:
+        raise ValueError("preset=[] is not allowed; name one preset or more")
+    return {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in choices}
 
 
 def _told(shown: Report, count: int, done: int) -> None:
@@ -168,7 +196,7 @@ class _Drawn(NamedTuple):
         return [at for at in self.order if self.pages[at] >= job.first]
 
 
-class _Plan:
+class Plan:
     """The calibrators of all layers, and the tokens kept for them.
 
     Args:

@@ -92,9 +92,15 @@ def _step(
     see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid], chunk: Chunk
 ) -> torch.Tensor:
     """`LowBitLayer.step` for a whole window: `[1, S, Hq, Dv]`."""
+    scaling, softcap, sinks = chunk.scaling, chunk.softcap, chunk.sinks
+    see((chunk.k, chunk.v), weights_of(chunk.queries, chunk.k, grids, scaling, softcap, sinks))
+    return attend_in_full(chunk)
+
+
+def attend_in_full(chunk: Chunk) -> torch.Tensor:
+    """Causal attention of a whole window to itself, in full precision: `[1, S, Hq, Dv]`."""
     query, key, value, scaling = chunk.queries, chunk.k, chunk.v, chunk.scaling
     softcap, sinks = chunk.softcap, chunk.sinks
-    see((key, value), weights_of(query, key, grids, scaling, softcap, sinks))
     if softcap is None and sinks is None:
         return causal_attention(query, key, value, scaling)
     position = torch.arange(key.shape[2], device=key.device)

@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 OF_A_RUN = {
     "presets": "presets",
     "texts": "texts",
+    "text_hashes": "SHA-256 of the texts, beginning",
     "samples": "windows",
     "length": "tokens a window",
     "seed": "seed",

@@ -10,16 +10,18 @@ import torch
 import typer
 from rich.console import Console
 
+from ..calibration.calibration_cost import cost
 from ..calibration.steps_shown import log_line
+from ..eval import baselines as other_methods
 from ..eval import data_parallel, preset_search
 from ..eval import needle as task
 from ..eval.chunked_reader import FULL
 from ..eval.layer_errors import run as measure_layers
-from ..eval.local_models import calibration_texts, default_texts
+from ..eval.local_models import calibration_texts, default_texts, varied_texts
 from ..eval.perplexity import run
 from ..eval.preset_search import Budget, plot
 from ..eval.preset_search import recommend as measure
-from ..eval.texts import Text, dataset_text
+from ..eval.texts import Text, dataset_text, read_text
 from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
 from . import missing_calibrations
@@ -273,6 +275,89 @@ def perplexity(
         _print_positions(rows)
 
 
+def baselines(
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline",
+            "-b",
+            help=f"Several by commas: {', '.join(other_methods.BASELINES)}.",
+            show_default=", ".join(other_methods.DEFAULT),
+        ),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "-p", help="Preset beside them.", show_default="the eigen-* that serve the model"),
+    ] = None,
+    text: TextOption = None,
+    calibration_text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file that the baselines are calibrated on; repeat it for several.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            show_default="manual, conversations and code, as the bundled calibration of eigen-*",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Windows to calibrate on.", show_default="as `calibrate` takes")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 4096,
+    start: Annotated[int, typer.Option("--from", min=1, help="First token of a window that counts.")] = 512,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of each text, at most; 0: as many as it has.")] = 1,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """WUSH-KV and OSCAR beside the presets, on the same texts.
+
+    Both are own implementations of what the papers say (arXiv 2609.38121, 2605.17757), and are calibrated for the model first.
+    """
+    chosen = other_methods.check_names(_split(",".join(baseline or other_methods.DEFAULT)))
+    if not chosen:
+        raise ValueError(f"--baseline is empty; allowed: {', '.join(other_methods.BASELINES)}")
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
+    texts: list[Path] = text or default_texts()
+    paths = calibration_text or varied_texts()
+    if same := {path.resolve() for path in paths} & {path.resolve() for path in texts}:
+        raise ValueError(f"{str(min(same))!r} is calibrated on and measured; give different texts")
+    loaded, tokenizer = load(model, device, dtype)
+    if not names:
+        fitting = preset_search.fitting_presets(loaded, changes)[0]
+        names = [name for name in fitting if name.startswith("eigen-")]
+    rows = other_methods.run(
+        chosen,
+        names,
+        [*texts],
+        [read_text(path).content for path in paths],
+        loaded,
+        tokenizer,
+        context,
+        start,
+        windows,
+        samples,
+        True if Console(stderr=True).is_terminal else log_line,
+        changes,
+    )
+    if as_json:
+        print_json(rows)
+        return
+    shown = ", ".join(each.name for each in texts)
+    cells = [
+        {"preset": row["preset"], "bits of a page": f"{row['bits_of_page']:.2f}", "KL": f"{row['kl']:.4f}"}
+        | {"+-": f"{row['kl_error']:.4f}", "99th": f"{row['kl_p99']:.3f}", "top-1": f"{row['top1']:.3f}"}
+        | {"ppl": f"{row['ppl']:.2f}"}
+        for row in rows
+    ]
+    print_table(
+        f"Tokens {start} to {context} of {shown}; wush-* and oscar-* as implemented here", cells, numbers_from=1
+    )
+
+
 def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "by_position"}
 
@@ -442,7 +527,7 @@ def _calibrate_first(
     if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
         return
     console, shown = Console(stderr=True), ", ".join(lacking)
-    takes = f"{shown}: a calibration of the model takes {missing_calibrations.cost(model, lacking)}"
+    takes = f"{shown}: a calibration of the model takes {cost(model, lacking)}"
     if wanted is None and sys.stdin.isatty() and console.is_terminal:
         wanted = typer.confirm(f"{takes}. Make it?", err=True)
     if not wanted and names:
@@ -469,6 +554,7 @@ def _check_processes(context: typer.Context) -> None:
 
 MEASURING = "for the bundled model and texts, where no --model or --text is given"
 add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
+add_command(eval_app, "baselines", baselines, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
 add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")

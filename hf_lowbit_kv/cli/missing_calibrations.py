@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..calibration import gradients
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
-from ..calibration.calibration_windows import TOKENS
 from ..calibration.steps_shown import Report
 from ..calibration.window_reading import packed_sizes
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..eval.preset_search import Budget, Size
 from ..presets import get_preset, preset_names
-
-#: tokens of the pass that is timed
-PROBE = 256
-#: a pass with gradients takes so many times one without, and one that weighs tokens so many times a plain one
-BACKWARD, WEIGHED = 3.0, 1.3
-
-
-class Cost(NamedTuple):
-    """What a calibration takes, roughly."""
-
-    seconds: float
-    nbytes: int
-    """memory beside the model, for gradients"""
-
-    def __str__(self) -> str:
-        return f"about {max(self.seconds / 60, 1):.0f} min and {max(self.nbytes / 1e9, 0.1):.1f} GB of memory beside the model"
 
 
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
@@ -73,29 +52,6 @@ def _size(spec: Any, sizes: dict[int, Any], budget: Budget) -> Size:
     return Size(bits / numbers, int(bits / 8), int(numbers * 2))
 
 
-@torch.no_grad()
-def cost(model: Any, names: Sequence[str]) -> Cost:
-    """What calibrating these presets takes. A pass over a few tokens is timed."""
-    ids = torch.zeros(1, PROBE, dtype=torch.int64, device=model.device)
-    for _ in range(2):  # the second one counts
-        began = time.perf_counter()
-        model(ids, use_cache=False, logits_to_keep=1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-    seconds = (time.perf_counter() - began) / PROBE
-    read = TOKENS.get(model.device.type, TOKENS["cuda"]) * seconds
-    specs = [get_preset(name).spec() for name in names]
-    if not any(spec.key_transform.weighed or spec.key_format.weighed for spec in specs):
-        return Cost(read, 0)
-    windows, config = (
-        gradients.SAMPLES.get(model.device.type, gradients.SAMPLES["cuda"]),
-        model.config.get_text_config(),
-    )
-    # what a layer keeps for its backward pass: some 34 numbers of 8 bits for each hidden one (Korthikanti et al., 2205.05198)
-    kept = 17 * gradients.LENGTH * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize
-    return Cost(read * WEIGHED + BACKWARD * windows * gradients.LENGTH * seconds, kept)
-
-
 def make(
     model: Any,
     tokenizer: Any,
@@ -116,5 +72,8 @@ def make(
         raise ValueError(f"{str(measured)!r} is what accuracy is measured on: calibrate on other texts")
     contents = [path.read_text(encoding="utf-8") for path in texts]
     path = user_file(describe_model(model, packed_sizes(model)))
-    add_to_file(calibrate(model, tokenizer, contents, list(names), progress=progress), path)
+    add_to_file(
+        calibrate(model, tokenizer, contents, list(names), text_names=[text.name for text in texts], progress=progress),
+        path,
+    )
     return path

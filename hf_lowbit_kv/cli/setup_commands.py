@@ -104,7 +104,8 @@ def calibrate(
     A file that exists is added to: what was made before for other presets stays.
     """
     names = resolve_presets(preset or ["vecinfer-2"])
-    texts = [_read(path) for path in text or calibration_texts()]
+    paths = text or calibration_texts()
+    texts = [_read(path) for path in paths]
     if out is None:
         try_user_files(model_name(model))
     else:
@@ -117,6 +118,7 @@ def calibrate(
     console = Console(stderr=True)
     sampling = {"samples": samples, "length": length, "seed": seed}
     options = {**sampling, "per_head": per_head, "gradients": gradients, "attention": attention, "offload": offload}
+    options["text_names"] = [path.name for path in paths]
     shown = True if console.is_terminal else log_line
     calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
     calibration = add_to_file(calibration, path)

@@ -1,15 +1,19 @@
 """A calibration on a hub: what is uploaded, and what its card says."""
 
+import hashlib
 import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import tiny_models
 from huggingface_hub import HfApi, ModelCard
+from number_text import Numbers
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibration.calibrators import ALIKE
 from hf_lowbit_kv.calibration_files.calibration_card import card
 from hf_lowbit_kv.calibration_files.calibration_file import FILE_NAME
 from hf_lowbit_kv.cli import app
@@ -94,3 +98,27 @@ def test_command(calibration, hub, tmp_path):
     rows.write_text("{", encoding="utf-8")
     failed = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows)])
     assert "is not JSON" in str(failed.exception)
+
+
+def test_a_run_says_what_it_read():
+    """Names, hashes that anybody can compute again, and the mix; the card then refuses figures of one of the texts."""
+    model = tiny_models("llama", max_position_embeddings=1024)[0]
+    texts = [" ".join(str(i * i % 101 + i % 7) for i in range(3000)), " ".join(str(i % 89) for i in range(3000))]
+    options = {"samples": 1, "progress": False, "gradients": False}
+    made = lb.calibrate(model, Numbers(), texts, "eigen-2", text_names=["squares.txt", "rest.txt"], **options)
+    (run,) = made.source
+    assert run["texts"] == ["squares.txt", "rest.txt"]
+    assert run["text_hashes"] == [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+    assert run["mix"] == ALIKE
+    page = card(made, [{"preset": "eigen-2", "kl": 0.1, "text": "held-out.txt"}])
+    assert "squares.txt" in page
+    assert run["text_hashes"][1] in page
+    with pytest.raises(ValueError, match=r"text='rest\.txt', which was calibrated on"):
+        card(made, [{"preset": "eigen-2", "kl": 0.1, "text": "rest.txt"}])
+    (plain,) = lb.calibrate(model, Numbers(), texts, "eigen-2", attention=False, **options).source
+    assert "mix" not in plain
+    assert "texts" not in plain
+    with pytest.raises(
+        ValueError, match=r"text_names=\['a'\] is not allowed; it must be one name for each of the 2 texts"
+    ):
+        lb.calibrate(model, Numbers(), texts, "eigen-2", text_names=["a"], **options)

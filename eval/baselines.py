@@ -1,0 +1,291 @@
+"""Other methods beside the package's presets: `hf-lowbit-kv eval baselines`. Own implementations of what two papers say.
+
+- **WUSH-KV** (Chen et al., arXiv 2609.38121): T = c H L^-1/4 U' C', for keys and for values. C C' is what an error costs: of
+  keys the sum of q q', of values W_O W_O'. U L U' = C' M C, with M the second moment of what is stored. H is a Hadamard matrix.
+- **OSCAR** (Zhou et al., arXiv 2605.17757): rotations U H. U are the eigenvectors of the sum of q q' (keys), or of o o'
+  (values), where o is what a query head's attention returns.
+
+A baseline is a transform (`matrix`) and two formats (`baseline_formats`), with scales and bits of its own. The papers differ:
+
+- The window is that of the package's presets, 32 sinks and the 128 newest tokens.
+- Texts and lengths of the calibration are those of `calibrate`.
+- OSCAR's bit reversal is left out. It changes nothing where all channels of a head share a scale.
+- OSCAR's released code weighs values in another way than its paper. This is the paper's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_lowbit_kv import formats
+from hf_lowbit_kv.cache.implementation import selected
+from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
+from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
+from hf_lowbit_kv.calibration.steps_shown import Report, say, steps_shown
+from hf_lowbit_kv.calibration.window_reading import attend_in_full
+from hf_lowbit_kv.formats.registered import register_format
+from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.presets import SINK_TOKENS
+from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.transforms import hadamard
+
+from .baseline_formats import BITS, Clipped, Quest
+from .perplexity import mean_row, position_edges, score
+from .texts import Text
+
+#: share of the identity in both of WUSH's matrices (its section 5.1)
+DAMPING = 1e-2
+#: hundredths of magnitudes that OSCAR's quantizer keeps, of keys and of values
+KEPT = 96, 92
+#: tokens of a calibration window, as for the presets that are compared
+LENGTH = 4096
+
+
+class Moments:
+    """Second moments of a layer's keys, values, queries and outputs, float64 `[H, D, D]`: sums over tokens, and over the
+    query heads of a KV head."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, x: torch.Tensor, num_kv_heads: int) -> None:
+        """x: `[1, heads, S, D]`."""
+        tokens = x[0].double().unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+        moment = (tokens.mT @ tokens).cpu()
+        self.sums[name] = self.sums.get(name, 0) + moment
+
+    def step(self, chunk: Chunk) -> torch.Tensor:
+        """`LowBitLayer.step` for a whole window: attends in full precision, and stores nothing."""
+        out = attend_in_full(chunk)
+        heads = chunk.k.shape[1]
+        for name, x in zip(("q", "k", "v", "o"), (chunk.queries, chunk.k, chunk.v, out.transpose(1, 2)), strict=True):
+            self.add(name, x, heads)
+        return out
+
+
+@torch.no_grad()
+def read_moments(
+    model: Any, windows: Sequence[torch.Tensor], told: Callable[[int], None] = lambda done: None
+) -> dict[int, Moments]:
+    """Moments of each packed layer, over windows of tokens int64 `[S]`.
+
+    Raises:
+        ValueError: a layer that stores no keys and values (MLA).
+    """
+    found: dict[int, Moments] = {}
+    for number, window in enumerate(windows):
+        cache = LowBitCache(model, "dense", "dense", backend="torch")
+        for index, layer in enumerate(cache.layers):
+            if layer not in cache.packed_layers:
+                continue
+            if layer.spec.reading.name != "separate":
+                raise ValueError(
+                    f"layer {index} stores a {layer.spec.reading.name}: these baselines are not defined for it"
+                )
+            layer.step = found.setdefault(index, Moments()).step  # type: ignore[method-assign]
+        with selected(model):
+            model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)
+        told(number + 1)
+    return found
+
+
+def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """Sum of W_O W_O' over the query heads of each KV head, float64 `[H, D, D]`, by layer.
+
+    Raises:
+        ValueError: a layer has no output projection `o_proj` with weights in floating point.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        weight = getattr(getattr(module, "o_proj", None), "weight", None)
+        index = getattr(module, "layer_idx", None)
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and isinstance(index, int):
+            heads, head_dim = num_kv_heads.get(index, 0), getattr(module, "head_dim", 0)
+            if heads and head_dim:
+                # [hidden, Hq D] -> of each KV head, the rows of all its query heads
+                blocks = weight.detach().double().cpu().T.unflatten(0, (heads, -1, head_dim))
+                found[index] = (blocks @ blocks.mT).sum(1)
+    if lacking := [index for index in layers if index not in found]:
+        raise ValueError(
+            f"layer {lacking[0]} has no output projection o_proj with weights in floating point, which WUSH's values need; "
+            "leave wush out"
+        )
+    return found
+
+
+def wush(moment: torch.Tensor, cost: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+    """WUSH's transform for rows, x' = x M, float64 `[H, D, D]`; equation 1 of the paper, transposed.
+
+    Args:
+        moment: second moment of what is stored. cost: Hessian of the loss in it. `[H, D, D]`, any scale.
+    """
+    d = moment.shape[-1]
+    identity = torch.eye(d, dtype=torch.float64)
+    moment, cost = (x + damping * _mean_diagonal(x) * identity for x in (moment.double(), cost.double()))
+    factor = torch.linalg.cholesky(cost)
+    values, vectors = torch.linalg.eigh(factor.mT @ moment @ factor)
+    size = (_trace(moment) / values.sqrt().sum(-1)[:, None, None]).sqrt()
+    return size * (factor @ vectors * values.pow(-0.25).unsqueeze(-2)) @ _rotation(d).T
+
+
+def oscar(moment: torch.Tensor) -> torch.Tensor:
+    """OSCAR's rotation for rows, x' = x R, float64 `[H, D, D]`. moment: of queries, or of outputs."""
+    return torch.linalg.eigh(moment.double()).eigenvectors.flip(-1) @ _rotation(moment.shape[-1])
+
+
+def _rotation(d: int) -> torch.Tensor:
+    return hadamard(d) * d**-0.5
+
+
+def _trace(x: torch.Tensor) -> torch.Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+
+
+def _mean_diagonal(x: torch.Tensor) -> torch.Tensor:
+    return _trace(x) / x.shape[-1]
+
+
+class Baseline(NamedTuple):
+    """Another method: how its matrices are made, and in which formats keys and values are stored."""
+
+    method: str
+    key_format: formats.Format
+    value_format: formats.Format
+
+    def matrices(self, moments: Moments, output_cost: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What the transforms of a layer take, float32 `[H, D, D]`. output_cost: see `output_costs`."""
+        of = moments.sums
+        if self.method == "wush":
+            assert output_cost is not None
+            keys, values = wush(of["k"], of["q"]), wush(of["v"], output_cost)
+        else:
+            keys, values = oscar(of["q"]), oscar(of["o"])
+        return {"key_transform.matrix": keys.float(), "value_transform.matrix": values.float()}
+
+
+#: by name. "wush" has the quantizer of its paper's perplexities, "wush-clipped" that of its benchmarks, which is OSCAR's
+BASELINES: dict[str, Baseline] = {}
+for _bits in BITS:
+    _clipped = Clipped(_bits, KEPT[0]), Clipped(_bits, KEPT[1])
+    BASELINES[f"wush-{_bits}"] = Baseline("wush", Quest(_bits), Quest(_bits))
+    BASELINES[f"wush-clipped-{_bits}"] = Baseline("wush", *_clipped)
+    BASELINES[f"oscar-{_bits}"] = Baseline("oscar", *_clipped)
+DEFAULT = ("wush-2", "oscar-2")
+
+
+def check_names(names: Sequence[str]) -> list[str]:
+    """The names, each once. Raises `ValueError` for one that is not known."""
+    for name in names:
+        if name not in BASELINES:
+            raise ValueError(f"baseline={name!r} is not known; allowed: {', '.join(BASELINES)}")
+    return list(dict.fromkeys(names))
+
+
+def register() -> None:
+    """Make the formats known by their names, once."""
+    for cls in (Quest, Clipped):
+        if cls not in formats.FORMATS:
+            register_format(cls)
+
+
+def calibrated(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    names: Sequence[str],
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    progress: bool | Report | None = True,
+) -> dict[str, Callable[[], LowBitCache]]:
+    """What makes each baseline's cache. The model reads the texts once for all of them.
+
+    Args:
+        texts: strings, to calibrate on; other ones than those that are measured. samples, length, seed, progress: as for
+            `lb.calibrate`; a window has 4096 tokens where nothing is said, or as many as the model was made for.
+
+    Raises:
+        ValueError: a name is not known, texts are too short, or the model has layers for which a baseline is not defined.
+    """
+    names = check_names(names)
+    register()
+    length = min(LENGTH, longest_window(model)) if length is None else length
+    tokens = Tokens(texts, tokenizer)
+    windows = tokens.draw(samples, length, seed, model.device.type, least=2)
+    say(announcement(tokens, windows, None), progress)
+    count = len(windows.windows)
+    with steps_shown(progress) as shown:
+        moments = read_moments(model, windows.windows, lambda done: shown("reading", done, count))
+    costs: Mapping[int, torch.Tensor | None] = dict.fromkeys(moments)
+    if any(BASELINES[name].method == "wush" for name in names):
+        costs = output_costs(model, moments, {index: len(each.sums["k"]) for index, each in moments.items()})
+    factories = {}
+    for name in names:
+        baseline = BASELINES[name]
+        parameters = {index: baseline.matrices(each, costs[index]) for index, each in moments.items()}
+        factories[name] = functools.partial(
+            LowBitCache,
+            model,
+            baseline.key_format,
+            baseline.value_format,
+            sink=SINK_TOKENS,
+            transform="matrix",
+            value_transform="matrix",
+            parameters=parameters,
+            backend="torch",
+        )
+    return factories
+
+
+def run(
+    names: Sequence[str],
+    presets: Sequence[str],
+    texts: Sequence[str | Path | Text],
+    calibration_texts: Sequence[str],
+    model: Any,
+    tokenizer: Any,
+    context: int = 4096,
+    start: int = 512,
+    windows: int = 1,
+    samples: int | None = None,
+    progress: bool | Report = True,
+    overrides: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Baselines and presets on the same texts, each window in one forward pass.
+
+    Args:
+        names: of `BASELINES`. presets: beside them. calibration_texts: for the baselines; presets take their own calibration.
+        overrides: further arguments of `from_preset`, for every preset. The others are those of `perplexity.run` and of
+            `calibrated`.
+
+    Returns:
+        As `perplexity.run`, and `bits_of_page`: bits a number without the window and without matrices.
+    """
+    names = check_names(names)
+    own = {name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)}
+    for make in own.values():
+        make()  # raises for what a preset lacks, before the model reads anything
+    factories = {**calibrated(model, tokenizer, calibration_texts, names, samples, progress=progress), **own}
+    found = score(
+        factories, texts, model, tokenizer, context, start, windows=windows, progress=progress is True, parallel=True
+    )
+    edges = position_edges(start, context)
+    return [
+        {"preset": name, "bits_of_page": bits_of_page(factories[name]())} | mean_row(of, edges)
+        for name, of in found.items()
+    ]
+
+
+def bits_of_page(cache: LowBitCache) -> float:
+    """Bits a number in a page, metadata counted, over all packed layers."""
+    stored = numbers = 0
+    for layer, (heads, *dims) in zip(cache.packed_layers, cache.packed_sizes.values(), strict=True):
+        stored += heads * sum(layer.spec.part_bytes(*dims, torch.float16))
+        numbers += heads * layer.spec.page_size * sum(dims)
+    return 8 * stored / numbers
