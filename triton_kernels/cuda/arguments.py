@@ -1,4 +1,4 @@
-"""The one argument of each kernel: structures that stand as they are in the sources, and what fills them.
+"""The single argument of each kernel: structures that mirror those in the sources, and functions that fill them.
 
 A kernel takes its argument by value. The sources declare the same fields in the same order: `AttendArgs` is `Args` in
 `common.cuh`, `StepArgs` is in `attend.cu`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`,
@@ -75,8 +75,8 @@ def address(x: torch.Tensor | None) -> int:
 
 
 class Factors(NamedTuple):
-    """What kernels need of a transform's tensors: addresses of factors of queries, and of keys or values; numbers from one KV
-    head's to the next's."""
+    """A transform's tensors, as kernels need them: addresses of the factors of queries, and of keys or values; and how
+    many numbers lie between one KV head's factors and the next's."""
 
     queries: int = 0
     keys: int = 0
@@ -124,8 +124,7 @@ def place_layer(args: AttendArgs | AppendArgs, layer: LayerStore) -> None:
 def append_args(
     chunk: Chunk, layer: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
-    """order, count: int32 `[B, S]` and `[B]`, of a padded chunk the places of the tokens that are no padding, and how many
-    they are."""
+    """order, count: int32 `[B, S]` and `[B]`; the indices of a padded chunk's real tokens, and how many there are."""
     k, v, mask = chunk[1:4]
     args = AppendArgs(k=k.data_ptr(), v=v.data_ptr(), mask=address(mask), order=address(order), count=address(count))
     place_layer(args, layer)

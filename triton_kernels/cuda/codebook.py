@@ -9,8 +9,8 @@ from .needs import Needs
 
 #: as keys, as values
 SIDES = (True, True)
-#: bytes that copies of a codebook's entry fill, so that no lanes that are served together meet in a bank; and what a
-#: codebook may take of shared memory (the largest ones get fewer copies, one at least)
+#: replicas of a codebook's entry fill this many bytes, so that lanes that are served together have no bank conflict;
+#: and the bytes of shared memory that a codebook may take (large codebooks get fewer replicas, at least one)
 LANES_BYTES, MOST_TABLE = 128, 64 * 1024
 
 

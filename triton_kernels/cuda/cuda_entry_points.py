@@ -1,12 +1,12 @@
 """`Operations` by CUDA kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
-A step of one token is one launch, the transform of queries and keys included; a full matrix takes one in front.
+A step of one token is one launch, which also transforms queries and keys. A full matrix takes a second launch in front.
 
-Long chunks and `read` are left to Triton's kernels. Where Triton cannot launch any (`toolchain.why_no_launcher`), the kernel
-for decoding serves chunks of any length, which it was not made for, and the reference reads.
+Triton's kernels serve long chunks and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the decode
+kernel serves chunks of any length, though slowly, and the reference serves `read`.
 
-Nothing in `attend` and `append` waits for the device, so both can be captured in a CUDA graph (once a call of the same kind
-has loaded the kernel, which waits).
+`attend` and `append` never wait for the GPU, so both can be captured in a CUDA graph. Only the first call of a kind
+waits, because it loads the kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .geometry import (
 from .modules import expect
 from .nvrtc import Module, load
 
-#: query rows of a KV head, of all sequences, up to which a kernel multiplies them by a matrix (`project.cu`)
+#: up to this many query rows of a KV head (of all sequences) `project.cu` multiplies them by a matrix
 PROJECTED_ROWS = 4096
 
 
@@ -52,7 +52,7 @@ def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int,
 def transform(
     q: torch.Tensor | None, x: torch.Tensor, transform: Transform, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`reference.transform`, of what kernels can apply (`Transform.fused`), in one launch."""
+    """`reference.transform` in one launch, for transforms that kernels can apply (`Transform.fused`)."""
     check_dtype(x)
     (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
     x, q = aligned(x), None if q is None else aligned(q)
@@ -75,7 +75,7 @@ def transform(
 
 
 class CudaOperations(Operations):
-    """Of layers that store keys and values."""
+    """Operations of layers that store keys and values."""
 
     launches = launches
 
@@ -83,15 +83,15 @@ class CudaOperations(Operations):
         return self._attend(chunk, layer, store=False)[0]
 
     def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        """One launch for one token, where `geometry.can_store` says so."""
+        """One launch for one token, if `geometry.can_store` allows it."""
         out, left = self._attend(chunk, layer, store=True)
         if left is not None:
             _append(left, layer)
         return out
 
     def _attend(self, chunk: Chunk, layer: LayerStore, store: bool) -> tuple[torch.Tensor, Chunk | None]:
-        """The output, and the chunk, transformed, unless it has been stored already: where `store` asks for it and the kernel
-        can."""
+        """The output; and the transformed chunk, or `None` if the kernel has stored it (`store` asks for that, and not
+        every kernel can)."""
         if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
             chunk = _transformed(chunk, layer)
             return restored(prompt.attend(chunk, layer), layer), chunk
@@ -110,7 +110,7 @@ class CudaOperations(Operations):
         return read(layer, max_length)
 
     def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:
-        """Compile what the steps of one token behind this prompt launch, while the prompt is read."""
+        """Compile the kernels of the decode steps that follow this prompt, while the prompt is read."""
         inside = inside_for(chunk.queries.shape[1] // chunk.k.shape[1], layer)
         expect(attend_kernel(chunk._replace(mask=None), 1, layer, inside, store=True))
 
@@ -119,14 +119,15 @@ OPERATIONS = CudaOperations()
 
 
 def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Operations.read`: Triton's kernels have it."""
+    """`Operations.read`, by Triton's kernels."""
     return (
         unpacking.read(layer, max_length) if why_no_launcher() is None else reference.OPERATIONS.read(layer, max_length)
     )
 
 
 def _transformed(chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
-    """The chunk as it meets what is stored. keys: its queries and keys, too; else the attend kernel transforms them."""
+    """The transformed chunk. keys: whether to transform its queries and keys too; otherwise the attend kernel does
+    that."""
     if keys and _projects(chunk, layer.spec):
         return _project(chunk, layer)
     return transformed_by(transform, chunk, layer, keys)
@@ -162,7 +163,7 @@ def _project(chunk: Chunk, layer: LayerStore) -> Chunk:
 
 
 def _append(chunk: Chunk, layer: LayerStore) -> None:
-    """`append` of keys and values as they are stored."""
+    """`append` for keys and values that are already transformed."""
     (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     check_dtype(k)
     batch, heads, tokens, head_dim_k = k.shape
@@ -173,7 +174,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
     pages = state.page_address.shape[1]
     order = count = None
     if mask is not None and tokens > 1:
-        # the places of the tokens that are no padding, in order
+        # the indices of the real tokens (not padding), in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
     args = append_args(Chunk(None, k, v, mask), layer, order, count)
@@ -181,7 +182,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)
         return
-    # at most the tail and the chunk are packed, and an open page may stand before them
+    # at most the tail and the chunk are packed, and an open page may come before them
     due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
     _launch(module, "append_pages", (rows, due, 2), 32 * APPEND_WARPS, args)
     if spec.sink or spec.tail_size:

@@ -1,4 +1,5 @@
-"""`attend.cu` for the steps of one layer: chosen, compiled and filled once; then each step sets what it brings."""
+"""`attend.cu` for the decode steps of one layer. It is chosen, compiled and filled once; each step then sets only what
+changes."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from .geometry import grid_size, rows_of_teams
 from .modules import AttendKernel, attend_module, properties
 
 DTYPES = (torch.float16, torch.bfloat16)
-#: query rows of a KV head up to which the kernel transforms queries and keys itself: it does so once for every 8 or 16 of them
+#: query rows of a KV head up to which the kernel transforms queries and keys itself. It repeats the work for every 8 or
+#: 16 rows
 TRANSFORM_INSIDE = 16
 #: blocks of query rows that a launch can have
 MAX_ROW_BLOCKS = 65535
-#: launches since import, by kernel name: tests assert that kernels ran
+#: number of launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
 
@@ -37,26 +39,27 @@ def check_dtype(x: torch.Tensor) -> None:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` with consecutive channels and tokens that start at multiples of 16 bytes: itself, or a copy."""
+    """`x`, or a copy of it whose channels are consecutive and whose tokens start at multiples of 16 bytes."""
     fits = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def counters_for(state: LayerState, count: int) -> torch.Tensor:
-    """At least `count` int32 zeros, which every launch leaves as zeros: the layer's own, because launches on one layer follow
-    each other, and captured graphs keep the address. Long chunks, which have more blocks of query rows, get others."""
+    """At least `count` int32 zeros. Every launch leaves them as zeros. They belong to the layer: launches on one layer
+    follow each other, and captured graphs keep the address. Long chunks need more counters and get a new tensor."""
     return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
 
 class Inside(NamedTuple):
-    """What the kernel does to queries and keys before it attends."""
+    """The transform that the kernel applies to queries and keys before it attends."""
 
     fused: Fused
     factors: Factors
 
 
 def inside_for(rows: int, layer: LayerStore) -> Inside | None:
-    """What the kernel does to queries and keys where a KV head has so many query rows; `None`: nothing."""
+    """The transform that the kernel applies to queries and keys if a KV head has this many query rows; `None`: no
+    transform."""
     spec, fused = layer.spec, layer.spec.key_transform.fused
     if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
         return None
@@ -64,7 +67,8 @@ def inside_for(rows: int, layer: LayerStore) -> Inside | None:
 
 
 def attend_kernel(chunk: Chunk, tokens: int, layer: LayerStore, inside: Inside | None, store: bool) -> AttendKernel:
-    """What to compile for chunks like this one, but of `tokens` tokens. store: whether the chunk is to be stored as well."""
+    """What to compile for chunks like this one that have `tokens` tokens. store: whether the kernel stores the chunk
+    too."""
     q, k, v, spec = chunk.queries, chunk.k, chunk.v, layer.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
     return AttendKernel(
@@ -89,13 +93,14 @@ def attend_kernel(chunk: Chunk, tokens: int, layer: LayerStore, inside: Inside |
 class DecodeKernel:
     """The kernel for one kind of chunk of one layer.
 
-    `kernel_for` keeps it with the layer, which drops it when its tensors are replaced: what it was filled with are addresses.
+    `kernel_for` keeps it with the layer. It holds addresses of the layer's tensors, so the layer drops it when tensors
+    are replaced.
 
     Args:
-        chunk: one of its kind. store: whether a chunk, one token, is to be stored as well, where the kernel can (`stores`).
+        chunk: an example of that kind. store: whether a chunk of one token is stored too, if the kernel can (`stores`).
 
     Raises:
-        ValueError: a dtype that it does not compute in, or a chunk that is too long.
+        ValueError: the kernel does not compute in this dtype, or the chunk is too long.
     """
 
     def __init__(self, chunk: Chunk, layer: LayerStore, store: bool):
@@ -114,13 +119,13 @@ class DecodeKernel:
                 f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
                 f"(prefill_chunk_size=...), because {why_no_launcher()}"
             )
-        # no more teams than could have work: what rows hold is known on the device alone
+        # no more teams than can have work. Only the GPU knows how many tokens rows hold
         pages, programs = state.page_address.shape[1], batch * heads
         most = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
         slots = max(properties(q.device).multi_processor_count * choice.teams // row_blocks, 1)
         teams = min(grid_size(slots, programs), most)
         self._grid, self._threads = (-(-teams // choice.teams), row_blocks, 1), 32 * choice.teams * choice.warps
-        shared_rows = 0 if teams == 1 else row_blocks * (teams + programs) * row_block  # a team alone shares no row
+        shared_rows = 0 if teams == 1 else row_blocks * (teams + programs) * row_block  # a single team shares no row
         self._out, self._partial = (batch, tokens, q_heads, head_dim_v), shared_rows * (head_dim_v + 2)
         self._state, self._arrived, self._counters = state, row_blocks * programs, row_blocks * programs + 1
         self._strides: tuple | None = None
@@ -137,7 +142,7 @@ class DecodeKernel:
             self._store.heads, self._store.tokens = heads, tokens
 
     def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch. The output `[B, S, Hq, D]`, and the chunk's keys as they are attended to and stored."""
+        """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the chunk's keys as they are stored."""
         q, k, v, mask, scaling, softcap, sinks, _ = chunk
         assert q is not None
         args, strides = self._args, (q.stride(), k.stride(), v.stride(), mask is not None and mask.stride())
@@ -166,7 +171,7 @@ class DecodeKernel:
         return out, keys
 
     def _set_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Tell where in these tensors rows, heads and tokens lie."""
+        """Fill in the strides of these tensors: rows, heads and tokens."""
         self._strides = q.stride(), k.stride(), v.stride(), mask is not None and mask.stride()
         args = self._args
         args.q_b, args.q_h, args.q_s = q.stride()[:3]
@@ -185,7 +190,7 @@ class DecodeKernel:
 
 
 def kernel_for(chunk: Chunk, layer: LayerStore, store: bool) -> DecodeKernel:
-    """The kernel for such chunks of the layer: the one that it holds, or a new one."""
+    """The kernel for such chunks of the layer: the one that the layer holds, or a new one."""
     q, k, v, mask, _, softcap, sinks, _ = chunk
     assert q is not None
     kind = (
@@ -199,6 +204,7 @@ def kernel_for(chunk: Chunk, layer: LayerStore, store: bool) -> DecodeKernel:
     )
     if (kernel := layer.kernels.get(kind)) is None:
         kernel = DecodeKernel(chunk, layer, store)
-        if chunk.query_rows <= FUSED_ROWS["cuda"]:  # else there would be one for each length of a chunk
+        # longer chunks would leave the layer with one kernel for each of their lengths
+        if chunk.query_rows <= FUSED_ROWS["cuda"]:
             layer.kernels[kind] = kernel
     return kernel

@@ -1,7 +1,11 @@
-"""Which module tells the CUDA kernels of a page format: a new format is one file and one line here.
+"""Which module describes a page format to the CUDA kernels. A new format is one file and one line here.
 
-Such a module has `SIDES`, whether the format may be that of keys, and of values; `needs(fmt, head_dim, page_size, dtype,
-transposed)`, see `needs.Needs` (transposed: values); and where it does not serve every format of the class, `covers(fmt)`.
+Such a module has:
+
+- `SIDES`: whether the format may be that of keys, and that of values;
+- `needs(fmt, head_dim, page_size, dtype, transposed)`, see `needs.Needs` (transposed: values);
+- `covers(fmt)`, if it does not serve every format of the class.
+
 Importing this needs neither a GPU nor a compiler.
 """
 
@@ -32,13 +36,13 @@ KERNELS: dict[type[Format], ModuleType] = {
 
 
 def covered(fmt: Format, transposed: bool) -> bool:
-    """Whether there are kernels for keys, or for values (transposed), in that format."""
+    """Whether there are kernels for keys, or for values (transposed), in this format."""
     module = KERNELS.get(type(fmt))
     return module is not None and module.SIDES[transposed] and getattr(module, "covers", lambda fmt: True)(fmt)
 
 
 def why_not(keys: Format, values: Format) -> str | None:
-    """What keeps the kernels from these formats, or `None`."""
+    """Why the kernels cannot serve these formats, or `None`."""
     for fmt, transposed, side in ((keys, False, "keys"), (values, True, "values")):
         if not covered(fmt, transposed):
             return f"has no kernels for {side} in format {fmt.name!r} yet"
@@ -46,7 +50,7 @@ def why_not(keys: Format, values: Format) -> str | None:
 
 
 def needs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
-    """What the format needs on that side."""
+    """The needs of the format on one side."""
     if not covered(fmt, transposed):
         raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
     return KERNELS[type(fmt)].needs(fmt, head_dim, page_size, dtype, transposed)

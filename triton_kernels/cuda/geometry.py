@@ -1,7 +1,7 @@
-"""The constants of a compilation: what `attend.cu` and `append.cu` are told of a layer, as macros.
+"""The constants of a compilation: the macros that tell `attend.cu` and `append.cu` about a layer.
 
-A format contributes two C++ structs for attention (as keys, as values; see `affine_keys.cuh`, `affine_values.cuh`) and one for
-packing, and says what these need (`needs.Needs`). Nothing here knows a format by name.
+A format contributes two C++ structs for attention (as keys, as values; see `affine_keys.cuh`, `affine_values.cuh`) and
+one for packing, and says what these need (`needs.Needs`). Nothing here knows a format by name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
 from .needs import Needs
 
-#: bytes of shared memory that a block takes beyond what it asks for, and what a multiprocessor of an H100 or H200 has
+#: bytes of shared memory that a block takes beyond what it asks for; bytes that a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
-#: so many warps of a multiprocessor suffice for a wide window: H100s have them wherever the window bounds their number, and
-#: were measured with wide windows
+#: with at least this many warps a wide window stays. Only the window bounds their number on an H100, which was measured
+#: with wide windows
 ENOUGH_WARPS = 6
-#: the same, of head sizes above 128, with which wide windows take twice as much
+#: the same for head sizes above 128, whose wide windows take twice as much memory
 ENOUGH_WIDE = 8
-#: part of the teams' time that must be of use for whole rows to be dealt out among them
+#: whole rows are dealt out to teams only if at least this part of the teams' time is used
 FULL = 0.93
 #: warps of a block that stores tokens
 APPEND_WARPS = 8
@@ -40,9 +40,9 @@ class NoRoomError(ValueError):
 
 
 class Choice(NamedTuple):
-    """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (one a
-    multiprocessor), groups of eight query rows, whether four rows at most lie in every other column, whether keys and values
-    of the window take turns in one place."""
+    """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (a
+    multiprocessor runs one block), groups of eight query rows; whether at most four rows use every other column;
+    whether keys and values of the window take turns in one place."""
 
     piece: int
     warps: int
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
 
 def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[Needs, Needs]:
-    """What keys and values need."""
+    """The needs of keys and of values."""
     return (
         format_structs.needs(spec.key_format, head_dim_k, spec.page_size, dtype, False),
         format_structs.needs(spec.value_format, head_dim_v, spec.page_size, dtype, True),
@@ -72,13 +72,14 @@ def choose(
     shared: int = SHARED,
     per_head: bool = False,
 ) -> Choice:
-    """rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
-    multiprocessor. per_head: whether each KV head has a codebook of its own.
+    """Choose the layout: as many warps as registers and shared memory allow. If a wide window leaves room for few warps
+    and a narrow one for more, the window is narrow.
 
-    As many warps as registers and shared memory allow. Where a wide window leaves room for few, it is narrow if more fit then.
+    rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
+    multiprocessor. per_head: whether each KV head has its own codebook.
 
     Raises:
-        NoRoomError: not even one warp has room.
+        NoRoomError: there is no room even for one warp.
     """
     widest = max(head_dim_k, head_dim_v)
     row_tiles = 2 if rows > 8 and widest <= 128 else 1
@@ -103,8 +104,8 @@ def choose(
                 continue
             slots = processors * teams
             even = rows_of_teams(grid_size(slots, heads), heads) != 0
-            # a team that stores tokens packs pages, too; of teams that have many rows one after the other, several keep each
-            # other's gaps busy
+            # a team that stores tokens packs pages, too; of teams that have many rows one after the other, several keep
+            # each other's gaps busy
             stores = 32 * warps >= _packing_threads(sides, widest)
             rounds = math.ceil(heads / slots)
             score = (warps * teams + 1.5 * even, stores, -narrow, -rounds, -teams)
@@ -122,7 +123,8 @@ def choose(
 def why_not(
     spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
 ) -> str | None:
-    """What keeps the kernels from serving a layer, or `None`. widths: head_dim of keys and of values. `None`: any."""
+    """Why the kernels cannot serve a layer, or `None` if they can. widths: head_dim of keys and of values; `None`:
+    any."""
     if (reason := format_structs.why_not(*spec.formats)) is not None or widths is None:
         return reason
     stored = spec.with_layouts(*fragment.LAYOUTS)
@@ -141,9 +143,9 @@ def why_not(
 
 
 def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
-    """Whether a team of the attend kernel is to store the token of a step: it has shared memory for a page's metadata, and
-    threads for every channel where the format needs them. Not where tokens go straight into pages: encoding one at the end
-    of every step takes longer than a launch of its own (docs/dev/log/kernels.md)."""
+    """Whether a team of the attend kernel stores the token of a step. It needs shared memory for a page's metadata, and
+    a thread for every channel if the format asks for that. It does not if tokens go straight into pages: encoding a
+    token at the end of every step takes longer than a second launch (docs/dev/log/kernels.md)."""
     widest = max(head_dim_k, head_dim_v)
     sides = _sides(spec, head_dim_k, head_dim_v, torch.float16)
     team = _memory(sides, head_dim_k, head_dim_v, choice).team(choice.warps)
@@ -170,15 +172,15 @@ def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, choice
 
 
 def grid_size(slots: int, heads: int) -> int:
-    """Teams for `heads` KV heads where `slots` can run at once: a multiple of `heads` where that leaves few idle, because then
-    a team's share of the work lies in one head."""
+    """The number of teams for `heads` KV heads if `slots` teams can run at once. It is a multiple of `heads` if that
+    leaves few slots idle, because a team's share then lies in one head."""
     even = slots // heads * heads
     return even if even >= 0.9 * slots else slots
 
 
 def rows_of_teams(teams: int, heads: int) -> int:
-    """How `heads` KV heads are dealt out among `teams` where all are of one length: so many teams have one of them, or, less
-    than 0, a team has so many. 0: neither comes out evenly."""
+    """How `heads` KV heads of one length are dealt out among `teams`. Positive: this many teams share each head.
+    Negative: each team has this many heads. 0: neither divides evenly."""
     if teams % heads == 0:
         return teams // heads
     each = -(-heads // teams)

@@ -1,8 +1,8 @@
-"""Compiled kernels kept on disk, in a directory that is the user's alone: what is loaded from there runs on the GPU.
+"""Compiled kernels kept on disk. Files from there run on the GPU, so the directory must belong to the user alone.
 
-A file is a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest is of the file's name and the kernel. So a file
-that was cut short, altered or renamed counts as not there: the log names it, and the kernel is compiled again. A digest does
-not tell who wrote a file, so the directory must be the user's and closed to all others.
+A file holds a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest covers the file's name and the
+kernel. A file that was cut short, altered or renamed is ignored: the log names it, and the kernel is compiled again. A
+digest does not tell who wrote a file, so the directory must be the user's and closed to all others.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 from ...machine.folders import VARIABLE, cache_root
 
 logger = logging.getLogger("hf_lowbit_kv")
-#: environment variable that once named the place of kernels alone
+#: older name of the environment variable, which set the directory of kernels only
 OLD_VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
 DIGITS = 64
-#: a file with more bytes is damaged, and is not read: kernels have some 100 kB
+#: a larger file is damaged and is not read: kernels have about 100 kB
 MOST_BYTES = 2**26
 
 
 def cache_directory() -> Path:
-    """Where kernels are kept; it need not exist."""
+    """The directory where kernels are kept. It need not exist."""
     return _directories()[0]
 
 
 def _directories() -> list[Path]:
-    """Where kernels are kept, and then where else they are looked for."""
+    """The directory where kernels are kept, followed by others where they are looked for."""
     directory, old = cache_root() / "kernels", os.environ.get(OLD_VARIABLE)
     if (owner := _owner(directory)) is not None and owner != os.getuid():
         directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the folder, but not kernels
@@ -55,7 +55,7 @@ def _warn_of_old_name(old: str, directory: Path | None) -> None:
 
 
 def _owner(directory: Path) -> int | None:
-    """The number of the user whose it is; `None`: it is not there, or users have no numbers here (Windows)."""
+    """The numeric id of the owner; `None`: the path does not exist, or users have no ids (Windows)."""
     try:
         return directory.stat().st_uid if hasattr(os, "getuid") else None
     except OSError:
@@ -63,7 +63,7 @@ def _owner(directory: Path) -> int | None:
 
 
 def why_refused(directory: Path) -> str | None:
-    """Why nothing is read from a directory that exists and nothing is written there, or `None`."""
+    """Why an existing directory is neither read nor written, or `None`."""
     status = directory.stat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is no directory"
@@ -77,7 +77,7 @@ def why_refused(directory: Path) -> str | None:
 
 
 def _usable(directory: Path) -> bool:
-    """Whether files can be kept there; the reason is logged once where not."""
+    """Whether files can be kept in the directory. If not, the reason is logged once."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -99,7 +99,7 @@ def _warn(directory: Path, reason: str) -> None:
 
 
 def load(name: str) -> bytes | None:
-    """The kernel kept under a file name, or `None` where there is none that is whole."""
+    """The kernel kept under a file name, or `None` if there is no undamaged file."""
     directory, *others = _directories()
     if (kernel := _load(directory, name)) is not None:
         return kernel
@@ -136,7 +136,7 @@ def _refuse(path: Path, reason: str) -> None:
 
 
 def keep(name: str, kernel: bytes) -> None:
-    """Write a file whole or not at all: other processes may be reading."""
+    """Write a file completely or not at all, because other processes may be reading it."""
     directory = cache_directory()
     if not _usable(directory):
         return

@@ -1,12 +1,12 @@
 """Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.storage.reference`.
 
-Of content in FP8 `latent.cu` attends for few query rows, and `latent_wide.cu` for many on Hopper GPUs, where it quantizes
-queries and weights too (`eval/benchmarks/snapmla_pipeline.py` defines that). Of content in the model's dtype `latent_dense.cu`
-attends.
+Content in FP8 is served by `latent.cu` for few query rows, and by `latent_wide.cu` for many on Hopper GPUs. The latter
+quantizes queries and weights too (`eval/benchmarks/snapmla_pipeline.py` defines that). Content in the model's dtype is
+served by `latent_dense.cu`.
 
-Chunks of more than `TOKENS` tokens are left to Triton's kernels (`prompt.py`), and so is `read`; where Triton cannot launch any
-(`toolchain.why_no_launcher`), to the reference. So are more than `DENSE_ROWS` query rows over content in the model's dtype. A
-step of up to that many is two launches, and can be captured in a CUDA graph.
+Triton's kernels (`prompt.py`) serve chunks of more than `TOKENS` tokens, more than `DENSE_ROWS` query rows over content
+in the model's dtype, and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the reference does. All
+other steps are two launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from .decode_kernel import aligned, launches
 from .modules import properties
 from .nvrtc import Module, load
 
-#: query tokens that the kernels attend for
+#: largest number of query tokens that the kernels serve
 TOKENS = 8
-#: query rows (heads x tokens) of a tile: of those of a block, partial results stand in tiles of as many
+#: query rows (heads x tokens) of a tile; partial results in memory have tiles of this size too
 ROWS = 16
-#: query rows from which the wide kernel attends, where it can
+#: from this many query rows on the wide kernel attends, if it can
 WIDE_ROWS = 16
-#: compute capability that it is written for
+#: the compute capability that the wide kernel is written for
 WIDE_CAPABILITY = (9, 0)
-#: by its query rows: 64 tokens each that are on their way into shared memory or there, and blocks on a multiprocessor
+#: the wide kernel by its query rows: stages of 64 tokens in shared memory, and blocks on a multiprocessor
 WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
-#: bytes of shared memory that a block may have there
+#: bytes of shared memory that a block may have on Hopper
 WIDE_SHARED = 227 * 1024
-#: query rows over content in the model's dtype: it is read once for every 16 of them, and unpacked once for all by `prompt.py`
+#: largest number of query rows over content in the model's dtype. The kernel reads the content once for every 16 rows;
+#: `prompt.py` unpacks it once for all rows
 DENSE_ROWS = 256
-#: of `latent_dense.cu`, the most wanted first: blocks on a multiprocessor, and stages of 32 tokens each
+#: shapes of `latent_dense.cu`, the fastest first: blocks on a multiprocessor, and stages of 32 tokens
 DENSE_SHAPES = ((1, 3), (1, 2))
 #: bytes of shared memory that a block takes beyond what it asks for
 RESERVED = 1024
-#: shares of a sequence
+#: largest number of shares of a sequence
 MOST_SPLITS = 512
-#: what a block costs beside its tokens, in pieces of `LatentLaunch.tokens`: queries, the first copies, and what it hands to
-#: the merge
+#: a block's fixed cost (queries, first copies, results for the merge), counted in pieces of `LatentLaunch.tokens` tokens
 BEGINNING = 8
 THREADS = 128
-#: use the conversion instruction where there is one
+#: use the conversion instruction if the GPU has one
 CONVERT = True
-#: query rows of all sequences from which a warp merges a row; fewer are merged by blocks, a slice of channels each
+#: from this many query rows (of all sequences) on, a warp merges a row; fewer rows are merged by blocks, a slice of
+#: channels each
 MERGE_ROWS = 512
 RANKS = range(64, 513, 64)
 ROPES = (16, 32, 64, 128)
@@ -76,7 +77,7 @@ class _Args(ctypes.Structure):
 def why_not(
     spec: LayerSpec, widths: tuple[int, int] | None, dtype: torch.dtype | None, device: torch.device
 ) -> str | None:
-    """`geometry.why_not`, of latents; widths: of the latent and of its RoPE part."""
+    """`geometry.why_not` for latents; widths: those of the latent and of its RoPE part."""
     if spec.with_layouts("planar-1", "planar-1").formats not in ((Fp8(), Dense()), (Dense(), Dense())):
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         return f"has kernels for latents in formats 'fp8' / 'dense' and 'dense' / 'dense', not in {names}"
@@ -105,7 +106,7 @@ def _dense_bytes(rank: int, rope: int, stages: int) -> int:
 
 
 def dense_shape(rank: int, rope: int, shared: int) -> tuple[int, int] | None:
-    """Of `DENSE_SHAPES` the first that fits into a multiprocessor with `shared` bytes of shared memory."""
+    """The first of `DENSE_SHAPES` that fits into a multiprocessor with `shared` bytes of shared memory."""
     fits = (
         (blocks, stages)
         for blocks, stages in DENSE_SHAPES
@@ -115,7 +116,8 @@ def dense_shape(rank: int, rope: int, shared: int) -> tuple[int, int] | None:
 
 
 def why_not_dense(rank: int, rope: int, shared: int) -> str | None:
-    """What keeps `latent_dense.cu` from such latents on a multiprocessor with `shared` bytes of shared memory, or `None`."""
+    """Why `latent_dense.cu` cannot serve such latents on a multiprocessor with `shared` bytes of shared memory, or
+    `None`."""
     if dense_shape(rank, rope, shared) is not None:
         return None
     least = _dense_bytes(rank, rope, DENSE_SHAPES[-1][1]) + RESERVED
@@ -126,10 +128,10 @@ def why_not_dense(rank: int, rope: int, shared: int) -> str | None:
 
 @functools.cache
 def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: bool) -> tuple[tuple[str, str], ...]:
-    """convert: by the instruction for it.
+    """The macros of a compilation. convert: use the conversion instruction.
 
     Raises:
-        ValueError: pages in another layout than the kernels read.
+        ValueError: the pages have a layout that the kernels do not read.
     """
     if spec.formats != spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT).formats:
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
@@ -156,7 +158,7 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
 
 
 def converts(device: torch.device) -> bool:
-    """Whether e4m3 is converted by the instruction for it."""
+    """Whether e4m3 is converted by the conversion instruction."""
     return CONVERT and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -176,7 +178,7 @@ class LatentLaunch(NamedTuple):
 
 
 def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
-    """What keeps the wide kernel from attending for `rows` query rows (heads x tokens), or `None`."""
+    """Why the wide kernel cannot attend for `rows` query rows (heads x tokens), or `None`."""
     if (capability := torch.cuda.get_device_capability(device)) != WIDE_CAPABILITY:
         return f"needs compute capability {WIDE_CAPABILITY}, not {capability}"
     if rank % 128:
@@ -185,7 +187,7 @@ def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
 
 
 def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, device: torch.device) -> LatentLaunch:
-    """Which kernel attends for `rows` query rows, compiled."""
+    """The compiled kernel that attends for `rows` query rows."""
     if _exact(spec):
         module, shared = _module(spec, rank, rope, dtype, device)
         blocks, _ = _dense_shape(rank, rope, device)
@@ -199,7 +201,7 @@ def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, d
 
 
 def wide_stages(rank: int, rope: int, columns: int, wanted: int) -> int:
-    """As many of `wanted` as shared memory has room for, beside queries, weights and what belongs to a column."""
+    """How many of `wanted` stages fit into shared memory beside queries, weights and the numbers of each column."""
     beside = columns * (rank + 2 * rope + 8 * 16 + 14 * 4) + 8 * wanted
     return min(wanted, (WIDE_SHARED - beside) // (64 * (rank + 2 * rope + 4)))
 
@@ -223,7 +225,8 @@ def _wide_plan(
 
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
-    """The file that stores and merges, with the kernel for few query rows, and what shared memory that one needs."""
+    """The compiled file with the kernels that store and merge and the kernel for few query rows; and the shared memory
+    of the latter."""
     if _exact(spec):
         blocks, stages = _dense_shape(rank, rope, device)
         more = ("BLOCKS", str(blocks)), ("STAGES", str(stages))
@@ -248,8 +251,8 @@ def _launch(
 
 
 class CudaLatentOperations(Operations):
-    """Of layers that store latents: k is the chunk's content `[B, 1, S, rank]`, v its RoPE part `[B, 1, S, rope]`, and q are
-    absorbed queries `[B, Hq, S, rank + rope]`."""
+    """Operations of layers that store latents. k is the chunk's content `[B, 1, S, rank]`, v its RoPE part `[B, 1, S,
+    rope]`, and q are absorbed queries `[B, Hq, S, rank + rope]`."""
 
     launches = launches
 
@@ -328,14 +331,15 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
 
 
 def split_count(chosen: LatentLaunch, processors: int, programs: int, tokens: int) -> int:
-    """Shares that each of `programs` (sequences x tiles of query rows) is cut into."""
+    """The number of shares into which each of `programs` (sequences x tiles of query rows) is cut."""
     return _shares(processors * chosen.blocks, programs, max(tokens // chosen.tokens, 1))
 
 
 @functools.lru_cache(4096)
 def _shares(places: int, programs: int, pieces: int) -> int:
-    """Where `places` blocks run at a time and a program has `pieces` pieces of tokens: as many shares as let all be done
-    soonest. A last round of few blocks idles most of the GPU; but every block costs something to begin."""
+    """The number of shares with which all programs finish soonest, if `places` blocks run at a time and a program has
+    `pieces` pieces of tokens. A last round of few blocks leaves most of the GPU idle; but every block costs something
+    to begin."""
 
     def time(shares: int) -> int:
         return -(-programs * shares // places) * (-(-pieces // shares) + BEGINNING)
@@ -352,7 +356,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
     module, _ = _module(spec, rank, v.shape[-1], k.dtype, k.device)
     order = count = None
     if mask is not None:
-        # the places of the tokens that are no padding, in order
+        # the indices of the real tokens (not padding), in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
     pages = state.page_address.shape[1]

@@ -12,7 +12,7 @@ from .needs import Needs
 
 
 class Memory(NamedTuple):
-    """Bytes. Ring, window and result of a warp lie in the same place: one is done with when the next begins."""
+    """Sizes in bytes. A warp's ring, window and result use the same memory, one after the other."""
 
     queries: int
     """of a team: queries in every form that keys ask for, their sizes and sums (`HEAD_BYTES`)"""
@@ -39,7 +39,8 @@ class Memory(NamedTuple):
 def memory(
     keys: Needs, values: Needs, head_dim_k: int, head_dim_v: int, piece: int, row_tiles: int, narrow: bool
 ) -> Memory:
-    """piece: tokens of one. row_tiles: groups of eight query rows. narrow: keys and values of the window take turns."""
+    """piece: tokens of a piece. row_tiles: groups of eight query rows. narrow: keys and values of the window take
+    turns."""
     rows = 8 * row_tiles
     ring = 2 * sum(side.codes * piece // 32 + side.meta(piece) for side in (keys, values)) + values.scratch * piece
     if keys.same_for >= 2 * piece:

@@ -14,7 +14,7 @@ from .nvrtc import Module, ahead, load
 
 
 class AttendKernel(NamedTuple):
-    """What a compilation of `attend.cu` depends on."""
+    """Everything that a compilation of `attend.cu` depends on."""
 
     spec: LayerSpec
     head_dim_k: int
@@ -45,7 +45,7 @@ def properties(device: torch.device):
 
 @functools.cache
 def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], ...]]:
-    """How the kernel is laid out, whether it stores the chunk (where it is asked to and can), and its macros."""
+    """The kernel's layout, whether it stores the chunk (if it is asked to and can), and its macros."""
     spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = kernel[:9]
     device = properties(kernel.device)
     limits = device.multi_processor_count, device.shared_memory_per_multiprocessor
@@ -58,7 +58,7 @@ def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], 
 
 @functools.cache
 def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
-    """The kernel, how it is laid out, its shared memory in bytes, and whether it stores the chunk."""
+    """The kernel, its layout, its shared memory in bytes, and whether it stores the chunk."""
     choice, fused, defines = _layout(kernel)
     module, planned = load("attend.cu", defines, kernel.device), dict(defines)
     for name in ("shared_bytes", "argument_bytes"):
@@ -71,11 +71,11 @@ def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
 
 @functools.cache
 def expect(kernel: AttendKernel) -> None:
-    """Compile the kernel in a thread of its own, once. Whoever needs it waits for that thread."""
+    """Compile the kernel in a thread, once. Its first user waits for that thread."""
     ahead("attend.cu", _layout(kernel)[2], kernel.device)
 
 
 def forget() -> None:
-    """Choose and load anew from here on."""
+    """Forget which kernels were chosen and loaded."""
     for kept in (_layout, attend_module, expect):
         kept.cache_clear()

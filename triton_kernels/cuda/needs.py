@@ -1,4 +1,5 @@
-"""What a format tells the CUDA kernels: the names of its C++ structs, and what they need of a multiprocessor.
+"""The record with which a format describes itself to the CUDA kernels: names of its C++ structs, and what they need of
+a multiprocessor.
 
 A format's module (`affine`, `boosted`, ...) makes these records; `geometry` plans with them and knows no format by name.
 """
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 
 class Needs(NamedTuple):
-    """Of one format on one side (keys or values), at one size of heads and pages."""
+    """The needs of one format on one side (keys or values), for one head size and page size."""
 
     struct: str
     """C++ struct that attends"""
@@ -29,11 +30,13 @@ class Needs(NamedTuple):
     longer: bool = False
     """whether registers allow pieces of 64 tokens with two tiles of query rows, too"""
     same_for: int = 0
-    """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in affine_keys.cuh)"""
+    """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in
+    affine_keys.cuh)"""
     scratch: int = 0
     """values: bytes a token that scales are made into (`SCRATCH` in affine_values.cuh)"""
     queries: int = 2
-    """keys: forms in which queries are kept: as they are, normalised (`NORMALISED`), and without `LIFT` (affine_keys.cuh)"""
+    """keys: forms in which queries are kept: as they are, normalised (`NORMALISED`), and without `LIFT`
+    (affine_keys.cuh)"""
     sums: int = 1
     """keys: groups of channels over which queries are summed up (`GROUPS`)"""
     by_thread: bool = False

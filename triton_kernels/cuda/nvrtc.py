@@ -1,6 +1,6 @@
-"""From CUDA C++ source to a kernel: NVRTC, kernels kept on disk (`disk.py`), and launches through the driver.
+"""From CUDA C++ source to a kernel: NVRTC, kernels kept on disk (`kernel_store.py`), and launches through the driver.
 
-Nothing of a CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
+No CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from . import kernel_store
 
 logger = logging.getLogger("hf_lowbit_kv")
 SOURCES = Path(__file__).parent
-#: lambdas with `auto` arguments would be functions of the host
+#: without it lambdas with `auto` arguments would be host functions
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-#: lines of a compiler's log that an error shows
+#: an error shows this many lines of the compiler's log
 LOG_LINES = 12
-#: by file name: held while it is compiled; what `ahead` compiled and nobody asked for yet
+#: by file name: locks held while a file is compiled; binaries that `ahead` compiled and nobody has used yet
 _compiling: dict[str, threading.Lock] = {}
 _early: dict[str, bytes] = {}
 
@@ -42,7 +42,7 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _checked(result: tuple) -> Any:
-    """What a call of the bindings returned, without its status; raises where that is an error."""
+    """The result of a call of the bindings, without its status. Raises if the status is an error."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA call failed: {status!r}")
@@ -51,12 +51,12 @@ def _checked(result: tuple) -> Any:
 
 @functools.cache
 def source(name: str) -> str:
-    """The text of a source file with what it includes put in its place, each file once."""
+    """The text of a source file, with each included file's text put in place of its first include."""
     return joined(name, lambda name: (SOURCES / name).read_text(encoding="utf-8"))
 
 
 def joined(name: str, read: Callable[[str], str]) -> str:
-    """The same of any files; `read` gives a file's text."""
+    """The same for any files; `read` returns a file's text."""
     seen: set[str] = set()
 
     def expand(name: str) -> str:
@@ -75,15 +75,15 @@ def joined(name: str, read: Callable[[str], str]) -> str:
 
 
 def text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
-    """What NVRTC gets to compile the file `name` with these macros."""
+    """The text that NVRTC compiles for the file `name` with these macros."""
     return "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
 
 
 def binary(
     name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False, early: bool = False
 ) -> bytes:
-    """The compiled file `name` with these macros. anew: compile it even where it is kept on disk. early: somebody else will
-    ask for it."""
+    """The binary of the file `name` compiled with these macros. anew: compile it even if it is kept on disk. early: the
+    binary is compiled ahead, for a later caller."""
     _, nvrtc = _bindings()
     code, version = text(name, defines), _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((code, arch, OPTIONS, version)).encode()).hexdigest()[:32]
@@ -100,15 +100,15 @@ def binary(
 
 
 def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
-    """Compile in a thread of its own, if need be. `binary` waits for it. An error is left to the one who needs the kernel,
-    and compiles it again."""
+    """Compile in a thread, if the file is not compiled yet. `binary` waits for that thread. An error is not raised
+    here: whoever needs the kernel compiles it again and gets the error."""
 
     def work() -> None:
         with contextlib.suppress(Exception):
             binary(name, defines, _arch(device), early=True)
 
-    # NVRTC lets go of the interpreter. No daemon: a process that ends waits for it, seconds at most and once for each kernel,
-    # because libraries must not be taken down under it
+    # NVRTC releases the interpreter's lock. The thread is no daemon: libraries must not be unloaded under it. So a
+    # process that ends waits for it, a few seconds at most and once for each kernel
     threading.Thread(target=work, name="hf-lowbit-kv-compile").start()
 
 
@@ -123,7 +123,7 @@ def _announce(arch: str) -> None:
 
 
 def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """Compiled code, and NVRTC's log. options: beside `OPTIONS`."""
+    """Compiled code, and NVRTC's log. options: added to `OPTIONS`."""
     _, nvrtc = _bindings()
     program = _checked(nvrtc.nvrtcCreateProgram(code.encode(), name.encode(), 0, [], []))
     try:
@@ -146,7 +146,7 @@ def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> 
 
 
 def _enter_context(device: int) -> None:
-    """Make torch's context of that device current in this thread, as torch itself does at its first call there."""
+    """Make torch's context of the device current in this thread, as torch's own first call would do."""
     driver, _ = _bindings()
     context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
     _checked(driver.cuCtxSetCurrent(context))
@@ -165,7 +165,7 @@ class Module:
         with torch.cuda.device(device):
             _enter_context(device.index)
             status, module = self._driver.cuModuleLoadData(data)
-            if int(status) != 0:  # what was kept on disk may be unfit for this driver
+            if int(status) != 0:  # the binary kept on disk may not fit this driver
                 module = _checked(self._driver.cuModuleLoadData(binary(name, defines, arch, anew=True)))
             self._module = module
         self._functions: dict[str, Any] = {}
@@ -207,6 +207,6 @@ class Module:
 
 @functools.cache
 def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, arch_specific: bool = False) -> Module:
-    """The file `name` compiled with these macros and loaded on `device` (with an index), once a process. own: with instructions
-    that only this architecture has (`sm_90a`)."""
+    """The file `name` compiled with these macros and loaded on `device` (with an index), once for each process. own: use
+    instructions that only this architecture has (`sm_90a`)."""
     return Module(name, defines, device, arch_specific)

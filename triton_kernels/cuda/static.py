@@ -15,7 +15,7 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
     fmt.validate(head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     groups = _groups(fmt, head_dim)
-    place = f"{head_dim}, {at.get('mean', -1)}"  # -1: pages have no means
+    place = f"{head_dim}, {at.get('mean', -1)}"  # -1: the pages have no means
     scaled = f"{str(fmt.token_scale).lower()}, {place}, {at.get('scale', 0)}"
     values = f"StaticValues<{scaled}, {groups[0]}>"
     thresholds = ", ".join(f"{_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
