@@ -174,7 +174,7 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     """Without a GPU: NVRTC takes what the macros make of the sources."""
     from hf_lowbit_kv.triton_kernels.cuda import geometry
 
-    monkeypatch.setenv(compile_module.disk.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(compile_module.kernel_store.VARIABLE, str(tmp_path))
     case = fragment(case)
     choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
     options = choice, True, 1, True, Fused(before=True, rotated=True, after=False)
