@@ -1,20 +1,22 @@
 """Device functions of `formats.affine`, layout `planar-1`. The interface is described in `registry`.
 
-Codes are never converted: the bits of field `j`, masked but not shifted to the bottom, are read as a float16. They make a
-subnormal number, `code * 2^position * 2^-24`, exact, and tensor cores take those at full speed. The power of two is folded
-into q for keys, and into the accumulator's unit for values. A 16-bit word holds the fields of its low byte in place, those of
-its high byte after one shift: the largest, 0x00ff, is still subnormal.
+Codes are never converted. The bits of field `j`, masked but not shifted to the bottom, are read as float16: the
+subnormal number `code * 2^position * 2^-24`. It is exact, and tensor cores multiply it at full speed. The power of two
+is folded into q for keys, and into the accumulator's unit for values. A 16-bit word holds the fields of its low byte in
+place. The fields of its high byte need one shift first. The largest field, 0x00ff, is still subnormal.
 
-Scales and zero points are folded away as well, where a group spans the tile (`mode`):
+Scales and zero points are folded away too, if a group spans the tile (`mode`):
 
-- `"token"` (whole head): keys: onto the column of scores. Values: the scale goes into the weights' *exponent*, so that the
-  float16 weights are normalised by what a token contributes, and no range of scales can overflow or vanish.
-- `"channel"`: values: scale and zero onto the tile's product. Keys are dequantized in registers, three instructions for
-  two codes: scaling q instead would be fewer, but Triton moves the scaled q through shared memory once a plane, which costs
-  far more (at 2 bits twice the time of the whole kernel).
+- `"token"` (whole head): for keys, they are applied to the column of scores. For values, the scale is added to the
+  weights'
+  *exponent*, so float16 weights are normalised by what a token contributes, and no range of scales overflows or vanishes.
+- `"channel"`: for values, scale and zero are applied to the tile's product. Keys are dequantized in registers, with three
+  instructions for two codes. Scaling q would need fewer, but Triton moves the scaled q through shared memory for each
+  plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
-Codes, scales and zero points of `int<2,4,5,6,8>` pages, as the reference rounds them. Other formats pack words with it too.
+`encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. Other formats pack
+words with it too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import triton.language as tl
 
 from .common import as_operand, load_plane, load_tokens, padded_width, query_dot, value_dot
 
-#: elements of a tile in `encode`
+#: number of elements of a tile in `encode`
 ENCODE_TILE = 8192
 FP16_MAX = tl.constexpr(65504.0)
 #: adding and subtracting it rounds a small float32 to an integer, half to even
@@ -35,11 +37,12 @@ ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def quantize(x, low, high, levels):
-    """Scale and zero (float16, shape of `low`) and codes (int32, shape of `x`), rounded as the reference rounds them.
-    levels: the largest code, a number or the shape of `low`."""
+    """Scale and zero (float16, shape of `low`) and codes (int32, shape of `x`), rounded like the reference.
+
+    levels: the largest code, a number or a tensor of the shape of `low`."""
     # div_rn, because `/` on float32 is approximate on a GPU
     scale = tl.minimum(tl.math.div_rn(high - low, tl.zeros_like(low) + levels), FP16_MAX).to(tl.float16)
-    # adding 0 makes one of the two zeros: which of them a minimum picks is not defined
+    # adding 0 turns -0 into +0: which of the two zeros a minimum picks is not defined
     zero = tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX).to(tl.float16) + 0.0
     step = scale.to(tl.float32)
     offset = x - zero.to(tl.float32)
@@ -52,7 +55,7 @@ def quantize(x, low, high, levels):
 
 @triton.jit
 def store_codes(page, code, token, word, keep, P: tl.constexpr):
-    """Codes `[T, planes, W]` of tokens `[T, 1]` -> words `[1, W]` of theirs."""
+    """Codes `[T, planes, W]` of tokens `[T, 1]` -> their words `[1, W]`."""
     shift = (tl.arange(0, P.planes) * P.bits)[None, :, None]
     words = tl.sum(code << shift, 1).to(tl.int16)  # fields do not overlap: the sum is the union
     tl.store(page.to(tl.pointer_type(tl.int16)) + token * P.width + word, words, mask=keep)
@@ -63,14 +66,14 @@ def encode(
     page, record, source, start, stop, base,
     ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store tokens `start` to `stop` of a page (per channel: all of it); token 0 of the page has index `base`."""
+    """Store tokens `start` to `stop` of a page (per channel: the whole page). The page's token 0 has index `base`."""
     for i in tl.static_range(len(P.fields)):
         _encode_field(page, source, start, stop, base, i, ROWS, HAS_ORDER, TAIL, P)
 
 
 @triton.jit
 def _store_field(page, code, token, word, keep, i: tl.constexpr, P: tl.constexpr):
-    """A field of codes `[T, fields of a word, W]` of tokens `[T, 1]` -> words `[1, W]` of theirs."""
+    """One field of codes `[T, fields of a word, W]` of tokens `[T, 1]` -> their words `[1, W]`."""
     BITS: tl.constexpr = P.fields[i][0]
     shift = (tl.arange(0, 16 // BITS) * BITS)[None, :, None]
     field = (code >> P.fields[i][1]) & ((1 << BITS) - 1)
@@ -84,7 +87,7 @@ def _encode_field(
     page, source, start, stop, base, i: tl.constexpr,
     ROWS: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The words of one field of the codes; scales and zero points too."""
+    """The words of one field of the codes, and the scales and zero points."""
     scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))
     zeros = (page + P.zero_at).to(tl.pointer_type(tl.float16))
     PLANES: tl.constexpr = 16 // P.fields[i][0]
@@ -130,7 +133,7 @@ def _encode_field(
             _store_field(page, code, token[:, None], word[None, :], (token < stop)[:, None] & keep[None, :], i, P)
 
 
-#: what 1 in the lowest bit of a float16 stands for
+#: the value of a float16's lowest bit
 TWO_24 = tl.constexpr(16777216.0)
 
 
@@ -150,21 +153,21 @@ class Params(NamedTuple):
     #: bytes from the start of the part
     scale_at: int
     zero_at: int
-    #: of each plane: right shift of the word, mask after it, factor on the code that is left
+    #: for each plane: right shift of the word, mask after the shift, factor of the resulting code
     shifts: tuple[int, ...]
     masks: tuple[int, ...]
     factors: tuple[float, ...]
     units: tuple[float, ...]
     max_block: int
     encode_rows: int
-    #: of each field of a code that has words of its own: bits, bits of the code below it, words of a token, words before them,
-    #: words that `encode` takes at a time (per channel), and their number to a power of two
+    #: for each field of a code that has words of its own: its bits, the code's bits below it, words of a token, words
+    #: before them, words that `encode` takes at a time (per channel), and that number rounded up to a power of two
     fields: tuple[tuple[int, ...], ...]
     #: words of a token
     row_words: int
     #: whether `weigh` returns an offset
     offset: bool
-    #: whether to use inline PTX, by plane: take it out of two words at a time; the same, dequantized
+    #: for each plane, whether inline PTX unpacks two words at a time; and whether it dequantizes them too
     ptx: bool
     extract: tuple[str, ...]
     dequantize: tuple[str, ...]
@@ -174,7 +177,7 @@ class Params(NamedTuple):
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    split = len(fmt.widths) > 1  # codes of two fields are put together and taken as one plane of numbers
+    split = len(fmt.widths) > 1  # codes of two fields are combined and used as one plane of numbers
     planes, width = (1, head_dim) if split else (fmt.planes, head_dim // fmt.planes)
     padded = padded_width(width)
     per_channel = fmt.axis == "channel"
@@ -203,7 +206,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         shifts=shifts,
         masks=masks,
         factors=factors,
-        # the general mode adds true values, the others codes as they lie
+        # the general mode adds true values, the other modes unscaled codes
         units=tuple(1.0 if mode != "token" else 2.0**24 / factor for factor in factors),
         max_block=group if per_channel else page_size,
         encode_rows=max(ENCODE_TILE // max(planes * padded, max(16 // x[0] * x[5] for x in of_words)), 1),
@@ -237,7 +240,7 @@ def _extract_asm(shift: int, mask: int) -> str:
 
 
 def _dequantize_asm(shift: int, mask: int) -> str:
-    """code / 4 * $2 + $3, rounded once: 0x6400 read as float16 is 1024, and the code in its lowest bits adds to it."""
+    """code / 4 * $2 + $3, rounded once. 0x6400, read as float16, is 1024; a code in its lowest bits adds to that."""
     return f"""{{ .reg .b32 t, magic, quarter, less;
         mov.b32 magic, 0x64006400;
         mov.b32 quarter, 0x34003400;
@@ -260,7 +263,8 @@ def _extract(words, j: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl.constexpr):
-    """Plane `j` of a quarter of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16, float32."""
+    """Plane `j` of a quarter of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16,
+    float32."""
     if P.ptx and DTYPE == tl.float16:
         x = tl.inline_asm_elementwise(
             P.dequantize[j], "=r,r,r,r", [words, scale, zero], dtype=tl.float16, is_pure=True, pack=2
@@ -273,8 +277,8 @@ def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl
 
 @triton.jit
 def _field_of_codes(page, token, channel, i: tl.constexpr, P: tl.constexpr):
-    """Bits of one field of the codes of these tokens and channels, at their place in the code. A function of its own: Triton
-    gives a name its `constexpr` once."""
+    """One field of the codes of these tokens and channels, shifted to its place in the code. It is a separate function
+    because Triton binds a `constexpr` to a name only once."""
     BITS: tl.constexpr = P.fields[i][0]
     WIDTH: tl.constexpr = P.fields[i][2]
     place = token * P.row_words + P.fields[i][3] + channel % WIDTH
@@ -298,17 +302,17 @@ def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: 
 
 @triton.jit
 def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed; where codes have two fields, the codes, float32.
-    Codes of unused tokens are harmless."""
+    """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed. If codes have two fields: the codes,
+    float32. Codes of unused tokens are harmless."""
     if len(P.fields) > 1:
         return _put_together(page, n0, TRANSPOSED, BLOCK_N, P)
-    else:  # Triton compiles what follows a return as well
+    else:  # Triton also compiles code behind a return
         return _words_of_one_field(page, n0, valid, TRANSPOSED, BLOCK_N, P)
 
 
 @triton.jit
 def _words_of_one_field(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """The words of a tile of tokens of codes that are stored whole."""
+    """The words of a tile of tokens whose codes have a single field."""
     codes = page.to(tl.pointer_type(tl.int16)) + n0 * P.width
     token = tl.arange(0, BLOCK_N)
     word = tl.arange(0, P.padded)
@@ -347,7 +351,7 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """Plane `j` of a tile in true size, float32, the shape of `words`; zero in unused slots."""
+    """Plane `j` of a tile, dequantized to float32, in the shape of `words`; zero in unused slots."""
     token = n0 + tl.arange(0, BLOCK_N)
     channel = j * P.width + tl.arange(0, P.padded)
     keep = (channel < P.head_dim) & (tl.arange(0, P.padded) < P.width)
@@ -373,8 +377,9 @@ def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, 
 
 @triton.jit
 def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """`"general"`: the planes of q in the model's dtype. Else `(size, sum, *planes)`: q = size * planes, where `size`
-    `[M]` is a power of two that brings a row within 1, for float16 may not hold q (bfloat16) or what it is multiplied with."""
+    """`"general"`: the planes of q in the model's dtype. Otherwise `(size, sum, *planes)` with q = size * planes.
+    `size` `[M]` is a power of two that brings a row's magnitude below 1: float16 may not hold q (from bfloat16) or its
+    products."""
     if P.mode == "general":
         out = ()
         for j in tl.static_range(P.planes):
@@ -386,7 +391,7 @@ def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: t
             x = load_plane(q_rows, stride, rows_valid, j, P).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             total += tl.sum(x, 1)
-        # the power of two above the largest, and its exact inverse, from the exponent's bits
+        # the power of two above the largest magnitude, and its exact inverse, from the exponent's bits
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         size = exponent.to(tl.float32, bitcast=True) * 2.0
         inverse = tl.where(exponent > 0, (0x7E800000 - exponent).to(tl.float32, bitcast=True), 0.0)
@@ -431,8 +436,8 @@ def scores(
 
 @triton.jit
 def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """`"channel"`: plane `j` of a quarter of the keys (rounding of the scale may push the largest beyond float16); a quarter of
-    the codes, not of the scales, which would become subnormal where keys are small."""
+    """`"channel"`: plane `j` of the keys divided by 4, because a rounded scale may push the largest key beyond float16.
+    The codes are divided, not the scales, which would become subnormal where keys are small."""
     scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P), T)
     zero = tl.expand_dims(_per_channel(page, P.zero_at, n0, j, P) * 0.25, T)
     return _dequantized(words, j, scale, zero, TYPE, P)
@@ -441,7 +446,7 @@ def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.const
 @triton.jit
 def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     if P.mode == "token":
-        # a scale of zero goes with codes of zero: any positive number will do
+        # if the scale is zero, so are the codes: any positive number will do
         scale = tl.maximum(fetched[0].to(tl.float32), 1.0 / TWO_24)
         # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
         offset = fetched[1].to(tl.float32) / scale

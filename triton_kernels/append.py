@@ -1,7 +1,7 @@
-"""Storing new tokens: into sink, tail ring and open pages, and packing each page that is due.
+"""Stores new tokens in sink, tail ring and open pages, and packs each page that is due.
 
-A program over one (row, head) owns that row's counters of that head. One token is one launch. A chunk is three (pages, then
-sink and tail, then counters), because a page is packed from ring slots that the chunk's newest tokens take over.
+A program owns the counters of one (row, head). One token takes one launch. A chunk takes three: pages, then sink and
+tail, then counters. Pages come first because they are packed from ring slots that the chunk's newest tokens overwrite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _encode_page(
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
 ):  # fmt: skip
-    """Store those of the tokens `start` to `stop` (indices, sink not counted) that belong to a row's page number `page`."""
+    """Store the tokens of page number `page` that lie in `start` to `stop` (token indices, sink not counted)."""
     base = page * PAGE
     low, high = tl.maximum(start - base, 0), tl.minimum(stop - base, PAGE)
     part = pool + tl.multiple_of(tl.load(table + page) + h * PAGE_BYTES, 16)
@@ -38,7 +38,8 @@ def _encode_page(
 def _store_window(
     x, sink, tail, bh, place, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Tokens `[N, D_PADDED]` whose place in the row is `place` `[N]` -> sink or tail; keep `[N]`."""
+    """Write tokens `[N, D_PADDED]`, whose places in the row are `place` `[N]`, to sink or tail. keep `[N]`: which to
+    write."""
     channel = tl.arange(0, D_PADDED)[None, :]
     columns = channel < D
     if SINK > 0:
@@ -59,14 +60,14 @@ def append_one_kernel(
     PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_MASK: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one token a row, k and v `[B, H, 1, D]`. Grid (row * head). PDL: `launch._chained`."""
+    """Store one token for each row, k and v `[B, H, 1, D]`. Grid (row * head). PDL: see `entry_points`."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
-    # all loads before the first branch: they wait for memory together
+    # all loads come before the first branch, so they wait for memory together
     stored, before = tl.load(length + bh), tl.load(paged + bh)
     channel_k, channel_v = tl.arange(0, DK_PADDED)[None, :], tl.arange(0, DV_PADDED)[None, :]
     x_k = tl.load(new_k + channel_k * k_stride_d, mask=channel_k < DK, other=0.0)
@@ -88,7 +89,7 @@ def append_one_kernel(
         _store_window(x_v, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
 
         records = (record_k + h * record_stride_k, record_v + h * record_stride_v)
-        # the new token is read from the chunk, not from the tail, where this program has only just put it
+        # the new token is read from the chunk, not from the tail, to which this program has just written it
         source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)
         source_v = (tail_v + bh * TAIL * DV, DV, new_v, 0, v_stride_d, length, first, 0)
         for page in range(before // PAGE, (after + PAGE - 1) // PAGE if after > before else before // PAGE):
@@ -103,7 +104,8 @@ def append_one_kernel(
 @triton.jit
 def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr,
             DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr):  # fmt: skip
-    """Of a row before a chunk is stored: length, paged tokens; tokens of the chunk that fit; paged tokens after."""
+    """A row's length and paged tokens before a chunk is stored; how many tokens of the chunk fit; the paged tokens
+    afterwards."""
     stored, before = tl.load(length + bh), tl.load(paged + bh)
     if HAS_ORDER:
         tokens = tl.load(count + b)
@@ -121,7 +123,7 @@ def pack_kernel(
     SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
 ):  # fmt: skip
-    """Pack each page that a chunk `[B, H, tokens, D]` makes due. Grid (row * head, number of such a page)."""
+    """Pack each page that a chunk `[B, H, tokens, D]` makes due. Grid (row * head, index among these pages)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     stored, before, fits, after = _counts(
@@ -153,7 +155,7 @@ def window_kernel(
     TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store those tokens of a chunk that belong into sink or tail. Grid (row * head, block of tokens)."""
+    """Store the tokens of a chunk that belong in sink or tail. Grid (row * head, block of tokens)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     stored, before, fits, after = _counts(
@@ -180,7 +182,7 @@ def counters_kernel(
     length, paged, lost, count, heads, tokens, room,
     SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Count a stored chunk. Grid (row * head)."""
+    """Advance the counters past a stored chunk. Grid (row * head)."""
     bh = tl.program_id(0)
     stored, before, fits, after = _counts(
         length, paged, count, bh, bh // heads, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER

@@ -1,8 +1,11 @@
 """The attend kernel: one template for every pair of formats, for decode and several query tokens (`prompt` takes many).
 
-Rows of a tile are the query heads of one KV head times query tokens (token-major). Per row the walk carries the running
-maximum `m` of the weighing scores in binary logarithms, the sum of weights `l`, the offset `z` common to all channels, and
-the accumulator `acc`, one tensor `[M, padded]` per plane of the value format, in that format's units.
+Rows of a tile are the query heads of one KV head times query tokens (token-major). For each row the loop carries:
+
+- `m`, the running maximum of the scores, in binary logarithms;
+- `l`, the sum of weights;
+- `z`, an offset common to all channels;
+- `acc`, the accumulator: one tensor `[M, padded]` for each plane of the value format, in that format's units.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from .common import LOG2E, LOWEST, as_operand, load_plane, plane_channels, query
 
 @triton.jit
 def _capped(s, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in binary logarithms; with a softcap from natural ones, without it they are binary already."""
+    """Scores in binary logarithms. With a softcap they come in natural logarithms, without it they are binary already."""
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         power = tl.exp2(tl.minimum(s * (2.0 * LOG2E / softcap), 100.0))
@@ -47,10 +50,10 @@ def _walk_pages(
     OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DEFER: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Pages `first` to `last` of a row. table: its page addresses; part: bytes from a page to this head's share of it;
-    record_k, record_v: the KV head's parameters.
+    """Attend to pages `first` to `last` of a row.
 
-    DEFER: `l` and `z` are summed across the tile's columns once at the end, not in every tile.
+    table: the row's page addresses. part: bytes from a page's start to this head's part. record_k, record_v: the KV
+    head's parameters. DEFER: sum `l` and `z` across the tile's columns once at the end, not in every tile.
     """
     TILES: tl.constexpr = PAGE // BLOCK_N
     m, l, z, acc = carried
@@ -62,7 +65,7 @@ def _walk_pages(
     else:
         sum_l = tl.zeros((BLOCK_M,), tl.float32)
     sum_z = sum_l
-    # what a tile's other loads wait for is fetched one tile ahead, and addresses two
+    # data that a tile's other loads depend on is loaded one tile ahead, addresses two tiles ahead
     address = tl.load(table + first, mask=first < last, other=0)
     page = pool + tl.multiple_of(address + part, 16)
     valid = first * PAGE + column < end
@@ -88,8 +91,9 @@ def _walk_pages(
         decay = tl.exp2(m - new_m)
         weights = tl.exp2(s - tl.expand_dims(new_m, T))
         if VP.offset and DOT != tl.float32:
-            # offsets are weighted as codes are, by the eleven bits that float16 keeps: the two all but cancel where one channel
-            # of a token lies far below the others. Where float16 keeps fewer, offsets keep all.
+            # codes and offsets nearly cancel where one channel of a token lies far below the others. So offsets are
+            # weighted like codes, by the eleven bits that float16 keeps. Where float16 keeps fewer, offsets keep all
+            # bits.
             weights = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         if DEFER:
             sum_l = sum_l * tl.expand_dims(decay, T) + weights * inverse
@@ -101,7 +105,7 @@ def _walk_pages(
                 sum_z = sum_z * decay + tl.sum(weights * offset, T)
         acc = ADD(page + VALUE_AT, record_v, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, VP)
         m, page, valid, keys, values = new_m, next_page, next_valid, next_keys, next_values
-    # nothing was carried in: pages come first
+    # pages come first, so there are no earlier sums
     if DEFER:
         l, z = tl.sum(sum_l, T), tl.sum(sum_z, T)
     else:
@@ -114,7 +118,8 @@ def _window_tile(
     carried, q, k_rows, v_rows, k_stride, v_stride, tokens_valid, visible, factor, softcap,
     DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens in the model's dtype: pointers `[N]`; tokens_valid `[N]`; visible: broadcastable to the scores."""
+    """Attend to one tile of tokens in the model's dtype. Pointers `[N]`; tokens_valid `[N]`; visible broadcasts to the
+    scores."""
     m, l, z, acc = carried
     k = load_plane(k_rows, k_stride, tokens_valid, 0, DQ).to(DOT)
     s = query_dot(q, tl.trans(k) if T == 1 else k, None, T)
@@ -143,9 +148,10 @@ def _walk_window(
     DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Sink, tail ring, and the chunk itself up to the tile's `last_token`.
+    """Attend to sink, tail ring, and the chunk itself up to the tile's `last_token`.
 
-    TAIL_SHARE: 0, or part 0 takes sink and chunk, and each part after it that many tokens of the tail.
+    TAIL_SHARE: 0: this program takes everything. Otherwise part 0 takes sink and chunk, and each further part this many
+    tokens of the tail.
     """
     DK: tl.constexpr = DQ.width
     block = tl.arange(0, BLOCK_N)
@@ -192,7 +198,7 @@ def _walk_window(
 
 @triton.jit
 def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
-    """Divide by the sum of weights and store; rows: pointers `[M]`. Zero where nothing was attended."""
+    """Divide by the sum of weights and store. rows: pointers `[M]`. Rows that attended to nothing get zeros."""
     m, l, z, acc = carried
     total = tl.where(l > 0, l, 1.0)
     channel = tl.arange(0, VP.padded)
@@ -220,10 +226,11 @@ def attend_kernel(
 ):  # fmt: skip
     """Grid (row * head, split, block of BLOCK_M query rows).
 
-    SPLIT: the first WINDOW_PARTS programs of axis 1 take what is not packed (`_walk_window`), the `splits` others a share of
-    the row's pages each; out is float32 `[B * H, WINDOW_PARTS + splits, GROUPS * tokens, DV]` and lse the same without DV,
-    binary logarithms. Else one program takes all; out is `[B, tokens, H * GROUPS, DV]`.
-    KP, VP: constants of the two formats (`registry`); DQ: constants of dense tokens as wide as a key. PDL: `launch._chained`.
+    SPLIT: the first WINDOW_PARTS programs of axis 1 take the tokens that are not packed (`_walk_window`), and each of
+    the other `splits` programs takes a share of the row's pages. Then out is float32 `[B * H, WINDOW_PARTS + splits,
+    GROUPS * tokens, DV]`, and lse is the same without DV, in binary logarithms. Without SPLIT one program takes
+    everything, and out is `[B, tokens, H * GROUPS, DV]`. KP, VP: constants of the two formats (`registry`); DQ:
+    constants of dense tokens as wide as a key. PDL: see `entry_points`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -259,7 +266,7 @@ def attend_kernel(
             BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
     if (not SPLIT) or part < WINDOW_PARTS:
-        # with splits few programs come here, and buffers for them would keep the others off the multiprocessor
+        # with splits, few programs come here. Buffers for them would take shared memory from all programs
         STAGES: tl.constexpr = 1 if SPLIT else 2
         last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)
         dense_q = as_operand(load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), T)

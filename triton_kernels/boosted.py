@@ -1,7 +1,8 @@
 """Device functions of `formats.boosted`, layout `planar-1`. The interface is described in `registry`.
 
-The plane of low codes is read as `affine` reads 2-bit codes per channel. As keys, the boosted channels' high codes are so
-many more columns: S = low . q' + high . (4 q')[map] + zero . q. As values (nobody's first choice) codes are put together.
+The plane of low codes is read like 2-bit codes per channel in `affine`. For keys, the boosted channels' high codes are
+additional columns: S = low . q' + high . (4 q')[map] + zero . q. For values, which is a rare choice, codes are combined
+first.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 
 TWO_24 = affine.TWO_24
 
-#: what `affine` reads of its own, and: boosted channels, the same padded, words of one; bytes from the start of the part,
-#: those of the two arrays' ends too and how many are unused behind each; how to choose
+#: the fields that `affine` reads, and these: boosted channels, their number padded, words of a boosted channel; bytes
+#: from the start of the part to the two arrays and to their ends, unused bytes behind each; how channels are chosen
 _OWN = ("count", "rows", "words", "high_at", "map_at", "ends", "gaps", "folds", "score", "seed")
 Params = namedtuple("Params", (*affine.Params._fields, *_OWN))
 
@@ -51,7 +52,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """The boosted channels, int32 `[rows]`; some channel in rows that are not in use, and in a page that holds nothing."""
+    """The boosted channels, int32 `[rows]`. Unused rows, and pages without tokens, give an arbitrary valid channel."""
     if P.count > 0:
         row = tl.arange(0, P.rows)
         channel = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
@@ -62,8 +63,8 @@ def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def prepare(q_rows, stride, rows_valid, DOT: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """As `affine` prepares them; and where they are, for boosted channels are another lot in every page."""
-    # a stride of 1 is a constant of the compilation, which a function cannot return
+    """The queries as `affine` prepares them, and their addresses: each page has other boosted channels."""
+    # a stride of 1 is a compile-time constant, which a function cannot return
     return _prepare_low(q_rows, stride, rows_valid, DOT, T, P) + (q_rows, tl.full((1,), stride, tl.int32), rows_valid)
 
 
@@ -83,7 +84,7 @@ def scores(
 def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """Both planes' products. channel: the boosted channels `[rows]`."""
     TYPE: tl.constexpr = prepared[2].dtype
-    # what a page's map leads to is asked for first, and waited for behind the low codes' products
+    # the loads that depend on a page's map begin first; their results are used after the low codes' products
     size, row = prepared[0], tl.arange(0, P.rows)
     q_rows, stride, rows_valid = prepared[2 + P.planes], prepared[3 + P.planes], prepared[4 + P.planes]
     keep = rows_valid[:, None] & (row < P.count)[None, :]
@@ -93,10 +94,11 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
     s = query_dot(prepared[2], _key_plane(page, low, n0, 0, TYPE, T, P), None, T)
     for j in tl.static_range(1, P.planes - 1):
         s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
-    # size is a power of two, or 0 where all of q is
+    # size is a power of two, or 0 if all of q is 0
     inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-    # Of small keys scales are small too, and float16 would keep few bits of them: their power of two follows the products. The
-    # largest becomes 2^14, which float16 just holds, so that it keeps bits of scales that are far smaller than that one.
+    # Small keys have small scales, of which float16 would keep few bits. So the scales are multiplied by a power of
+    # two, and the products divided by it. The largest scale becomes 2^14, which float16 just holds, so that bits of far
+    # smaller scales are kept.
     exponent = tl.max(tl.where(row < P.count, scale, 0.0), 0).to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.where(exponent > 0, exponent - (14 << 23), 0)
     unit = exponent.to(tl.float32, bitcast=True)
@@ -108,7 +110,7 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
         products = query_dot(q, high.to(q.dtype), None, T) * unit
     else:
         products = _high_products(page, q, unit, n0, BLOCK_N, T, P)
-    # put together from planes, `products` are laid out in another way than s; a product that they are added to brings them back
+    # `products`, joined from planes, has another layout than s. Adding it to a product restores the layout
     LAST: tl.constexpr = P.planes - 1
     s += query_dot(prepared[2 + LAST], _key_plane(page, low, n0, LAST, TYPE, T, P), products, T)
     return s * tl.expand_dims(size * (4.0 * factor), T)
@@ -116,7 +118,8 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
 
 @triton.jit
 def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
-    """Products of a tile's high codes with unit * q. A field of the words is a plane of tokens, so an operand as it lies."""
+    """Products of a tile's high codes with unit * q. A field of the words is a plane of tokens, so it is an operand
+    already."""
     PLANES: tl.constexpr = BLOCK_N // P.words
     row, word = tl.arange(0, P.rows), tl.arange(0, P.words)
     place = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
@@ -127,8 +130,8 @@ def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P:
         words = tl.load(words, mask=tl.expand_dims(row < P.count, T), other=0)
     parts = ()
     for j in tl.static_range(PLANES):
-        # Which fields are the tile's is known when it runs. All of a page's are multiplied, those of other tiles by 0: words
-        # that are shifted by a variable would go through shared memory, a plane at a time.
+        # Which fields belong to the tile is known only at run time. All fields of a page are multiplied, those of other
+        # tiles by 0. Shifting words by a variable would move them through shared memory, a plane at a time.
         part, value = None, 0.0  # of a code's lowest bit
         for tile in tl.static_range(P.page_size // BLOCK_N):
             here = n0 == tile * BLOCK_N
@@ -141,7 +144,7 @@ def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P:
 
 @triton.jit
 def _side_by_side(parts, COUNT: tl.constexpr, T: tl.constexpr):
-    """COUNT (a power of two, 8 at most) tiles of as many tokens each as one, in order."""
+    """Join COUNT (a power of two, at most 8) tiles of equal size, in order."""
     for i in tl.static_range(3):
         if COUNT >> i > 1:
             pairs = ()
@@ -163,7 +166,7 @@ def _pair(a, b, T: tl.constexpr):
 
 @triton.jit
 def _high(page, row, token, keep, P: tl.constexpr):
-    """High codes (0 to 3, int32) of boosted channels `row` and tokens, which broadcast; 0 where not `keep`."""
+    """High codes (0 to 3, int32) of boosted channels `row` and tokens; the two broadcast. 0 where `keep` is false."""
     place = row * P.words + token % P.words
     words = tl.load((page + P.high_at).to(tl.pointer_type(tl.int16)) + place, mask=keep, other=0)
     return (words.to(tl.int32) >> (token // P.words * 2)) & 3
@@ -228,7 +231,7 @@ def _fold_sum(x, P: tl.constexpr):
 
 @triton.jit
 def _squared(x, P: tl.constexpr):
-    """x * x, rounded: a multiplication that is not fused with the addition of what comes of it."""
+    """x * x, rounded: the multiplication must not be fused with a following addition."""
     if P.ptx:
         y = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -251,13 +254,14 @@ def _scores(x, low, high, channel, P: tl.constexpr):
         mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
         mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
         score = ((mixed ^ (mixed >> 16)) >> 8).to(tl.float32)
-    return score + 0.0  # one of the two zeros
+    return score + 0.0  # turns -0 into +0
 
 
 @triton.jit
 def _largest(keys, COUNT: tl.constexpr):
-    """1 for the COUNT largest of `keys` (int32 `[n]`), of equal ones the first, and 0 for the others; negative ones never."""
-    threshold = 0  # the largest number that COUNT keys reach, bit by bit
+    """1 for the COUNT largest of `keys` (int32 `[n]`), 0 for the others. Of equal keys the first ones win; negative
+    keys never do."""
+    threshold = 0  # find, bit by bit, the largest number that COUNT keys reach
     for i in range(31):
         candidate = threshold | (1 << (30 - i))
         reached = tl.sum((keys >= candidate).to(tl.int32), 0)
@@ -282,7 +286,7 @@ def encode(
     low, high = tl.min(x, 0), tl.max(x, 0)
     levels = tl.full((P.planes, P.padded), 3.0, tl.float32)
     if P.count > 0:
-        # a float of 0 or more is ordered as its bits are
+        # floats of 0 or more have the order of their bits
         keys = tl.where(keep, _scores(x, low, high, channel, P).to(tl.int32, bitcast=True), -1)
         chosen = _largest(tl.reshape(keys, (P.planes * P.padded,)), P.count)
         row = tl.reshape(tl.cumsum(chosen, 0) - chosen, (P.planes, P.padded))

@@ -1,7 +1,7 @@
 """Device functions of `formats.codebook`, in all its layouts. The interface is described in `registry`.
 
-Plane `j` of a tile is channel `j` of every sub-vector, so that an entry of the codebook is looked up once for all its
-channels. A codebook stays in the L1 cache, but decode steps put one of at most 256 entries into shared memory
+Plane `j` of a tile is channel `j` of every sub-vector. So an entry of the codebook is looked up once for all its
+channels. The codebook stays in the L1 cache; decode steps copy a codebook of at most 256 entries to shared memory
 (`lookup`).
 """
 
@@ -25,7 +25,7 @@ BLOCK = tl.constexpr(32)
 class Params(NamedTuple):
     dim: int
     bits: int
-    #: whether `lookup` attends
+    #: whether `lookup` is used to attend
     gathers: bool
     #: sub-vectors of a token; words of `planes` channels of each
     vectors: int
@@ -83,7 +83,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def _indices(page, token, vector, keep, P: tl.constexpr):
-    """Indices (int32) of tokens of the page for sub-vectors of a token; shapes that broadcast; 0 where not keep."""
+    """Indices (int32) of the page's tokens and their sub-vectors; the shapes broadcast. 0 where `keep` is false."""
     words = page.to(tl.pointer_type(tl.int32))
     block, token = token // BLOCK, token % BLOCK
     if P.order == 0:
@@ -118,7 +118,8 @@ def _word(word, P: tl.constexpr):
 
 @triton.jit
 def _tile(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed, for every word. Those of unused tokens are harmless."""
+    """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed, for every word. Indices of unused tokens are
+    harmless."""
     token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded) // P.parts
     if TRANSPOSED:
         x = _indices(page, token[None, :], vector[:, None], (vector < P.vectors)[:, None] & (token >= 0)[None, :], P)
@@ -204,7 +205,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 
 @triton.jit
 def _square(x, y, P: tl.constexpr):
-    """(x - y)^2, rounded twice: not to be fused with the addition that follows."""
+    """(x - y)^2, rounded twice: it must not be fused with the following addition."""
     if P.ptx:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 t; sub.rn.f32 t, $1, $2; mul.rn.f32 $0, t, t; }", "=f,f,f", [x, y], dtype=tl.float32,
@@ -238,7 +239,7 @@ def encode(
             distance = _square(x[0], tl.load(table + entry * P.dim).to(tl.float32), P)
             for c in tl.static_range(1, P.dim):
                 distance += _square(x[c], tl.load(table + entry * P.dim + c).to(tl.float32), P)
-            nearer = distance < least  # not of NaN
+            nearer = distance < least  # false for NaN
             least = tl.where(nearer, distance, least)
             code = tl.where(nearer, entry, code)
         for w in tl.static_range(P.bits):

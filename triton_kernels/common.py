@@ -1,4 +1,4 @@
-"""What several kernels share."""
+"""Functions and constants that several kernels share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..storage.paged_store import LayerStore
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
-#: stands for a maximum over nothing: finite, so that a difference of two maxima is never NaN
+#: the maximum over nothing: finite, so that a difference of two maxima is never NaN
 LOWEST = tl.constexpr(-1.0e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-#: launches since import, by kernel name: tests assert that kernels ran
+#: number of launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
-#: for launches that do not choose otherwise; newer Triton asks for a choice. Attention was written for fused multiply-adds, and
-#: packing has none. Reading pages (`read.py`) turns them off: its last bit must be the reference's
+#: default for launches; newer Triton versions require a choice. Attention expects fused multiply-adds, and packing has
+#: none to fuse. Reading pages (`read.py`) turns them off, because its last bit must equal the reference's
 OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -32,8 +32,8 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
 
 
 def format_records(layer: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
-    """Of the key format and of the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from one KV
-    head's to the next's. Any uint8 tensor where a format has none."""
+    """For the key format and the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from
+    one KV head's record to the next. A format without parameters gives any uint8 tensor."""
     state = layer.state
     nothing = state.pool[0], 0
     if not state.parameters:
@@ -50,7 +50,7 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
 
 
 def padded_width(width: int) -> int:
-    """Power of two that a tile of `width` channels is padded to; 16 is the least that a dot takes."""
+    """The power of two to which a tile of `width` channels is padded; at least 16, the smallest size of a dot."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -70,8 +70,8 @@ def dot_type(dtype: torch.dtype):
 
 
 def constants(params):
-    """A NamedTuple with every number in it marked as a constant of the compilation, for Triton 3.6 takes plain numbers
-    inside a constant for values. The interpreter knows no such marks."""
+    """A NamedTuple whose numbers are all marked as compile-time constants. Without the marks Triton 3.6 treats numbers
+    inside a constant as run-time values. The interpreter does not know such marks."""
 
     def mark(x):
         return tuple(map(mark, x)) if isinstance(x, tuple) else tl.constexpr(x)
@@ -99,15 +99,14 @@ def load_bricks(data, token, valid, E: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def plane_channels(j: tl.constexpr, P: tl.constexpr):
-    """The channels of plane `j`, `[padded]`: neighbours, or INTERLEAVED those that leave `j` when divided by the number of
-    planes."""
+    """The channels of plane `j`, `[padded]`: neighbours, or, if INTERLEAVED, every `planes`-th channel from `j` on."""
     x = tl.arange(0, P.padded)
     return x * P.planes + j if P.interleaved else j * P.width + x
 
 
-# The attend kernel works in one of two orientations. T is the axis of a tile of scores along which tokens run: with T = 1
-# tiles are `[M, N]` (query rows by tokens) and accumulators `[M, channels]`; with T = 0 both are transposed. What belongs to
-# a query row broadcasts by `expand_dims(x, T)`, what belongs to a token or a channel by `expand_dims(x, 1 - T)`.
+# The attend kernel works in one of two orientations. T is the axis of a tile of scores along which tokens run. With T =
+# 1, tiles are `[M, N]` (query rows by tokens) and accumulators `[M, channels]`. With T = 0 both are transposed. Numbers
+# of query rows broadcast by `expand_dims(x, T)`, numbers of tokens or channels by `expand_dims(x, 1 - T)`.
 
 
 @triton.jit
@@ -139,8 +138,9 @@ def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.
     """Unpacked tokens of one row and head as float32, from the tail ring or from the chunk that is being stored.
 
     source: `(tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped)`. Tokens with an index below
-        `first` stand in the tail; token `first` is the chunk's number `skipped`, counted without padding, and `order`
-        gives the place in the chunk of each number.
+    `first` stand
+        in the tail. Token `first` is real token number `skipped` of the chunk (padding not counted), and `order` maps
+        such numbers to positions in the chunk.
     index: token indices, sink not counted. channel, keep: shapes that broadcast with it.
     """
     tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped = source

@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 import torch
 
-#: tokens of the tail that one program takes where a row's work is split
+#: tokens of the tail that one program takes if a row's work is split
 TAIL_SHARE = 64
-#: splits, and channels, that a program of the merge takes at a time
+#: splits that a program of the merge takes at a time, and its channels
 MERGE_SPLITS = 256
 MERGE_CHANNELS = 32
-#: warps of a program that stores one token, and packs a page when it is due
+#: warps of a program that stores one token and packs a due page
 APPEND_WARPS = 4
-#: tokens, of keys and queries, that a program transforms: one a warp
+#: tokens (keys and queries) that a program transforms: one for each warp
 TRANSFORM_ROWS = 4
-#: multiprocessors assumed where the device cannot be asked (interpreter)
+#: number of multiprocessors assumed if the device cannot be asked (interpreter)
 DEFAULT_PROCESSORS = 132
 
-#: query rows a KV head (tokens x heads of its group) up to which a backend attends to packed pages as they are; chunks with
-#: more are attended to by `prompt.py`. Where both take equally long on an H200 (docs/dev/log/kernels.md), a bit less for `cuda`
+#: a backend attends directly to packed pages for up to this many query rows of a KV head (tokens x heads of its group);
+#: `prompt.py` serves longer chunks. Near here both take equally long on an H200 (docs/dev/log/kernels.md); for `cuda`
+#: the limit is a bit lower
 FUSED_ROWS = {"triton": 128, "cuda": 256}
-#: bytes of the buffer that it unpacks into, and of what it carries from one stretch of a row to the next, at most
+#: largest size in bytes of the buffer that `prompt.py` unpacks into, and of the results that it carries from stretch to
+#: stretch
 BUFFER_BYTES = 128 * 2**20
 CARRY_BYTES = 128 * 2**20
 
@@ -50,22 +52,23 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-#: one token or a few, at most 16 query rows a KV head: by the width of a plane of values, up to which each row holds. Measured
-#: on an H200 at head size 128 (docs/dev/log/kernels.md); one warp suits 16 channels, for more would compute a product twice.
-#: Its registers are limited so that 12 programs fit on a multiprocessor; with more than 8 query rows it would spill.
-#: Nothing in it needs more than 48 KiB of shared memory, so devices from sm80 on take the same table.
+#: for one or a few tokens with at most 16 query rows of a KV head. Each row of the table holds up to a width of a plane
+#: of values. Measured on an H200 at head size 128 (docs/dev/log/kernels.md). One warp suits 16 channels; more warps
+#: would compute a product twice. Registers are limited so that 12 programs fit on a multiprocessor; with more than 8
+#: query rows the kernel would spill. Nothing here needs more than 48 KiB of shared memory, so all devices from sm80 on
+#: use the same table.
 DECODE = (
     (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, registers=168, swapped=True)),
     (32, Config(16, 64, 32, num_warps=2, num_stages=3, programs=8, swapped=True)),
     (64, Config(16, 64, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=4, num_stages=2, programs=6, swapped=True)),
 )
-#: the same, where a plane of keys is wider than one of values (finer keys)
+#: the same if a plane of keys is wider than a plane of values (finer keys)
 DECODE_FINER_KEYS = (
     (16, Config(16, 128, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
 )
-#: the same, where keys or values gather from shared memory. Two warps, because Triton gathers within one warp by shuffles.
+#: the same if keys or values gather from shared memory. Two warps, because within one warp Triton gathers by shuffles.
 #: Chosen from the machine code (docs/dev/log/kernels.md): the fewest registers without spilling
 DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
 
@@ -74,8 +77,8 @@ DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, re
 def attend_config(
     rows: int, widest: int, key_width: int, value_width: int, is_float32: bool, gathers: bool = False
 ) -> Config:
-    """rows: query rows of a KV head; widest: the larger head size; key_width, value_width: padded channels of a plane;
-    gathers: whether keys or values gather from shared memory."""
+    """The launch of the attend kernel. rows: query rows of a KV head; widest: the larger head size; key_width,
+    value_width: padded channels of a plane; gathers: whether keys or values gather from shared memory."""
     if is_float32:
         return Config(16, 32, 32, num_warps=4, num_stages=1, programs=4)
     if rows <= 16 and gathers:
@@ -103,14 +106,15 @@ class PromptConfig(NamedTuple):
 
 @functools.cache
 def _has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may take 227 KiB of shared memory (sm90, sm100), not 99 (sm86, sm89, sm120)."""
+    """Whether a program may use 227 KiB of shared memory (sm90, sm100) instead of 99 KiB (sm86, sm89, sm120)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def prompt_config(rows: int, heads: int, widest: int, is_float32: bool, device: torch.device) -> PromptConfig:
-    """rows: query rows of a KV head; heads: KV heads of all sequences; widest: the larger head size."""
+    """The launch of the prompt kernel. rows: query rows of a KV head; heads: KV heads of all sequences; widest: the
+    larger head size."""
     if widest > 256:  # latents
         if is_float32:
             return PromptConfig(16, 16, num_warps=4, num_stages=1, programs=2)
@@ -131,7 +135,8 @@ def prompt_config(rows: int, heads: int, widest: int, is_float32: bool, device: 
 
 
 def split_count(programs: int, pages: int, wanted: int) -> int:
-    """Shares to divide a row's pages (or other pieces) into. programs: rows * heads * query blocks; pages: most of a row."""
+    """How many shares a row's pages (or other pieces) are divided into. programs: rows * heads * query blocks; pages:
+    the longest row's."""
     if programs * 2 > wanted or pages <= 2:
         return 1
     return max(min(wanted // programs, pages // 2), 1)

@@ -23,7 +23,7 @@ class Params(NamedTuple):
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
     gathers: bool = False
-    #: numbers in 16 bytes of layout `core-1`, which is read only; 0: token after token
+    #: numbers in 16 bytes of layout `core-1`, which these kernels only read; 0: token after token
     brick: int = 0
 
 
@@ -73,7 +73,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 
 @triton.jit
 def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """A tile of tokens, `[BLOCK_N, padded]`; zero where not valid, for such rows may hold NaN."""
+    """A tile of tokens, `[BLOCK_N, padded]`. Invalid rows become zero, because they may hold NaN."""
     token, data = n0 + tl.arange(0, BLOCK_N), page.to(tl.pointer_type(P.dtype))
     if P.brick:
         x = load_bricks(data, token, valid, P.brick, P)

@@ -1,6 +1,6 @@
 """`Operations` by Triton's kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
-Nothing here waits for the device, so all of it can be captured in a CUDA graph.
+Nothing here waits for the GPU, so everything can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .transform import transform_kernel
 
 
 class _Sides(NamedTuple):
-    """What kernels need to know of a layer at compile time; kp, vp: constants of the two formats."""
+    """The compile-time constants of a layer's kernels. kp, vp: constants of the two formats."""
 
     keys: Any
     values: Any
@@ -53,7 +53,7 @@ class _Sides(NamedTuple):
     value_at: int
     #: largest tile of tokens, for keys and for values
     max_block: tuple[int, int]
-    #: channels of a plane of values, padded
+    #: padded number of channels of a plane of values
     key_width: int
     value_width: int
     #: tokens that packing takes at a time
@@ -91,22 +91,23 @@ def _prepare(k, v, spec: LayerSpec) -> _Sides:
 
 @functools.cache
 def _chained(device: torch.device) -> bool:
-    """Whether kernels of a step are launched before the one in front of them is done (programmatic dependent launch, sm90 and
-    later). Whoever is launched so waits, first of all, for that one's end; so everything before it has ended as well."""
+    """Whether kernels of a step are launched before the previous kernel has ended (programmatic dependent launch, sm90
+    and later). Such a kernel first waits for the end of the previous one. So all earlier kernels have ended too."""
     return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def _signs(base: int, device: torch.device) -> torch.Tensor:
-    """The matrix that a Hadamard matrix is made of, float32 `[base, base]`."""
+    """The base matrix from which a Hadamard matrix is built, float32 `[base, base]`."""
     return hadamard(base).to(device, torch.float32)
 
 
 def transform(
     q: torch.Tensor | None, x: torch.Tensor, transform: Transform, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`reference.transform`, of what kernels apply (`Transform.fused`), in one launch: queries `[B, Hq, S, D]` (or `None`)
-    with its counterpart, and keys or values `x` `[B, H, S, D]`. tensors: those it holds."""
+    """`reference.transform` in one launch, for transforms that kernels apply (`Transform.fused`). Queries `[B, Hq, S,
+    D]` (or `None`) get the counterpart, keys or values `x` `[B, H, S, D]` the transform itself. tensors: the
+    transform's tensors."""
     (batch, heads, tokens, head_dim), q_heads = x.shape, 0 if q is None else q.shape[1]
     out = x.new_empty(x.shape)
     queries = None if q is None else q.new_empty(q.shape)
@@ -140,7 +141,8 @@ def transform(
 
 
 class TritonOperations(Operations):
-    """By Triton's kernels: one launch transforms queries and keys, and one values. PyTorch applies what kernels do not."""
+    """Operations by Triton's kernels. One launch transforms queries and keys, and one transforms values. PyTorch
+    applies transforms that kernels do not."""
 
     launches = launches
 
@@ -151,8 +153,8 @@ class TritonOperations(Operations):
         _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
 
     def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        """Tokens are transformed once. The attend kernel is not launched ahead of the end of the transform's (`_chained`): that
-        slowed it (docs/dev/log/kernels.md)."""
+        """Tokens are transformed once. The attend kernel is not launched before the end of the transform's kernel
+        (`_chained`), because that was slower (docs/dev/log/kernels.md)."""
         chunk = transformed_by(transform, chunk, layer)
         out = _attend(chunk, layer)
         _append(chunk, layer)
@@ -166,7 +168,7 @@ OPERATIONS = TritonOperations()
 
 
 def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-    """`attend` of a chunk as it meets what is stored."""
+    """`attend` for a chunk that is already transformed."""
     q, k, v, mask, scaling, softcap, sinks = chunk.queries, *chunk[1:7]
     state, spec = layer.state, layer.spec
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
@@ -251,7 +253,7 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
 
 
 def _append(chunk: Chunk, layer: LayerStore) -> None:
-    """`append` of keys and values as they are stored."""
+    """`append` for keys and values that are already transformed."""
     (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
     batch, heads, tokens, _ = k.shape
     if tokens == 0:
@@ -298,10 +300,10 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
         return
     order, count = k, state.length
     if mask is not None:
-        # the places of the tokens that are no padding, in order
+        # the indices of the real tokens (not padding), in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
-    # at most the tail and the chunk are packed, and an open page may stand before them
+    # at most the tail and the chunk are packed, and an open page may come before them
     due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
     _launch(
         pack_kernel,

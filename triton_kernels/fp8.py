@@ -1,4 +1,5 @@
-"""Device functions of `formats.fp8`: e4m3 codes, a float32 scale a token or none. The interface is described in `registry`."""
+"""Device functions of `formats.fp8`: e4m3 codes, a float32 scale a token or none. The interface is described in
+`registry`."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """Codes of numbers (int16) -> float32. Sign, exponent and mantissa at their places in float16 are the number times 2^-8,
-    subnormals included."""
+    """Codes of numbers (int16) -> float32. Sign, exponent and mantissa at their places in float16 are the number times
+    2^-8, subnormals included."""
     half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 

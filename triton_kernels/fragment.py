@@ -72,8 +72,8 @@ def _place(
     x, j, c, h, block,
     IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand, block:
-    which 32 tokens, each given by one side alone and 0 from the other."""
+    """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand,
+    block: which 32 tokens, each given by one side alone and 0 from the other."""
     word = c * (BITS // 2)
     if BITS == 8 and not IS_ROW:
         word += j
@@ -100,8 +100,8 @@ def load_codes(
     CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep `[M]`. PAIRS:
-    of e4m3."""
+    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep
+    `[M]`. PAIRS: of e4m3."""
     WHOLE: tl.constexpr = CHANNELS // 32 * 32
     row, row_bit = _place(
         (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS

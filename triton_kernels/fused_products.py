@@ -1,7 +1,8 @@
 """Products of one input of few rows with two or three weights, in one launch that reads the weights where they lie.
 
-A decode step multiplies one to sixteen rows: time is that of reading the weights. Libraries launch a kernel a weight, and small
-ones (keys' and values') do not fill a GPU. Sums are kept in float32 and added in one order, so results repeat to the last bit.
+A decode step multiplies one to sixteen rows: time is that of reading the weights. Libraries launch a kernel a weight,
+and small ones (keys' and values') do not fill a GPU. Sums are kept in float32 and added in one order, so results repeat
+to the last bit.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def products(
     """`x @ weight.T + bias` for two or three weights.
 
     Args:
-        x: `[..., K]`, at most `MOST_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`, of all or
+        x: `[..., K]`, at most `MOST_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`, of
+        all or
             of none. All of one dtype, float16 or bfloat16, and device.
         tiles: how the launch is cut; by default what was fastest on an H200.
 

@@ -19,8 +19,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """A head of one token a program. Grid (rows * tokens * (q_heads + heads)).
 
-    HALF: channels of a half; channels behind both are copied. SECOND: where cosines of the second half begin: at HALF, or at 0
-    where both halves share them.
+    HALF: channels of a half; channels behind both are copied. SECOND: where cosines of the second half begin: at HALF,
+    or at 0 where both halves share them.
     """
     place = tl.program_id(0).to(tl.int64)
     head, place = place % (q_heads + heads), place // (q_heads + heads)
@@ -60,7 +60,8 @@ def rotary(
 
     Args:
         q: `[B, q_heads, S, D]`, any strides. k: `[B, heads, S, D]` of the same dtype.
-        cos, sin: `[B or 1, S, R]`, R even: the first R channels are rotated, those behind them copied; or, where the halves
+        cos, sin: `[B or 1, S, R]`, R even: the first R channels are rotated, those behind them copied; or, where the
+        halves
             are `shared`, R is half of what is rotated.
 
     Returns:

@@ -1,11 +1,11 @@
 """Products with codebooks of up to 256 entries: another way for what `codebook` does in a decode step.
 
 A number of 32 bits is loaded once. It holds a sub-vector's indices of four neighbouring tokens. One `tl.gather` looks up
-all indices of a tile: it stores the codebook in shared memory, in every tile, and reads the entries there. Entries in L1 would
-cost a cache line for nearly every lane.
+all indices of a tile: it stores the codebook in shared memory, in every tile, and reads the entries there. Entries in
+L1 would cost a cache line for nearly every lane.
 
-Tensor cores take entries as they lie in registers: the indices are loaded in the order of an operand (`_places`). Any other
-order gives the same result, but Triton then moves entries between threads.
+Tensor cores take entries as they lie in registers: the indices are loaded in the order of an operand (`_places`). Any
+other order gives the same result, but Triton then moves entries between threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_BITS = 8
 
 
 def planes(dim: int, head_dim: int) -> int:
-    """Channels that are looked up at a time: a word of 32 or 64 bits. Two warps need at least 32 words a token, else both would
-    compute the same product."""
+    """Channels that are looked up at a time: a word of 32 or 64 bits. Two warps need at least 32 words a token, else
+    both would compute the same product."""
     most = min(dim, 4)
     return most if padded_width(head_dim // most) >= 32 else 2
 
@@ -99,8 +99,8 @@ def _entries(
     page, record, n0, VECTORS_FIRST: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """Words of a tile of `COUNT * N` tokens, a tuple: the `i`-th has those of tokens `i`, `i + COUNT`, ..., `[N, padded]` or
-    transposed."""
+    """Words of a tile of `COUNT * N` tokens, a tuple: the `i`-th has those of tokens `i`, `i + COUNT`, ..., `[N,
+    padded]` or transposed."""
     # Triton gives a lane four tokens side by side where weights went through `_in_order`
     RUN: tl.constexpr = 4 if VECTORS_FIRST else 2
     R: tl.constexpr = P.padded if VECTORS_FIRST else N
@@ -162,7 +162,8 @@ def _plane(words, j: tl.constexpr, TYPE: tl.constexpr, P: tl.constexpr):
 def scores(
     page, record, prepared, n0, DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Products of a tile of keys with the queries, COUNT of them: each has at least 32 tokens, as two warps share 32 rows."""
+    """Products of a tile of keys with the queries, COUNT of them: each has at least 32 tokens, as two warps share 32
+    rows."""
     COUNT: tl.constexpr = min(4, BLOCK_N // 32)
     TYPE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float16
     words = _entries(page, record, n0, T == 1, COUNT, BLOCK_N // COUNT, TYPE, P)

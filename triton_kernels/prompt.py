@@ -52,10 +52,11 @@ def _walk(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
     SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole tiles.
+    """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole
+    tiles.
 
-    more: SHARED: the queries' channels for the second stream. factor: what turns a product into a binary logarithm, above 0;
-    with a softcap, into a natural one.
+    more: SHARED: the queries' channels for the second stream. factor: what turns a product into a binary logarithm,
+    above 0; with a softcap, into a natural one.
     """
     m, l, acc = carried
     for n0 in range(start, stop, BLOCK_N):
@@ -93,13 +94,14 @@ def prompt_kernel(
     HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the group).
+    """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the
+    group).
 
-    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. SHARED: queries have channels for both,
-    and keys are values, too. A query token is number `before` and up of its chunk, whose tokens follow the row's `length`;
-    HAS_POSITION: their numbers without padding, `position` `[B, S]`.
-    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DO]`, DO = DV, or SHARED: DK. Else what is carried on goes
-    to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary logarithms.
+    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. SHARED: queries have channels for
+    both, and keys are values, too. A query token is number `before` and up of its chunk, whose tokens follow the row's
+    `length`; HAS_POSITION: their numbers without padding, `position` `[B, S]`. final: divide, add sinks, and write out
+    `[B, tokens, H * GROUPS, DO]`, DO = DV, or SHARED: DK. Else what is carried on goes to partial, float32 `[B * H,
+    splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary logarithms.
     """
     DO: tl.constexpr = DK if SHARED else DV
     DO_PADDED: tl.constexpr = DK_PADDED if SHARED else DV_PADDED

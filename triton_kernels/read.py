@@ -52,7 +52,8 @@ def _copy_window(
     sink, tail, chunk, stride_s, stride_d, out, bh, number, source, place, keep,
     D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One side of `read_window_kernel`: tokens `number` of the window to rows `place` of out; source: places in the chunk."""
+    """One side of `read_window_kernel`: tokens `number` of the window to rows `place` of out; source: places in the
+    chunk."""
     channel = tl.arange(0, PADDED)[None, :]
     rows = (out + place.to(tl.int64) * D)[:, None] + channel
     keep = keep[:, None] & (channel < D)
@@ -78,8 +79,8 @@ def read_window_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what is not packed of a row's tokens `first` to `first + count` into out_k and out_v `[B, H, count, D]`: sink, tail
-    and, HAS_CHUNK, behind them the chunk's `tokens`. Grid (row * head, block of these).
+    """Copy what is not packed of a row's tokens `first` to `first + count` into out_k and out_v `[B, H, count, D]`:
+    sink, tail and, HAS_CHUNK, behind them the chunk's `tokens`. Grid (row * head, block of these).
 
     HAS_ORDER: the chunk's tokens are those at the places `order` `[B, tokens]`, `real` `[B]` of them.
     """
@@ -136,8 +137,8 @@ def _page_readers(
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a chunk that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others `[B, S]`
-    and how many there are `[B]`, int32."""
+    """Tokens of a chunk that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others
+    `[B, S]` and how many there are `[B]`, int32."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -200,7 +201,8 @@ def unpack(
 
 
 def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's end."""
+    """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's
+    end."""
     state = layer.state
     batch, heads = state.length.shape
     keys, values = (

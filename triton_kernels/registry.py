@@ -1,12 +1,12 @@
 """Which module holds the device functions of a page format: a new format is one file and one line here.
 
-Such a module offers `params`, `encode` and `decode`. That is enough: a step then unpacks the history in stretches (`prompt`).
-With the other functions below, decode steps attend to packed pages as they are.
+Such a module offers `params`, `encode` and `decode`. That is enough: a step then unpacks the history in stretches
+(`prompt`). With the other functions below, decode steps attend to packed pages as they are.
 
-All but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page of one KV head.
-`record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0` is the first token of
-the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the others may be NaN. `P` is what `params` returned.
-`T` is the tile's orientation (`common`).
+All but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page of one KV
+head. `record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0` is the
+first token of the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the others may be NaN. `P` is what
+`params` returned. `T` is the tile's orientation (`common`).
 
 - `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a constant of the compilation.
   Templates read `planes`, `width` (channels a plane), `padded` (the next power of two, 16 at least), `units` (factor that
@@ -16,10 +16,12 @@ the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the other
 - `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries as `scores` wants them, a tuple of tensors.
 - `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of what a tile needs per token, loaded one tile ahead.
 - `scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.
-- `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are taken of s', which is s plus the
+- `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are taken of s', which is s plus
+  the
   binary logarithm of what the format multiplies a token's values with; `inverse` and `offset`, one a token or numbers,
   are what a weight counts for in the sum of weights and in the offset common to all channels.
-- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane by
+- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane
+  by
   plane.
 - `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the page,
   whose first token has index `base`; `source` is what `common.load_tokens` takes.

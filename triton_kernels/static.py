@@ -136,7 +136,8 @@ def _tile(page, record, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
-    """What codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`, channel `[1, padded]`."""
+    """What codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`, channel `[1,
+    padded]`."""
     keep = channel < P.width
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=0.0)
@@ -186,8 +187,8 @@ def _round(x):
 
 @triton.jit
 def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr):
-    """Whole pages of some channels: what remains of tokens around the page's mean, in steps, `[page_size, n]`; the stored means
-    `[1, n]`, 0 where pages have none. channel, keep: `[1, n]`."""
+    """Whole pages of some channels: what remains of tokens around the page's mean, in steps, `[page_size, n]`; the
+    stored means `[1, n]`, 0 where pages have none. channel, keep: `[1, n]`."""
     n: tl.constexpr = channel.shape[1]
     x = load_tokens(source, token, channel, keep, HAS_ORDER, TAIL)
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
@@ -209,7 +210,8 @@ def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: t
 
 @triton.jit
 def _scales(rest, P: tl.constexpr):
-    """k + 8 of each token, int32 `[page_size, 1]`: `Static.scale_of`. rest: `[page_size, padded]`, 0 in unused channels."""
+    """k + 8 of each token, int32 `[page_size, 1]`: `Static.scale_of`. rest: `[page_size, padded]`, 0 in unused
+    channels."""
     total = _squared(rest, P)
     for i in tl.static_range(10):
         if P.padded >> (i + 1) > 0:

@@ -1,4 +1,5 @@
-"""Factors of channels and the Hadamard rotation: a chunk's keys and queries in one launch, bit for bit as `transforms` says."""
+"""Factors of channels and the Hadamard rotation: a chunk's keys and queries in one launch, bit for bit as `transforms`
+says."""
 
 from __future__ import annotations
 
