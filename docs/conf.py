@@ -1,5 +1,7 @@
 """The site of these pages: `make docs` builds it into build/docs, offline, with warnings as errors."""
 
+import re
+
 import hf_lowbit_kv
 
 project = "hf-lowbit-kv"
@@ -17,7 +19,7 @@ suppress_warnings = ["myst.xref_missing", "myst.header"]  # logs skip levels of 
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Keys"]
 default_role = "code"  # docstrings mark names by single backticks
@@ -26,6 +28,7 @@ html_theme = "furo"
 html_title = "hf-lowbit-kv"
 html_static_path: list[str] = []
 html_show_sphinx = False
+html_show_copyright = False
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -48,6 +51,12 @@ def examples_as_code(app, what, name, obj, options, lines):
     lines[:] = [*shown, *lines[end:]]
 
 
+def titles_as_texts(app, docname, source):
+    """Pages write links as `[start.md](start.md)`, which reads well in a checkout; a site shows the page's title."""
+    source[0] = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)\)", r"[](\1)", source[0])
+
+
 def setup(app):
+    app.connect("source-read", titles_as_texts)
     # before napoleon, which has the default priority of 500
     app.connect("autodoc-process-docstring", examples_as_code, priority=100)
