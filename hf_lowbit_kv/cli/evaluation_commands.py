@@ -26,8 +26,8 @@ from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
 from . import missing_calibrations
 from .every_command import add_command, need
+from .protocol_command import protocol
 from .shared_options import (
-    DTYPES,
     CalibrationOption,
     DeviceOption,
     DtypeOption,
@@ -38,6 +38,7 @@ from .shared_options import (
     SetOption,
     all_presets,
     check_device,
+    check_dtype,
     device_of_process,
     load,
     parse_overrides,
@@ -121,8 +122,7 @@ def lm_eval(
         get_preset(name)
     if not (chosen := _options_of_lm_eval(tasks)):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    check_dtype(dtype)
     check_device(device_of_process(device))
     presets = [FULL, *names] if full else names
     if not presets:
@@ -558,7 +558,15 @@ add_command(eval_app, "baselines", baselines, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
 add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
-# what the command does not know is lm-eval's
+# what these commands do not know is lm-eval's
+add_command(
+    eval_app,
+    "protocol",
+    protocol,
+    extra="eval",
+    extra_for="always",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 add_command(
     eval_app,
     "lm-eval",

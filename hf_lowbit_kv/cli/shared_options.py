@@ -97,9 +97,14 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer, from the options of the same names."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: {', '.join(DTYPES)}")
+    check_dtype(dtype)
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
+
+
+def check_dtype(name: str | None) -> None:
+    """Raise `ValueError` for a `--dtype` that is not offered."""
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"--dtype {name!r} is not offered; allowed: {', '.join(DTYPES)}")
 
 
 def check_device(name: str | None) -> torch.device | None:

@@ -1,0 +1,175 @@
+"""Evaluations that papers of this field report, so that a row of ours can stand beside theirs.
+
+- `wikitext`: perplexity on the test part of WikiText-2, in windows of 2048 tokens that are read 16 tokens at a time. The
+  first 16 tokens stay in 16 bits, and the newest ones too: at least 0, and at least 128 (OSCAR, WUSH-KV and others).
+- `kivi`: GSM8K and eight tasks of LongBench through lm-eval, the sets of KIVI's tables.
+
+The data come from the hub, or from local files.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.eval.chunked_reader import FULL
+from hf_lowbit_kv.eval.perplexity import check_window, mean_row, position_edges, score
+from hf_lowbit_kv.eval.texts import Text, dataset_text
+
+NAMES = ("wikitext", "kivi")
+#: of the protocol `wikitext`: tokens of a window, of a chunk, and of the sink, and newest tokens in 16 bits
+CONTEXT, CHUNK, SINK, RESIDUALS = 2048, 16, 16, (0, 128)
+WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+#: more than the text has
+EVERYTHING = 10**7
+#: lm-eval's tasks of the protocol `kivi`, and where it describes them
+KIVI_TASKS = {
+    "gsm8k": "gsm8k/gsm8k.yaml",
+    "longbench_qasper": "longbench/qasper.yaml",
+    "longbench_qmsum": "longbench/qmsum.yaml",
+    "longbench_multi_news": "longbench/multi_news.yaml",
+    "longbench_trec": "longbench/trec.yaml",
+    "longbench_triviaqa": "longbench/triviaqa.yaml",
+    "longbench_samsum": "longbench/samsum.yaml",
+    "longbench_lcc": "longbench/lcc.yaml",
+    "longbench_repobench-p": "longbench/repobench-p.yaml",
+}
+#: their modules of metrics
+LONGBENCH_PACKAGES = ("jieba", "fuzzywuzzy", "rouge")
+
+
+def wikitext_text(dataset: str | None = None) -> Text:
+    """The text of the protocol `wikitext`: documents joined by a blank line. dataset: a file in place of the hub's data.
+
+    Raises:
+        OSError: the hub, or the file, is not reached.
+    """
+    name, config, split = WIKITEXT if dataset is None else (dataset, None, "test")
+    return dataset_text(name, config, split, tokens=EVERYTHING)
+
+
+def wikitext(
+    presets: Sequence[str],
+    text: Text,
+    model: Any,
+    tokenizer: Any,
+    windows: int = 0,
+    batch_size: int = 1,
+    progress: bool = True,
+    **overrides: Any,
+) -> list[dict[str, Any]]:
+    """Perplexity of presets on a text, as the protocol `wikitext` says. All tokens of a window but its first are scored.
+
+    Args:
+        windows: windows to read; 0: as many as the text has. batch_size: windows that go through a cache side by side.
+        **overrides: further arguments of `from_preset`, e.g. `calibration`; not `sink` and `residual`, which the protocol sets.
+
+    Returns:
+        The full-precision cache first, then one dict for each preset and residual: `protocol`, `preset`, `sink`, `residual`,
+        `ppl`, `ppl_full`, `kl`, `kl_error`, `top1`, `bits_per_value` (at 2048 tokens, everything counted), `windows`, `text`.
+
+    Raises:
+        ValueError: an unknown preset, `sink` or `residual` among the overrides, a text or a model's context that is too short.
+    """
+    if taken := {"sink", "residual", "residual_length"} & overrides.keys():
+        raise ValueError(f"{min(taken)}= is set by the protocol wikitext: sink={SINK}, residual={RESIDUALS}")
+    check_window(model, CONTEXT, 0)
+    settings = {
+        f"{preset} {residual}": (preset, residual) for preset in dict.fromkeys(presets) for residual in RESIDUALS
+    }
+    factories = {
+        name: functools.partial(from_preset, preset, model, sink=SINK, residual=residual, **overrides)
+        for name, (preset, residual) in settings.items()
+    }
+    found = score(factories, [text], model, tokenizer, CONTEXT, 0, CHUNK, windows, progress, batch=batch_size)
+    rows: list[dict[str, Any]] = []
+    for name, scores in found.items():
+        preset, residual = settings[name]
+        row = mean_row(scores, position_edges(0, CONTEXT))
+        count = len(scores[0]["nll"]) // (CONTEXT - 1)
+        shown = {"protocol": "wikitext", "text": text.name, "windows": count, "sink": SINK}
+        if not rows:
+            full = {"ppl": row["ppl_full"], "ppl_full": row["ppl_full"], "kl": 0.0, "kl_error": 0.0, "top1": 1.0}
+            rows.append({**shown, "preset": FULL, "sink": None, "residual": None, "bits_per_value": 16.0} | full)
+        kept = ("bits_per_value", "ppl", "ppl_full", "kl", "kl_error", "top1")
+        rows.append({**shown, "preset": preset, "residual": residual} | {key: row[key] for key in kept})
+    return rows
+
+
+def kivi(
+    lm: Any,
+    presets: Sequence[str],
+    tasks: Sequence[str] | None = None,
+    dataset: Path | None = None,
+    options: Sequence[str] = (),
+    **overrides: Any,
+) -> list[dict[str, Any]]:
+    """The tasks of KIVI's tables with each preset, full precision first: rows as `lm_eval_model.evaluate` returns them.
+
+    Args:
+        lm: a `LowBitLM`. tasks: some of `KIVI_TASKS`; `None`: all.
+        dataset: a folder with a file `<task>.jsonl` for each task, or a folder `<task>` with one for each split
+            (`train.jsonl`, `test.jsonl`); `None`: the hub's data.
+        options: of lm-eval's own command, e.g. `["--limit", "200"]`.
+
+    Raises:
+        ValueError: another task, or a task without a file. ImportError: a package that LongBench's metrics need is missing.
+    """
+    from hf_lowbit_kv.eval.lm_eval_model import evaluate
+
+    chosen = check_kivi(tasks)
+    names = [FULL, *(name for name in dict.fromkeys(presets) if name != FULL)]
+    if dataset is None:
+        return evaluate(lm, names, chosen, options, **overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        for task in chosen:
+            (Path(folder) / f"{task}.yaml").write_text(local_task(task, dataset), encoding="utf-8")
+        return evaluate(lm, names, chosen, ["--include_path", folder, *options], **overrides)
+
+
+def check_kivi(tasks: Sequence[str] | None) -> list[str]:
+    """The tasks, each once, after checking that they can run."""
+    import importlib.util
+
+    chosen = list(dict.fromkeys(tasks or KIVI_TASKS))
+    if other := [task for task in chosen if task not in KIVI_TASKS]:
+        raise ValueError(f"task {other[0]!r} does not belong to the protocol kivi; allowed: {', '.join(KIVI_TASKS)}")
+    missing = [package for package in LONGBENCH_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing and any(task.startswith("longbench") for task in chosen):
+        raise ImportError(f"LongBench's metrics need the package {missing[0]}: pip install 'lm-eval[longbench]'")
+    return chosen
+
+
+def local_task(task: str, dataset: Path) -> str:
+    """The description of one of `KIVI_TASKS` on local data, as YAML for lm-eval.
+
+    Raises:
+        ValueError: the folder has no file for the task.
+    """
+    import json
+
+    import lm_eval.tasks
+
+    single = dataset / f"{task}.jsonl"
+    files = {"test": single, "train": single} if single.is_file() else {}
+    for split in ("train", "test") if not files else ():
+        if (path := dataset / task / f"{split}.jsonl").is_file():
+            files[split] = path
+    if "test" not in files:
+        raise ValueError(f"{str(dataset)!r} has neither {task}.jsonl nor {task}/test.jsonl, the data of task {task}")
+    own = Path(lm_eval.tasks.__file__).parent / KIVI_TASKS[task]
+    data = {name: str(path.resolve()) for name, path in files.items()}
+    return "\n".join(
+        (
+            f"include: {json.dumps(str(own))}",
+            f"task: {task}",
+            "dataset_path: json",
+            "dataset_name: null",
+            f"dataset_kwargs: {json.dumps({'data_files': data})}",
+            "",
+        )
+    )

@@ -1,0 +1,113 @@
+"""`hf-lowbit-kv eval protocol`: evaluations that papers report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..eval import protocols
+from .every_command import need
+from .shared_options import (
+    CalibrationOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    check_device,
+    check_dtype,
+    load,
+    parse_overrides,
+    print_json,
+    print_table,
+    resolve_presets,
+)
+
+
+def protocol(
+    context: typer.Context,
+    name: Annotated[str, typer.Option(help="wikitext or kivi.")],
+    preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="Local data: a file for wikitext (.txt, .jsonl, ...), for kivi a folder with <task>.jsonl.",
+            exists=True,
+            show_default="the hub's",
+        ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--tasks", "-t", help="Of kivi, by commas.", show_default="all nine")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=0, help="Of wikitext, at most; 0: as many as the text has.")] = 0,
+    model: ModelOption = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time; changes no result.")] = 1,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What papers report: WikiText-2 perplexity in chunks of 16 (wikitext), GSM8K and LongBench (kivi).
+
+    With --name kivi further options are lm-eval's own, e.g. --limit 200.
+    """
+    names, changes = resolve_presets(preset), parse_overrides(None, calibration)
+    if name not in protocols.NAMES:
+        raise ValueError(f"--name {name!r} is not offered; allowed: {', '.join(protocols.NAMES)}")
+    if name == "wikitext":
+        if tasks or context.args:
+            raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} has no meaning for --name wikitext")
+        text = protocols.wikitext_text(None if dataset is None else str(dataset))
+        loaded, tokenizer = load(model, device, dtype)
+        rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)
+        if as_json:
+            print_json(rows)
+            return
+        title = f"{text.name}: {rows[0]['windows']} windows of {protocols.CONTEXT} tokens, chunks of {protocols.CHUNK}"
+        print_table(title, [_wikitext_cells(row) for row in rows], numbers_from=1)
+        return
+    if windows:
+        raise ValueError("--windows has no meaning for --name kivi")
+    need("eval", "lm_eval")
+    if dataset is not None and not dataset.is_dir():
+        raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
+    chosen = protocols.check_kivi(
+        [part.strip() for option in tasks or [] for part in option.split(",") if part.strip()]
+    )
+    if dataset is not None:
+        for task_name in chosen:
+            protocols.local_task(task_name, dataset)  # raises before the model is loaded
+    check_dtype(dtype)
+    check_device(device)
+    from ..eval.lm_eval_model import LowBitLM, comparison, parse_options, quiet
+
+    quiet()
+    parse_options(chosen, context.args)
+    # a prompt is read whole, as the papers do: some answers need no packed token
+    lm = LowBitLM(
+        model,
+        allow_unpacked=True,
+        batch_size=batch_size,
+        device=device,
+        dtype=getattr(torch, dtype) if dtype else None,
+    )
+    for each in names:
+        lm.use(each, **changes)
+    rows = protocols.kivi(lm, names, chosen, dataset, context.args, **changes)
+    if as_json:
+        print_json(rows)
+        return
+    print_table("KIVI's tasks; means with standard errors", comparison(rows), numbers_from=2)
+
+
+def _wikitext_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "preset": row["preset"],
+        "newest": "all" if row["residual"] is None else str(row["residual"]),
+        "bits": f"{row['bits_per_value']:.2f}",
+        "ppl": f"{row['ppl']:.3f}",
+        "KL": f"{row['kl']:.5f}",
+        "top-1": f"{row['top1']:.4f}",
+    }
