@@ -63,6 +63,7 @@ measure: $(VENV)/.ready
 
 results: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.tables
+	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.memory_table
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

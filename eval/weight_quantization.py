@@ -47,8 +47,9 @@ def _int4(device: torch.device, dtype: torch.dtype) -> Any:
     if device.type == "cuda":  # the packing of PyTorch's own kernel; torchao's others need further packages
         return TorchAoConfig(Int4WeightOnlyConfig(group_size=GROUP_SIZE, int4_packing_format="tile_packed_to_4d"))
     # no 4-bit kernel of PyTorch takes every CPU and dtype: the same numbers, a zero point a group, dequantized in each call
+    int4: Any = torch.int4  # type: ignore[attr-defined]
     return TorchAoConfig(
-        IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP_SIZE), mapping_type=MappingType.ASYMMETRIC, scale_dtype=dtype)
+        IntxWeightOnlyConfig(int4, PerGroup(GROUP_SIZE), mapping_type=MappingType.ASYMMETRIC, scale_dtype=dtype)
     )
 
 
@@ -120,7 +121,7 @@ def load_quantized(
         options["quantization_config"] = quantization
     options["device_map"] = {"": device}
     if isinstance(source, PreTrainedConfig):
-        model_class = AutoModelForCausalLM._model_mapping[type(source)]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(source)]
         model = model_class.from_pretrained(None, config=source, state_dict=dict(state or {}), **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, **options)

@@ -41,13 +41,13 @@ SHAPES = ((1, 32768), (8, 32768))
 STEPS, ROUNDS = 16, 2
 
 
-def measure(model: Any, weights: str, preset: str, batch: int, tokens: int) -> dict[str, Any]:
-    """A record without provenance.
+def measure(model: Any, weights: str, preset: str, batch: int, tokens: int, mode: str = "recorded") -> dict[str, Any]:
+    """A record without provenance. mode: `recorded`, or `unfused`: the model's own pieces alone.
 
     Raises:
         DisagreementError: recorded steps do not give what eager ones give.
     """
-    contender = make(preset, "recorded", model, batch, tokens + HEADROOM)
+    contender = make(preset, mode, model, batch, tokens + HEADROOM)
     contender.compile()
     contender.fill(tokens)
     checked = agreement(contender)
@@ -57,6 +57,7 @@ def measure(model: Any, weights: str, preset: str, batch: int, tokens: int) -> d
         "weights": weights,
         "meaning": WEIGHT_QUANTIZATIONS[weights].meaning,
         "preset": preset,
+        "mode": mode,
         "batch": batch,
         "tokens": tokens,
         "step_ms": statistics.median(samples),
@@ -76,6 +77,9 @@ def main(
     shape: Annotated[
         list[str] | None, typer.Option(help="ROWSxTOKENS; repeatable [default: 1x32768, 8x32768].")
     ] = None,
+    mode: Annotated[
+        str, typer.Option(help="recorded, or unfused: activations in 8 bits differ much for a last bit.")
+    ] = "recorded",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
     seconds: Annotated[float, typer.Option(help="Begin nothing after so many seconds; 0: no limit.")] = 0.0,
@@ -115,7 +119,7 @@ def main(
                     faults.append(f"{name} {each} {batch}x{tokens}: no time left")
                     continue
                 try:
-                    record = measure(model, name, each, batch, tokens)
+                    record = measure(model, name, each, batch, tokens, mode)
                 except (DisagreementError, RuntimeError, ValueError, NotImplementedError) as error:
                     traceback.print_exc()
                     faults.append(f"{name} {each} {batch}x{tokens}: {type(error).__name__}: {error}"[:300])

@@ -24,7 +24,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import bench_batch, decode_shapes, front_page, measure
+from hf_lowbit_kv.eval.benchmarks import (
+    bench_batch,
+    decode_shapes,
+    front_page,
+    measure,
+    paper_table,
+    weights_table,
+)
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
@@ -35,6 +42,8 @@ PAGES = (
     "docs/results.md",
     "docs/accuracy.md",
     "docs/dev/own-formats.md",
+    "docs/protocols.md",
+    "docs/quantized-weights.md",
     "README.md",
 )
 PICTURE = "docs/pareto.png"
@@ -251,6 +260,10 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "own": own_table,
     "front": front_page.front_table,
     "own-rows": lambda rows: bench_batch.rows_table(),
+    "protocols": lambda rows: paper_table.paper_table(),
+    "protocol-bundled": lambda rows: paper_table.bundled_table(),
+    "weights-accuracy": lambda rows: weights_table.accuracy_table(),
+    "weights-steps": lambda rows: weights_table.steps_table(),
 }
 
 

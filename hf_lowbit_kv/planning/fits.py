@@ -202,8 +202,8 @@ def fits(
                 chunk,
                 CUDA_BYTES,
                 memory,
-                longest_context=_largest(lambda tokens: counter.nbytes(tokens, rows) <= left),  # noqa: B023
-                most_rows=_largest(lambda number: counter.nbytes(context, number) <= left),  # noqa: B023
+                longest_context=largest_fitting(lambda tokens: counter.nbytes(tokens, rows) <= left),  # noqa: B023
+                most_rows=largest_fitting(lambda number: counter.nbytes(context, number) <= left),  # noqa: B023
                 calibrated=counter.calibrated,
             )
         )
@@ -241,7 +241,7 @@ def _preset_memory(
     return counters
 
 
-def _largest(fitting: Callable[[int], bool], most: int = 2**31) -> int:
+def largest_fitting(fitting: Callable[[int], bool], most: int = 2**31) -> int:
     """The largest number up to `most` that fits, where every smaller one does too; 0: none."""
     low, high = 0, 1
     while high < most and fitting(high):
