@@ -19,11 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Module, int]:
     """The decoder layers that can be computed again, each with the one layer of the cache that it writes. Left out are those
     whose cache changes its tensors in place (recurrent states)."""
-<<<<<<< HEAD
-    layers = {}
-=======
-    found: dict[torch.nn.Module, int] = {}
->>>>>>> f841c76 (eval protocol: WikiText-2 in chunks of 16, GSM8K and LongBench; quantized weights against 16-bit weights; tables of 24, 48 and 80 GB)
+    layers: dict[torch.nn.Module, int] = {}
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
             continue
