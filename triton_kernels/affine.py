@@ -8,11 +8,11 @@ place. The fields of its high byte need one shift first. The largest field, 0x00
 Scales and zero points are folded away too, if a group spans the tile (`mode`):
 
 - `"token"` (whole head): for keys, they are applied to the column of scores. For values, the scale is added to the
-  weights'
-  *exponent*, so float16 weights are normalised by what a token contributes, and no range of scales overflows or vanishes.
-- `"channel"`: for values, scale and zero are applied to the tile's product. Keys are dequantized in registers, with three
-  instructions for two codes. Scaling q would need fewer, but Triton moves the scaled q through shared memory for each
-  plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
+  weights' *exponent*, so float16 weights are normalised by what a token contributes, and no range of scales overflows
+  or vanishes.
+- `"channel"`: for values, scale and zero are applied to the tile's product. Keys are dequantized in registers, with
+  three instructions for two codes. Scaling q would need fewer, but Triton moves the scaled q through shared memory for
+  each plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
 `encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. Other formats pack

@@ -1,4 +1,4 @@
-"""Reading pages of `formats.boosted` in layout `fragment-1`: `fragment` for both of their planes of codes."""
+"""Reads pages of `formats.boosted` in layout `fragment-1`: `fragment` reads both of their planes of codes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .fragment import load_codes
 class Params(NamedTuple):
     bits: int
     head_dim: int
-    #: of the plane of all channels
+    #: parameters of the plane of all channels
     chunks: int
     vector: int
-    #: boosted channels; columns of their plane, the same padded, and its loads
+    #: boosted channels; columns of their plane, that number padded, and the plane's loads
     count: int
     columns: int
     rows: int
@@ -69,12 +69,12 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     keep = channel < P.head_dim
     code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, False)
     if P.count > 0:
-        # which column of the second plane is a channel's, if any
+        # the channel's column in the second plane, if it has one
         row = tl.arange(0, P.rows)[None, :]
         mapped = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
         same = ((mapped == channel[:, None]) & (row < P.count)).to(tl.int32)
         boosted = tl.sum(same, 1) > 0
-        # the map of a page that holds nothing may name a channel twice
+        # the map of a page without tokens may name a channel twice
         column = tl.minimum(tl.sum(same * row, 1), P.count - 1)
         high = load_codes(
             page + P.high_at, token, column, boosted, P.columns, P.bits, P.high_chunks, P.high_vector, False

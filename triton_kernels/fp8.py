@@ -1,5 +1,5 @@
-"""Device functions of `formats.fp8`: e4m3 codes, a float32 scale a token or none. The interface is described in
-`registry`."""
+"""Device functions of `formats.fp8`: e4m3 codes, with a float32 scale for each token or none. The interface is
+described in `registry`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Params(NamedTuple):
 
 
 def covers(fmt) -> bool:
-    """Not a scale a block."""
+    """Formats with a scale for each block are not served."""
     return fmt.granularity != "block"
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    """Raises `ValueError` for a scale a block."""
+    """Raises `ValueError` for formats with a scale for each block."""
     if not covers(fmt):
         raise ValueError(f"format {fmt.name!r} has no Triton kernels; use backend='torch' (slow reference)")
     padded, last = padded_width(head_dim), fmt.fields(head_dim, page_size, dtype)[-1]
@@ -92,8 +92,8 @@ def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """Codes of numbers (int16) -> float32. Sign, exponent and mantissa at their places in float16 are the number times
-    2^-8, subnormals included."""
+    """Codes (int16) -> float32. Sign, exponent and mantissa, put in their places in float16, are the number times 2^-8,
+    subnormals included."""
     half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
@@ -121,7 +121,7 @@ def encode(
         keep = (row < stop)[:, None] & (channel < P.width)
         x = load_tokens(source, base + row[:, None], channel, keep, HAS_ORDER, TAIL)
         if P.scaled:
-            # a maximum passes over NaN, but not over Inf
+            # a maximum ignores NaN, but not Inf
             most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
             # div_rn, because `/` on float32 is approximate on a GPU
             scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)

@@ -1,4 +1,4 @@
-"""Reading pages of `formats.fp8` in the layouts of `formats.fragment`, as `fragment` reads others."""
+"""Reads pages of `formats.fp8` in the layouts of `formats.fragment`. `fragment` does this for other formats."""
 
 from __future__ import annotations
 

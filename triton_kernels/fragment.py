@@ -1,8 +1,8 @@
-"""Reading pages in the layouts of `formats.fragment`. They are attended to by the CUDA kernels; here is only `decode`, as
+"""Reads pages in the layouts of `formats.fragment`. CUDA kernels attend to such pages; here is only `decode`, as
 `registry` describes it.
 
-Where a code stands is a sum of what its token and what its channel contribute, in words and in bits alike, so a tile's
-places cost one addition each.
+The place of a code, in words and in bits, is the sum of a number for its token and a number for its channel. So each
+place of a tile costs one addition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Params(NamedTuple):
     width: int
     padded: int
     max_block: int
-    #: bits of codes' second field (`formats.fragment_planes`), and the word of a lane where the first of them stands
+    #: bits of the codes' second field (`formats.fragment_planes`), and the first of a lane's words that hold them
     low_bits: int
     low_at: int
     planes: int = 1
@@ -72,8 +72,8 @@ def _place(
     x, j, c, h, block,
     IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """What row or column `8 j + x` of an operand contributes to (word, bit); c: which 16 channels, h: which operand,
-    block: which 32 tokens, each given by one side alone and 0 from the other."""
+    """The part of (word, bit) that row or column `8 j + x` of an operand determines. c: which 16 channels, h: which
+    operand, block: which 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
     word = c * (BITS // 2)
     if BITS == 8 and not IS_ROW:
         word += j
@@ -100,8 +100,8 @@ def load_codes(
     CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of so many CHANNELS; 0 where not keep
-    `[M]`. PAIRS: of e4m3."""
+    """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of CHANNELS channels. 0 where `keep` `[M]`
+    is false. PAIRS: the codes are e4m3."""
     WHOLE: tl.constexpr = CHANNELS // 32 * 32
     row, row_bit = _place(
         (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS

@@ -8,13 +8,13 @@ import triton.language as tl
 
 from .common import launch
 
-#: activations that kernels know; the place is the kernel's number
+#: activations that kernels know; the index of each is its number in the kernel
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """`x` in float32; ACTIVATION: the place in `ACTIVATIONS`."""
+    """The activation of `x`, in float32. ACTIVATION: the index in `ACTIVATIONS`."""
     # below -80 a sigmoid's exponential overflows, and its product is 0 already
     if ACTIVATION == 0:
         y = x * tl.sigmoid(tl.maximum(x, -80.0))
@@ -42,7 +42,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 
     Args:
         gate, up: `[..., N]` of one dtype; the last dimension dense, as in halves of one tensor.
-        activation: of `ACTIVATIONS`.
+        activation: one of `ACTIVATIONS`.
 
     Returns:
         `[..., N]`, contiguous.

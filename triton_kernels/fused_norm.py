@@ -1,4 +1,4 @@
-"""RMS norms of a decode step, with the weight or with one plus the weight: one launch, rounded once."""
+"""RMS norms of a decode step in one launch, rounded once. They multiply by the weight, or by one plus the weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .common import launch
 
 @triton.jit
 def rms_norm_kernel(x, weight, out, x_stride, eps, D: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr):
-    """x `[rows, D]` -> out `[rows, D]`, contiguous. Grid (rows). OFFSET: what is added to the weight `[D]`."""
+    """x `[rows, D]` -> out `[rows, D]`, contiguous. Grid (rows). OFFSET: added to the weight `[D]`."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     keep = channel < D

@@ -1,8 +1,8 @@
-"""Products of one input of few rows with two or three weights, in one launch that reads the weights where they lie.
+"""Products of one input of few rows with two or three weights. One launch reads the weights where they lie.
 
-A decode step multiplies one to sixteen rows: time is that of reading the weights. Libraries launch a kernel a weight,
-and small ones (keys' and values') do not fill a GPU. Sums are kept in float32 and added in one order, so results repeat
-to the last bit.
+A decode step multiplies one to sixteen rows, so reading the weights takes all the time. Libraries launch a kernel for
+each weight, and small weights (of keys and values) do not fill a GPU. Sums are kept in float32 and added in a fixed
+order, so results repeat to the last bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton.language as tl
 from .common import dot_type, launch
 from .fused_gate import ACTIVATIONS, activated
 
-#: rows of an input that kernels take: the least that tensor cores multiply
+#: largest number of input rows: the fewest rows that tensor cores multiply
 MOST_ROWS = 16
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut: outputs and inputs of a tile, warps, tiles in flight."""
+    """How a launch is divided: outputs and inputs of a tile, warps, tiles in flight."""
 
     outputs: int
     inputs: int
@@ -30,11 +30,12 @@ class Tiles(NamedTuple):
     stages: int
 
 
-#: for one row, and for more: the fastest of five to seven each on one H200, for 4096 inputs (docs/dev/log/generation.md)
+#: tiles for one row, and for several: the fastest of five to seven candidates on one H200, for 4096 inputs
+#: (docs/dev/log/generation.md)
 ONE_ROW, MORE_ROWS = Tiles(16, 256, 4, 4), Tiles(16, 128, 2, 6)
-#: the same where two weights are read side by side
+#: the same for two weights that are read side by side
 ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(4, 1024, 4, 3), Tiles(32, 256, 4, 3)
-#: where tiles in flight need more shared memory than a block has (consumer GPUs have 99 KB)
+#: used if the tiles in flight need more shared memory than a block has (consumer GPUs have 99 KB)
 SMALL = Tiles(16, 128, 4, 3)
 
 
@@ -149,16 +150,15 @@ def products(
     """`x @ weight.T + bias` for two or three weights.
 
     Args:
-        x: `[..., K]`, at most `MOST_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`, of
-        all or
-            of none. All of one dtype, float16 or bfloat16, and device.
-        tiles: how the launch is cut; by default what was fastest on an H200.
+        x: `[..., K]`, at most `MOST_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`,
+            for all weights or for none. All have one device and one dtype, float16 or bfloat16.
+        tiles: how the launch is divided; by default what was fastest on an H200.
 
     Returns:
         For each weight `[..., n]`, contiguous.
 
     Raises:
-        ValueError: too many rows, or another number of weights than two or three.
+        ValueError: there are too many rows, or not two or three weights.
     """
     flat = _rows(x)
     if len(weights) not in (2, 3):
@@ -184,11 +184,11 @@ def gated_product(
     biases: Sequence[torch.Tensor] | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`activation(x @ gate.T) * (x @ up.T)`, neither product rounded before the other.
+    """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end.
 
     Args:
-        x, biases, tiles: as for `products`. weights: of the gate and of what it lets through, `[N, K]`.
-        activation: of `fused_gate.ACTIVATIONS`.
+        x, biases, tiles: as for `products`. weights: the gate's and the other one's, `[N, K]` each.
+        activation: one of `fused_gate.ACTIVATIONS`.
 
     Returns:
         `[..., N]`, contiguous.
@@ -211,11 +211,11 @@ def gated_product(
 
 
 def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
-    """These tiles, or `SMALL` where they do not fit into shared memory."""
+    """These tiles, or `SMALL` if they do not fit into shared memory."""
     if flat.device.type != "cuda":
         return tiles
     rows = 1 if len(flat) == 1 else MOST_ROWS
-    # Triton keeps one tile less than are in flight
+    # Triton keeps one tile fewer than are in flight
     needed = (tiles.stages - 1) * (weights * tiles.outputs + rows) * tiles.inputs * flat.element_size()
     properties = torch.cuda.get_device_properties(flat.device)
     return tiles if needed <= getattr(properties, "shared_memory_per_block_optin", 2**16) else SMALL

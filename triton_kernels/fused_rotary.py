@@ -1,4 +1,5 @@
-"""Rotary position embeddings in halves (`rotate_half`): queries and keys of a step in one launch, into new tensors."""
+"""Rotary position embeddings in halves (`rotate_half`): one launch rotates queries and keys of a step into new
+tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ def rotary_kernel(
     cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s, tokens, q_heads, heads,
     D: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, SECOND: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A head of one token a program. Grid (rows * tokens * (q_heads + heads)).
+    """A program rotates one head of one token. Grid (rows * tokens * (q_heads + heads)).
 
-    HALF: channels of a half; channels behind both are copied. SECOND: where cosines of the second half begin: at HALF,
-    or at 0 where both halves share them.
+    HALF: channels of a half; channels behind both halves are copied. SECOND: the index of the second half's cosines:
+    HALF, or 0 if both halves share them.
     """
     place = tl.program_id(0).to(tl.int64)
     head, place = place % (q_heads + heads), place // (q_heads + heads)
@@ -60,12 +61,11 @@ def rotary(
 
     Args:
         q: `[B, q_heads, S, D]`, any strides. k: `[B, heads, S, D]` of the same dtype.
-        cos, sin: `[B or 1, S, R]`, R even: the first R channels are rotated, those behind them copied; or, where the
-        halves
-            are `shared`, R is half of what is rotated.
+        cos, sin: `[B or 1, S, R]`, R even. The first R channels are rotated, the others copied. If the halves are
+            `shared`, 2 R channels are rotated.
 
     Returns:
-        Both as new tensors, with the order of dimensions in memory that the arguments have.
+        Both as new tensors, whose dimensions have the same order in memory as the arguments'.
     """
     half = cos.shape[-1] if shared else cos.shape[-1] // 2
     batch, q_heads, tokens, width = q.shape

@@ -1,11 +1,11 @@
-"""Products with codebooks of up to 256 entries: another way for what `codebook` does in a decode step.
+"""Products with codebooks of up to 256 entries: a faster way to do what `codebook` does in a decode step.
 
 A number of 32 bits is loaded once. It holds a sub-vector's indices of four neighbouring tokens. One `tl.gather` looks up
 all indices of a tile: it stores the codebook in shared memory, in every tile, and reads the entries there. Entries in
 L1 would cost a cache line for nearly every lane.
 
-Tensor cores take entries as they lie in registers: the indices are loaded in the order of an operand (`_places`). Any
-other order gives the same result, but Triton then moves entries between threads.
+Tensor cores use entries as they lie in registers, because the indices are loaded in the order of an operand
+(`_places`). Another order would give the same result, but Triton would move entries between threads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import triton.language as tl
 
 from .common import padded_width, query_dot, value_dot
 
-#: bits of an index, at most: four indices must fit into a number, and the codebook into the registers of two warps
+#: largest number of bits of an index: four indices must fit into a number, and the codebook into the registers of two
+#: warps
 MAX_BITS = 8
 
 
 def planes(dim: int, head_dim: int) -> int:
-    """Channels that are looked up at a time: a word of 32 or 64 bits. Two warps need at least 32 words a token, else
-    both would compute the same product."""
+    """How many channels one look-up returns: a word of 32 or 64 bits. Two warps need at least 32 words for each token;
+    otherwise both would compute the same product."""
     most = min(dim, 4)
     return most if padded_width(head_dim // most) >= 32 else 2
 
@@ -37,7 +38,7 @@ def pairs_asm(planes: int) -> tuple[str, ...]:
 
 @triton.jit
 def _places(R: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
-    """Row and column of each number of a tile `[R, C]`, int32 `[R * C]`, in the order in which `_tile` takes them.
+    """Row and column of each number of a tile `[R, C]`, int32 `[R * C]`, in the order that `_tile` expects.
 
     Neighbouring threads get neighbouring numbers of a one-dimensional tensor. As in the left operand of a product, lane
     `4 g + t` holds rows `g` and `g + 8`, and RUN columns from `RUN * t` on. The second warp holds the next 16 rows.
@@ -61,7 +62,7 @@ def _tile(x, R: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _packed(page, token, vector, COUNT: tl.constexpr, P: tl.constexpr):
-    """Numbers that begin with the index of `token`, a multiple of COUNT, and hold COUNT tokens' indices."""
+    """Numbers that hold the indices of COUNT tokens, from `token`, a multiple of COUNT, on."""
     # a sub-vector's indices for 32 tokens are a stream of `bits` words (`formats.codebook`)
     first = (token // 32 * P.vectors + vector) * P.bits
     bit = token % 32 * P.bits
@@ -79,8 +80,8 @@ def _packed(page, token, vector, COUNT: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _table(record, TYPE: tl.constexpr, P: tl.constexpr):
-    """The codebook as words of `planes` channels, int32 or int64, with zeros up to 256 entries: a table of fewer would be
-    gathered by shuffles."""
+    """The codebook as words of `planes` channels, int32 or int64, padded with zeros to 256 entries. Triton would gather
+    from a smaller table by shuffles."""
     WORD: tl.constexpr = tl.int32 if P.planes == 2 else tl.int64
     number = tl.arange(0, P.words)
     keep = number < P.parts << P.bits
@@ -99,7 +100,7 @@ def _entries(
     page, record, n0, VECTORS_FIRST: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """Words of a tile of `COUNT * N` tokens, a tuple: the `i`-th has those of tokens `i`, `i + COUNT`, ..., `[N,
+    """A tuple of words of a tile of `COUNT * N` tokens. The `i`-th has the words of tokens `i`, `i + COUNT`, ..., `[N,
     padded]` or transposed."""
     # Triton gives a lane four tokens side by side where weights went through `_in_order`
     RUN: tl.constexpr = 4 if VECTORS_FIRST else 2
@@ -127,7 +128,7 @@ def _entries(
 
 @triton.jit
 def _joined(parts, COUNT: tl.constexpr):
-    """2 or 4 tensors along new last axes of 2 each, in order."""
+    """Join 2 or 4 tensors, in order, along new last axes of size 2."""
     if COUNT == 2:
         x = tl.join(parts[0], parts[1])
     else:
@@ -137,7 +138,7 @@ def _joined(parts, COUNT: tl.constexpr):
 
 @triton.jit
 def _separate(x, COUNT: tl.constexpr):
-    """What `_joined` put together."""
+    """Undo `_joined`."""
     if COUNT == 2:
         parts = tl.split(x)
     else:
@@ -162,8 +163,7 @@ def _plane(words, j: tl.constexpr, TYPE: tl.constexpr, P: tl.constexpr):
 def scores(
     page, record, prepared, n0, DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Products of a tile of keys with the queries, COUNT of them: each has at least 32 tokens, as two warps share 32
-    rows."""
+    """COUNT products of a tile of keys with the queries. Each has at least 32 tokens, because two warps share 32 rows."""
     COUNT: tl.constexpr = min(4, BLOCK_N // 32)
     TYPE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float16
     words = _entries(page, record, n0, T == 1, COUNT, BLOCK_N // COUNT, TYPE, P)
@@ -178,7 +178,7 @@ def scores(
 
 @triton.jit
 def _in_order(parts, COUNT: tl.constexpr, T: tl.constexpr):
-    """Scores of tokens `i`, `i + COUNT`, ... as those of all tokens."""
+    """Join the scores of tokens `i`, `i + COUNT`, ... for all `i`, in the order of tokens."""
     A: tl.constexpr = parts[0].shape[0]
     B: tl.constexpr = parts[0].shape[1]
     if COUNT == 1:
@@ -193,7 +193,7 @@ def _in_order(parts, COUNT: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _apart(weights, COUNT: tl.constexpr, T: tl.constexpr):
-    """Weights of all tokens as those of tokens `i`, `i + COUNT`, ..., a tuple."""
+    """Split the weights of all tokens into a tuple: the `i`-th has those of tokens `i`, `i + COUNT`, ..."""
     A: tl.constexpr = weights.shape[0]
     B: tl.constexpr = weights.shape[1]
     if COUNT == 1:
@@ -213,7 +213,7 @@ def add(
     """`acc * decay` plus a tile of weighted values."""
     COUNT: tl.constexpr = min(4, BLOCK_N // 32)
     TYPE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float16
-    # weights first: they need registers that entries take next
+    # weights come first: they need registers that the entries take next
     parts = _apart(weights.to(DOT), COUNT, T)
     out = ()
     for j in tl.static_range(P.planes):

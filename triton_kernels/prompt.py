@@ -1,12 +1,12 @@
 """Attention of many query tokens to packed history and, causally, to their own chunk.
 
-Decoding a page again for every tile of query rows would cost more than the products. So stretches of the row, history and
-behind it the chunk, are unpacked once into a transient buffer of bounded size (`config.BUFFER_BYTES`) and attended to
-there as any 16-bit attention would be. From one stretch to the next each query row carries its output so far and the
-log-sum-exp of its scores. No format is known here: `read.unpack` is all that it takes.
+Decoding a page again for every tile of query rows would cost more than the products. So the row, history first and then
+the chunk, is unpacked once, in stretches, into a temporary buffer of bounded size (`config.BUFFER_BYTES`). An ordinary
+16-bit attention reads the buffer. From one stretch to the next each query row carries its output so far and the
+log-sum-exp of its scores. No format is known here: `read.unpack` hides them.
 
-Latents (MLA, SHARED below) take the same way: the first stream is both values and the first channels of keys, and the
-second one is the rest of keys.
+Latents (MLA, SHARED below) are served too: the first stream is both the values and the first channels of the keys, and
+the second stream is the rest of the keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .read import NewTokens, unpack
 
 @triton.jit
 def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Channels of tokens: pointers `[N]` -> `[N, PADDED]`; zero where not valid."""
+    """Load channels of tokens: pointers `[N]` -> `[N, PADDED]`; zero where not valid."""
     channel = tl.arange(0, PADDED)[None, :]
     if MASKED:
         x = tl.load(rows[:, None] + channel, mask=valid[:, None] & (channel < D), other=0.0)
@@ -52,11 +52,11 @@ def _walk(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
     SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `start` to `stop` of the buffer. MASKED: each row as far as its token `last` `[M]`; else all, in whole
-    tiles.
+    """Attend to tokens `start` to `stop` of the buffer. MASKED: each row attends up to its token `last` `[M]`;
+    otherwise to all, in whole tiles.
 
-    more: SHARED: the queries' channels for the second stream. factor: what turns a product into a binary logarithm,
-    above 0; with a softcap, into a natural one.
+    more: SHARED: the queries' channels for the second stream. factor, above 0: turns a product into a binary logarithm;
+    with a softcap, into a natural one.
     """
     m, l, acc = carried
     for n0 in range(start, stop, BLOCK_N):
@@ -98,10 +98,12 @@ def prompt_kernel(
     group).
 
     keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. SHARED: queries have channels for
-    both, and keys are values, too. A query token is number `before` and up of its chunk, whose tokens follow the row's
-    `length`; HAS_POSITION: their numbers without padding, `position` `[B, S]`. final: divide, add sinks, and write out
-    `[B, tokens, H * GROUPS, DO]`, DO = DV, or SHARED: DK. Else what is carried on goes to partial, float32 `[B * H,
-    splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary logarithms.
+    both streams, and keys serve as values. Query tokens are numbers `before` and up of their chunk, whose tokens follow
+    the row's `length`.
+    HAS_POSITION: `position` `[B, S]` has their numbers without padding.
+    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DO]`, where DO is DV, or DK if SHARED. Otherwise
+    results go to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary
+    logarithms.
     """
     DO: tl.constexpr = DK if SHARED else DV
     DO_PADDED: tl.constexpr = DK_PADDED if SHARED else DV_PADDED
@@ -116,7 +118,7 @@ def prompt_kernel(
     number = before + token
     if HAS_POSITION:
         number = tl.load(position + b * position_stride_b + token)
-    last = tl.load(length + bh) + number - first  # what a query may see ends here, in tokens of this stretch
+    last = tl.load(length + bh) + number - first  # a query may see tokens of this stretch up to here
     full_end = tl.maximum(tl.minimum(tl.min(last, 0) + 1, count), 0) // BLOCK_N * BLOCK_N
     end = tl.maximum(tl.minimum(tl.max(last, 0) + 1, count), 0)
     tiles = (end + BLOCK_N - 1) // BLOCK_N
@@ -126,7 +128,7 @@ def prompt_kernel(
         carry = (bh * splits + split) * (GROUPS * tokens) + row
         channel = tl.arange(0, DO_PADDED)
         keep = rows_valid[:, None] & (channel < DO)[None, :]
-        # what is carried counts as one token: the output so far, with the log-sum-exp as its score
+        # the result so far counts as one token: its value is the output, its score the log-sum-exp
         carried = row < tl.where(first > 0, GROUPS * tokens, 0)
         m = tl.load(lse + carry, mask=carried, other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
@@ -162,7 +164,7 @@ def prompt_kernel(
                 decay = tl.exp2(m - new_m)
                 l = l * decay + tl.exp2(logit - new_m)
                 acc = acc * decay[:, None]
-            x = acc / tl.where(l > 0, l, 1.0)[:, None]  # zero where nothing was attended to
+            x = acc / tl.where(l > 0, l, 1.0)[:, None]  # rows that attended to nothing get zeros
             rows = out + ((b * tokens + token) * (heads * GROUPS) + q_head) * DO
             tl.store(rows[:, None] + channel[None, :], x.to(out.dtype.element_ty), mask=keep)
         else:
@@ -172,7 +174,7 @@ def prompt_kernel(
 
 
 def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-    """`Operations.attend`, for chunks of many tokens that are already transformed. Does not wait for the device."""
+    """`Operations.attend` for chunks of many tokens that are already transformed. It does not wait for the GPU."""
     (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), layer.state, layer.spec
     batch, q_heads, tokens, _ = q.shape
     heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
@@ -189,7 +191,7 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     out = q.new_empty(batch, tokens, q_heads, width)
     total = history + tokens
     token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
-    # sequences side by side, if there is room for more than one of them; else one at a time, and if need be in stretches
+    # several sequences side by side if the buffer has room; otherwise one at a time, in stretches if necessary
     together = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
     size = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
     buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
@@ -218,10 +220,10 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
 
 
 class _Walk:
-    """Some query tokens on their way through the stretches of their rows.
+    """Some query tokens, which attend to the stretches of their rows one after the other.
 
-    chunk: its q `[B, Hq, S, D]` are their queries; position: `[B, S]`; before: tokens of the chunk before them; out:
-    `[B, S, Hq, Dv]`.
+    chunk: its q `[B, Hq, S, D]` are the queries. position: `[B, S]`. before: how many tokens of the chunk come before
+    them. out: `[B, S, Hq, Dv]`.
     """
 
     def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, layer: LayerStore, out: torch.Tensor):
@@ -237,7 +239,7 @@ class _Walk:
         self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
 
     def _begin(self, length: int, final: bool) -> None:
-        """Choose how to launch, by the first stretch, which is the longest."""
+        """Choose the launch for the first stretch, which is the longest."""
         programs = self.batch * self.heads
         widest = max(self.q.shape[-1], self.out.shape[-1])
         self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
@@ -250,7 +252,7 @@ class _Walk:
             self.lse = self.q.new_empty(*sizes, dtype=torch.float32)
 
     def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
-        """Attend to tokens `first` and up, `[B, H, count, D]`; after the final ones, the output is written."""
+        """Attend to tokens `first` and up, `[B, H, count, D]`. After the last stretch the output is written."""
         if self.splits == 0:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out

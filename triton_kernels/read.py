@@ -1,4 +1,5 @@
-"""Stored tokens unpacked and in order: all of them (`read`), or a stretch of them and of the chunk behind (`unpack`)."""
+"""Unpacks stored tokens, in order: all of them (`read`), or a stretch of them and of the chunk that follows
+(`unpack`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .common import constants, format_records, padded_width, plane_channels, tak
 from .common import launch as _launch
 from .registry import reader
 
-#: tokens of a program, at most
+#: largest number of tokens of a program
 PAGE_BLOCK = 64
 WINDOW_BLOCK = 32
 
@@ -25,7 +26,7 @@ def read_pages_kernel(
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode the packed ones of a row's tokens `first` to `first + count` into out `[B, H, count, D]`.
+    """Decode those of a row's tokens `first` to `first + count` that are packed, into out `[B, H, count, D]`.
 
     record: the format's parameters; KV head `h` at `h * record_stride`. Grid (row * head, tile of BLOCK_N tokens).
     """
@@ -52,8 +53,8 @@ def _copy_window(
     sink, tail, chunk, stride_s, stride_d, out, bh, number, source, place, keep,
     D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One side of `read_window_kernel`: tokens `number` of the window to rows `place` of out; source: places in the
-    chunk."""
+    """Keys or values of `read_window_kernel`: copy tokens `number` of the window to rows `place` of out. source:
+    positions in the chunk."""
     channel = tl.arange(0, PADDED)[None, :]
     rows = (out + place.to(tl.int64) * D)[:, None] + channel
     keep = keep[:, None] & (channel < D)
@@ -79,15 +80,15 @@ def read_window_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what is not packed of a row's tokens `first` to `first + count` into out_k and out_v `[B, H, count, D]`:
-    sink, tail and, HAS_CHUNK, behind them the chunk's `tokens`. Grid (row * head, block of these).
+    """Copy those of a row's tokens `first` to `first + count` that are not packed into out_k and out_v `[B, H, count,
+    D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. Grid (row * head, block of these).
 
-    HAS_ORDER: the chunk's tokens are those at the places `order` `[B, tokens]`, `real` `[B]` of them.
+    HAS_ORDER: the chunk's real tokens stand at positions `order` `[B, tokens]`; there are `real` `[B]` of them.
     """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
-    # number counts the sink's slots, then the tokens of the tail from the oldest, then the chunk's
+    # number counts the sink's slots, then the tail's tokens, oldest first, then the chunk's tokens
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = number + packed - SINK
     token = tl.where(number < SINK, number, number + packed)
@@ -114,7 +115,7 @@ def read_window_kernel(
 
 
 class _PageReader(NamedTuple):
-    """How pages of one side are read."""
+    """How the pages of keys, or of values, are read."""
 
     decode: Any
     params: Any
@@ -126,7 +127,7 @@ class _PageReader(NamedTuple):
 def _page_readers(
     spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx: bool
 ) -> tuple[tuple[_PageReader, ...], int]:
-    """Keys, values; and bytes of a page."""
+    """How keys and values are read; and the bytes of a page."""
     parts = spec.part_bytes(*head_dims, dtype)
     readers = []
     for fmt, head_dim, part_at in zip(spec.formats, head_dims, (0, parts[0]), strict=True):
@@ -137,8 +138,8 @@ def _page_readers(
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a chunk that stand behind the stored ones: k, v `[B, H, S, D]`; with padding, the places of the others
-    `[B, S]` and how many there are `[B]`, int32."""
+    """Tokens of a chunk that follow the stored ones: k, v `[B, H, S, D]`. For a padded chunk: positions of the real
+    tokens `[B, S]` and their number `[B]`, int32."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -151,7 +152,7 @@ def unpack(
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
-    Those of `new` follow those stored. What lies behind a row's end is left as it is.
+    The tokens of `new` follow the stored ones. Rows of `outs` behind a row's end are not written.
     """
     state, spec = layer.state, layer.spec
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
@@ -176,7 +177,7 @@ def unpack(
                 PAGE_BYTES=page_bytes,
                 PART_AT=reader_of_side.part_at,
                 BLOCK_N=block,
-                enable_fp_fusion=False,  # products are rounded as the reference rounds them
+                enable_fp_fusion=False,  # products are rounded like the reference's
             )
     tokens = 0 if new is None else new.k.shape[2]
     k, v, order, real = (state.sink_k, state.sink_v, None, None) if new is None else new
@@ -201,8 +202,8 @@ def unpack(
 
 
 def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`, zeros behind a row's
-    end."""
+    """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`. Zeros fill the space
+    behind a row's end."""
     state = layer.state
     batch, heads = state.length.shape
     keys, values = (

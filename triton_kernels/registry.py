@@ -1,30 +1,29 @@
-"""Which module holds the device functions of a page format: a new format is one file and one line here.
+"""Which module holds the device functions of a page format. A new format is one file and one line here.
 
-Such a module offers `params`, `encode` and `decode`. That is enough: a step then unpacks the history in stretches
-(`prompt`). With the other functions below, decode steps attend to packed pages as they are.
+Such a module has `params`, `encode` and `decode`. They suffice: a step then unpacks the history in stretches
+(`prompt`). With the other functions below, decode steps attend directly to packed pages.
 
-All but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page of one KV
-head. `record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0` is the
-first token of the tile inside the page. `valid` `[BLOCK_N]` tells the tokens in use; the others may be NaN. `P` is what
-`params` returned. `T` is the tile's orientation (`common`).
+All functions but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page
+of one KV head. `record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0`
+is the tile's first token, counted inside the page. `valid` `[BLOCK_N]` says which tokens are in use; the others may be
+NaN. `P` is the result of `params`. `T` is the tile's orientation (`common`).
 
-- `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a constant of the compilation.
-  Templates read `planes`, `width` (channels a plane), `padded` (the next power of two, 16 at least), `units` (factor that
-  brings a plane of the accumulator to true size), `interleaved` (see `common.plane_channels`), `offset` (whether `weigh`
-  returns one), `max_block` (largest tile of tokens), `encode_rows` (tokens that `encode` takes at a time) and `gathers`
-  (whether `scores` and `add` gather from shared memory, which wants two warps: `config`).
-- `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries as `scores` wants them, a tuple of tensors.
-- `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of what a tile needs per token, loaded one tile ahead.
+- `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a compile-time constant.
+  Templates read: `planes`; `width` (channels of a plane); `padded` (the next power of two, at least 16); `units` (the
+  factor that turns a plane of the accumulator into the true sum); `interleaved` (see `common.plane_channels`); `offset`
+  (whether `weigh` returns one); `max_block` (largest tile of tokens); `encode_rows` (tokens that `encode` takes at a
+  time); `gathers` (whether `scores` and `add` gather from shared memory, which needs two warps: `config`).
+- `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries in the form that `scores` needs, a tuple of tensors.
+- `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of a tile's numbers for each token, loaded one tile ahead.
 - `scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.
-- `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are taken of s', which is s plus
-  the
-  binary logarithm of what the format multiplies a token's values with; `inverse` and `offset`, one a token or numbers,
-  are what a weight counts for in the sum of weights and in the offset common to all channels.
-- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, plane
-  by
-  plane.
-- `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the page,
-  whose first token has index `base`; `source` is what `common.load_tokens` takes.
+- `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are computed from s'. It is s
+  plus the binary logarithm of the factor by which the format multiplies a token's values. A weight times `inverse` is
+  its part in the sum of weights; a weight times `offset` is its part in the offset common to all channels. Both are
+  numbers, or have one number for each token.
+- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, for
+  each plane.
+- `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the
+  page, whose first token has index `base`. `common.load_tokens` describes `source`.
 - `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
 """
 
@@ -62,7 +61,7 @@ KERNELS: dict[type[Format], ModuleType] = {
     Static: static,
 }
 
-#: where other kernels attend to the pages (layouts of `formats.fragment`): modules with `params` and `decode` alone
+#: for pages that other kernels attend to (layouts of `formats.fragment`): modules with `params` and `decode` only
 READERS: dict[type[Format], ModuleType] = {
     Affine: fragment,
     Boosted: boosted_fragment,
@@ -73,12 +72,12 @@ READERS: dict[type[Format], ModuleType] = {
 
 
 def reader(fmt: Format) -> ModuleType:
-    """The module with `decode` for pages of `fmt`, in whatever layout they are stored."""
+    """The module with `decode` for pages of `fmt`, in any layout."""
     return READERS[type(fmt)] if fmt.layout in LAYOUTS else kernels(fmt)
 
 
 def attends_packed(spec: LayerSpec) -> bool:
-    """Whether the attend kernel reads the layer's pages: keys and values, in formats that have what it takes."""
+    """Whether the attend kernel can read the layer's pages: the formats of keys and values have the functions for it."""
     if spec.reading.shares_values:
         return False
     keys, values = (kernels(fmt) for fmt in spec.formats)
@@ -86,7 +85,7 @@ def attends_packed(spec: LayerSpec) -> bool:
 
 
 def why_not(formats: Iterable[Format]) -> str | None:
-    """What keeps the kernels from these formats, or `None`."""
+    """Why the kernels cannot serve these formats, or `None`."""
     for fmt in formats:
         module = _module(fmt)
         if module is None or not getattr(module, "covers", lambda fmt: True)(fmt):

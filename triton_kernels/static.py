@@ -1,6 +1,6 @@
 """Device functions of `formats.static`, layout `planar-1`. The interface is described in `registry`.
 
-A page's means and codes are computed for the channels of one field of the words at a time, in the order of the words.
+Means and codes of a page are computed for one field of the words at a time, in the order of the words.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FIELDS = (
     *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
     *("gathers", "ptx"),
     *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "page_mean", "token_scale", "thresholds"),
-    # of each group of channels: bits, gain, unit of means, number of planes; then of its two planes, where it has them
+    # for each group of channels: bits, gain, unit of means, number of planes; then, for each of its planes
     *("bits", "gain", "mean_unit", "count", "plane_width", "plane_shift", "plane_first"),
-    # of each width 4, 2, 1 that occurs: width, columns, words of a token, words in front of them
+    # for each width (4, 2, 1) that occurs: width, columns, words of a token, words in front of them
     *("widths", "columns", "words", "before"),
 )
 Params = namedtuple("Params", _FIELDS)
@@ -93,7 +93,7 @@ def _gain(channel, P: tl.constexpr):
 
 @triton.jit
 def _mean_unit(channel, P: tl.constexpr):
-    """What a page's mean is counted in, of each channel's group, float32; 0 behind the last."""
+    """The unit of a page's means, for each channel's group, float32; 0 behind the last channel."""
     x = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(P.bits)):
         x = tl.where(channel // P.group == i, P.mean_unit[i], x)
@@ -102,7 +102,7 @@ def _mean_unit(channel, P: tl.constexpr):
 
 @triton.jit
 def _plane(words, valid, channel, i: tl.constexpr, which: tl.constexpr, P: tl.constexpr):
-    """What a plane holds of group i's codes, int32 `[N, padded]`, in its place; 0 in other groups."""
+    """A plane's bits of group i's codes, at their place in the code, int32 `[N, padded]`; 0 in other groups."""
     WIDTH: tl.constexpr = P.plane_width[i][which]
     here = channel // P.group == i
     column = tl.where(here, channel - i * P.group + P.plane_first[i][which], 0)
@@ -136,8 +136,8 @@ def _tile(page, record, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
-    """What codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`, channel `[1,
-    padded]`."""
+    """The numbers that codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`,
+    channel `[1, padded]`."""
     keep = channel < P.width
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=0.0)
@@ -181,14 +181,14 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 
 @triton.jit
 def _round(x):
-    """To the nearest integer, of two the even one; |x| below 2^22."""
+    """Round to the nearest integer, half to even; |x| below 2^22."""
     return (x + ROUND) - ROUND
 
 
 @triton.jit
 def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr):
-    """Whole pages of some channels: what remains of tokens around the page's mean, in steps, `[page_size, n]`; the
-    stored means `[1, n]`, 0 where pages have none. channel, keep: `[1, n]`."""
+    """For some channels of a whole page: tokens minus the page's mean, in steps, `[page_size, n]`; and the stored means
+    `[1, n]`, 0 if pages have none. channel, keep: `[1, n]`."""
     n: tl.constexpr = channel.shape[1]
     x = load_tokens(source, token, channel, keep, HAS_ORDER, TAIL)
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)
@@ -210,7 +210,7 @@ def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: t
 
 @triton.jit
 def _scales(rest, P: tl.constexpr):
-    """k + 8 of each token, int32 `[page_size, 1]`: `Static.scale_of`. rest: `[page_size, padded]`, 0 in unused
+    """k + 8 for each token, int32 `[page_size, 1]`: `Static.scale_of`. rest: `[page_size, padded]`, 0 in unused
     channels."""
     total = _squared(rest, P)
     for i in tl.static_range(10):

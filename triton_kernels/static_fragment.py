@@ -1,4 +1,4 @@
-"""Reading pages of `formats.static` in the layouts of `formats.static_fragment`, as `fragment` reads others."""
+"""Reads pages of `formats.static` in the layouts of `formats.static_fragment`. `fragment` does this for other formats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from . import static
 
 _FIELDS = (
     *static.Params._fields,
-    # whether rows of an operand are channels (values); words of a lane, for a block of 32 tokens; how many are one load
+    # whether rows of an operand are channels (values); a lane's words for a block of 32 tokens; words of one load
     *("transposed", "lane_words", "vector"),
-    # keys: of each group of channels, where its planes begin in a lane's bits (4 a word)
+    # keys: for each group of channels, where its planes begin among a lane's bits (4 for each word)
     "plane_at",
 )
 Params = namedtuple("Params", _FIELDS)
@@ -49,7 +49,7 @@ def _load(page, token, lane, word, bit, keep, P: tl.constexpr):
 
 @triton.jit
 def _key_plane(page, token, channel, keep, i: tl.constexpr, which: tl.constexpr, P: tl.constexpr):
-    """What a plane holds of group i's codes, int32 `[N, padded]`, in its place; 0 in other groups."""
+    """A plane's bits of group i's codes, at their place in the code, int32 `[N, padded]`; 0 in other groups."""
     WIDTH: tl.constexpr = P.plane_width[i][which]
     lane = 4 * ((token >> 2) & 7) + ((channel >> 1) & 3)
     field = 16 * (channel & 1) + 8 * (token & 1) + 4 * ((token >> 1) & 1)
@@ -72,7 +72,7 @@ def _key_codes(page, token, channel, keep, P: tl.constexpr):
 
 @triton.jit
 def _value_codes(page, token, channel, keep, P: tl.constexpr):
-    """The same, of pages of values: all channels are of the same width."""
+    """The same for pages of values, where all channels have one width."""
     rest = channel >= P.head_dim // 32 * 32
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
     row = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)

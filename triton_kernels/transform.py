@@ -1,5 +1,5 @@
-"""Factors of channels and the Hadamard rotation: a chunk's keys and queries in one launch, bit for bit as `transforms`
-says."""
+"""Factors of channels and the Hadamard rotation. One launch transforms a chunk's keys and queries, bit for bit as
+`transforms` defines it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _product(x, y, PTX: tl.constexpr):
-    """x * y, rounded: a multiplication that is not fused with the addition of what comes of it."""
+    """x * y, rounded: the multiplication must not be fused with a following addition."""
     if PTX:
         z = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
@@ -30,7 +30,8 @@ def _rotated(
     NORM: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rows `[ROWS, PADDED]`, float32; channel: the index of each element. Elements behind D stay among themselves."""
+    """Rotate rows `[ROWS, PADDED]`, float32. channel: the index of each element. Elements behind D mix only with each
+    other."""
     block, place = channel // BASE, channel % BASE
     if BASE > 1:
         total = tl.zeros_like(x)
@@ -55,7 +56,8 @@ def transform_kernel(
 ):  # fmt: skip
     """q `[B, q_heads, tokens, D]` and k `[B, heads, tokens, D]` -> contiguous tensors. Grid (rows of both / ROWS).
 
-    q_scale, k_scale: factors, KV head `h` at `h * scale_stride`. BEFORE, AFTER: where they come.
+    q_scale, k_scale: factors; those of KV head `h` begin at `h * scale_stride`. BEFORE, AFTER: whether they are applied
+    before or after the rotation.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row % tokens, row // tokens
