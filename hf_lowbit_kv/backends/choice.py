@@ -1,9 +1,10 @@
 """The backends, what each of them covers, and which one a layer gets.
 
-The `backend=` argument of a cache chooses, else the environment variable `HF_LOWBIT_KV_BACKEND`, else what fits the device: on
-an NVIDIA GPU `cuda` where it serves the layer and `triton` where not, on an AMD GPU `triton`, on a CPU `cpu`, elsewhere
-`torch`. A cache's `summary()` says which, and why not a faster one. Nothing falls back silently: what was asked for and cannot
-run raises, and where nothing was asked for a cache warns that it runs on the slow `torch`.
+The choice is made by the first of these that is set: the `backend=` argument of a cache; the environment variable
+`HF_LOWBIT_KV_BACKEND`; the device. An NVIDIA GPU gets `cuda` if that serves the layer, otherwise `triton`. An AMD GPU
+gets `triton`, a CPU `cpu`, anything else `torch`. A cache's `summary()` shows the backend, and why it is not a faster
+one. Nothing falls back silently: a backend that is named and cannot run raises. If none is named and only the slow
+`torch` can run, a cache warns.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """
@@ -38,7 +39,7 @@ VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
 class Served(NamedTuple):
-    """What a backend is asked to serve."""
+    """A layer that a backend is asked to serve."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -54,28 +55,28 @@ class Served(NamedTuple):
 
 
 class Backend(ABC):
-    """Code that runs the operations of layers: what it serves, and which operations it has. Instances are immutable."""
+    """Code that runs the operations of layers. It says which layers it serves. Instances are immutable."""
 
     name: ClassVar[str]
-    #: by reading, orders of bytes inside pages of the two streams that its kernels read
+    #: by reading: the page layouts of the two streams that its kernels read
     layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
-    #: what an error advises
+    #: advice that errors give
     advice: ClassVar[str] = ""
 
     @abstractmethod
     def why_not(self, served: Served) -> str | None:
-        """What keeps it from serving a layer, or `None`."""
+        """Why it cannot serve a layer, or `None`."""
 
     def missing(self) -> str | None:
-        """What is not installed, or `None`."""
+        """The missing package, or `None`."""
         return None
 
     @abstractmethod
     def operations(self, reading: str = "separate") -> Operations:
-        """Those for layers of that reading. Imports kernels, which a backend that is only asked what it serves does not."""
+        """The operations for layers of this reading. This imports kernels; asking what a backend serves does not."""
 
     def check(self, served: Served, source: str) -> None:
-        """Raise `ValueError` where it cannot serve; source: the argument that asked for it."""
+        """Raise `ValueError` if it cannot serve a layer. source: the argument that named this backend."""
         if (reason := self.why_not(served)) is not None:
             raise ValueError(f"{source}={self.name!r} {reason}{self.advice if served.device.type == 'cuda' else ''}")
 
@@ -202,7 +203,7 @@ class Cuda(Backend):
 
 #: every backend, by name
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
-#: where nothing is asked for, by reading: the first on a GPU that serves the layer; the last must
+#: defaults on a GPU, by reading: the first that serves the layer is used, and the last serves every layer
 ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
@@ -211,7 +212,7 @@ def of_environment() -> str | None:
 
 
 def is_rocm(device: torch.device) -> bool:
-    """Whether it is an AMD GPU: builds of torch for ROCm call these "cuda" too."""
+    """Whether the device is an AMD GPU: torch for ROCm calls these "cuda" too."""
     return device.type == "cuda" and torch.version.hip is not None
 
 
@@ -221,7 +222,7 @@ def has_cuda_bindings() -> bool:
 
 @functools.cache
 def why_no_compiler(capability: tuple[int, int]) -> str | None:
-    """What keeps CUDA kernels from being compiled and loaded here, or `None`."""
+    """Why CUDA kernels cannot be compiled and loaded here, or `None`."""
     if not has_cuda_bindings():
         return f"needs cuda-bindings: {install_bindings()}"
     try:
@@ -230,7 +231,7 @@ def why_no_compiler(capability: tuple[int, int]) -> str | None:
         status, version, _ = nvrtc.nvrtcVersion()
         _, architectures = nvrtc.nvrtcGetSupportedArchs()
         _, supported = driver.cuDriverGetVersion()
-    except (ImportError, OSError, RuntimeError) as error:  # the bindings without the libraries, or with unfit ones
+    except (ImportError, OSError, RuntimeError) as error:  # bindings without fitting libraries
         return f"needs NVRTC and the driver's library ({error}): {install_nvrtc()}"
     if int(status) != 0:
         return f"needs NVRTC, which fails ({status!r})"
@@ -242,7 +243,7 @@ def why_no_compiler(capability: tuple[int, int]) -> str | None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise for a name that does not exist, or for a backend that is not installed. Called when a cache is made."""
+    """Raise if the name does not exist, or the backend is not installed. Called when a cache is made."""
     name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
     if name is None:
         return
@@ -253,7 +254,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def choose_backend(backend: str | None, served: Served) -> str:
-    """The name of the backend for a layer. Raises where it cannot serve the layer."""
+    """The name of the backend for a layer. Raises if it cannot serve the layer."""
     check_backend(backend)
     requested = backend or of_environment()
     source = VARIABLE if backend is None and requested else "backend"
@@ -277,8 +278,8 @@ def _default_backend(served: Served) -> str:
 
 
 def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
-    """Why the default on this device is not a faster backend; `None` where there is none, or where `backend` or the environment
-    chose."""
+    """Why the default on this device is not a faster backend. `None` if there is no faster one, or if `backend` or the
+    environment chose."""
     device = served.device
     if backend or of_environment() or device.type == "cpu":
         return None
@@ -294,7 +295,7 @@ def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
 
 
 def why_reference(backend: str | None, chosen: str, served: Served) -> str | None:
-    """Why the default is the slow reference; `None` where it is not."""
+    """Why the default is the slow reference; `None` if it is not."""
     return reason_for(backend, chosen, served) if chosen == "torch" else None
 
 
@@ -302,7 +303,8 @@ _WARNED: set[str] = set()
 
 
 def warn_of_reference(reason: str | None) -> None:
-    """Warn, once in a process for each reason, that a cache runs on the reference (`why_reference`); `None`: it does not."""
+    """Warn that a cache runs on the reference, once in a process for each reason (`why_reference`); `None`: it does
+    not."""
     if reason is None or reason in _WARNED:
         return
     _WARNED.add(reason)
@@ -314,8 +316,8 @@ def warn_of_reference(reason: str | None) -> None:
 
 
 def describe(backend: str | None, chosen: str, served: Served) -> str:
-    """The chosen backend in words, for `summary()`: with what keeps the default from being the fastest, and whether anybody has
-    tested it on such a device."""
+    """The chosen backend in words, for `summary()`: also why the default is not the fastest, and whether the backend
+    was tested on such a device."""
     device, notes = served.device, []
     if chosen == "triton" and is_rocm(device):
         notes.append("not tested on AMD GPUs")
@@ -329,11 +331,11 @@ def describe(backend: str | None, chosen: str, served: Served) -> str:
 
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
-    """`spec` with its pages in the layout that the backend's kernels read. What is stored decodes to the same numbers."""
+    """`spec` with its pages in the layout that the backend's kernels read. Stored tokens decode to the same numbers."""
     return spec.with_layouts(*BACKENDS[backend].layouts[spec.reading.name])
 
 
 @functools.cache
 def operations_of(backend: str, reading: str) -> Operations:
-    """The operations of a backend, by its name, for layers of that reading."""
+    """The operations of the backend with this name, for layers of this reading."""
     return BACKENDS[backend].operations(reading)

@@ -1,8 +1,8 @@
-"""The backend for CPUs: unpacks what a layer stores once a step, and calls PyTorch's own attention.
+"""The backend for CPUs. In each step it unpacks the tokens of a layer once, and calls PyTorch's own attention.
 
-`storage/reference.py` defines the results. It passes over every score several times in float32, which a GPU forgives and
-a CPU does not. Here `scaled_dot_product_attention` does that work. Memory: one layer's history is unpacked to float32 at
-a time, row by row where the batch is large. Storing tokens, reading them back and transforms are the reference's.
+`storage/reference.py` defines the results. It reads every score several times in float32, which is slow on a CPU. Here
+`scaled_dot_product_attention` does that work. Memory: one layer's history at a time is unpacked to float32, row by row
+if the batch is large. Storing tokens, reading them back and transforms are the reference's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ..storage.paged_store import LayerStore
 from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
 from ..storage.step import Chunk
 
-#: numbers of unpacked history held at a time (float32), unless a single row has more
+#: largest number of unpacked numbers (float32) in memory at a time, unless a single row has more
 BUFFER_NUMBERS = 2**26
-#: scores held at a time where PyTorch's attention cannot serve (softcap, sinks)
+#: largest number of scores in memory at a time if PyTorch's attention cannot be used (softcap, sinks)
 SCORES = 2**24
 
 
 class Cpu(Reference):
-    """On CPUs."""
+    """Operations on CPUs."""
 
     def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         batch, heads, tokens, _ = chunk.k.shape
@@ -58,8 +58,8 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
 
 
 def _gathered(chunk: Chunk, layer: LayerStore):
-    """What is stored, in any order, and behind it the chunk: keys and values float32 `[B, H, n, D]`, and which of the stored
-    tokens belong to each row, bool `[B, n - S]`; `None`: all do."""
+    """The stored tokens, in any order, followed by the chunk: keys and values float32 `[B, H, n, D]`. And which of the
+    stored tokens belong to each row, bool `[B, n - S]`; `None`: all of them."""
     k, v, mask = chunk[1:4]
     keys, values, valid = [], [], []
     for some_keys, some_values, some_valid in history(layer):
@@ -78,13 +78,14 @@ def _gathered(chunk: Chunk, layer: LayerStore):
 
 
 def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`: what stands there may be NaN, which no mask keeps out of a sum."""
+    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`. Those places may hold NaN, and a weight of 0 times NaN is
+    NaN."""
     return x.masked_fill(unused[:, None, :, None], 0.0) if unused.any() else x
 
 
 def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | None:
-    """What query tokens `start` to `stop` of the chunk attend to: bool `[B or 1, 1, stop - start, before + stop]`, the stored
-    tokens first; `None`: everything."""
+    """The tokens to which query tokens `start` to `stop` of the chunk attend: bool `[B or 1, 1, stop - start, before +
+    stop]`, stored tokens first; `None`: all tokens."""
     if stop == 1 and mask is None and valid is None:
         return None
     position = torch.arange(stop)

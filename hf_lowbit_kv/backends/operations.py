@@ -1,9 +1,10 @@
-"""A layer's operations on the backend that was chosen for it. `choice` chooses.
+"""A layer's operations on its backend, which `choice` chooses.
 
-In eager and recorded steps the backend gets the objects. While a model is compiled or traced, the same call becomes one
-`torch.library` operation that takes the spec as text and the state tensor by tensor: inductor updates a mutated tensor in
-place, but clones a mutated list. Preallocated caches have one block of pages; only growing ones, which are not compiled, have
-`more` of them. Lists that are only read cost nothing. Signatures follow `LayerState`: a new field needs no change here.
+In eager and recorded steps the backend gets objects. While a model is compiled or traced, the same call becomes one
+`torch.library` operation. It takes the spec as text and the state as separate tensors, because inductor updates a
+mutated tensor in place, but clones a mutated list. Preallocated caches have one block of pages. Only growing caches,
+which are not compiled, have `more` blocks. Lists that are only read cost nothing. Signatures are derived from
+`LayerState`, so a new field needs no change here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .choice import storage_spec as storage_spec
 from .choice import warn_of_reference as warn_of_reference
 from .choice import why_reference as why_reference
 
-#: a `Chunk`, as schemas of operations spell it
+#: a `Chunk` in the schema of an operation
 _CHUNK = "Tensor? q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen"
 _CHUNK_SIZE = len(Chunk._fields)
 
@@ -103,8 +104,8 @@ _append = _operation("append", "()", True, _append_whole, lambda chunk, spec: No
 
 
 def _watched(x: Any) -> bool:
-    """Whether somebody is to see operations as wholes: a compiler, a dispatch mode (tracing, fake tensors, a recording of
-    operations), a transform of functions, or a tensor of another class than torch's own."""
+    """Whether operations must stay whole because something watches them: a compiler, a dispatch mode (tracing, fake
+    tensors, a recording of operations), a function transform, or a subclass of torch's tensor."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -115,22 +116,23 @@ def _watched(x: Any) -> bool:
 
 
 def attend(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
-    """`Operations.attend` on the backend of that name."""
+    """`Operations.attend` on the backend with this name."""
     if _watched(chunk.k):
         return _attend(chunk, layer, backend)
     return operations_of(backend, layer.spec.reading.name).attend(chunk, layer).contiguous()
 
 
 def step(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
-    """`Operations.step` on the backend of that name. Compilation can neither move nor separate attending and storing."""
+    """`Operations.step` on the backend with this name. Compilation can neither reorder nor separate attending and
+    storing."""
     if _watched(chunk.k):
         return _step(chunk, layer, backend)
     return operations_of(backend, layer.spec.reading.name).step(chunk, layer).contiguous()
 
 
 def append(chunk: Chunk, layer: LayerStore, backend: str) -> None:
-    """`Operations.append` on the backend of that name. Behind an `attend` of the same layer, use `step`: inductor moves a lone
-    append before the attend, where it must copy the whole pool."""
+    """`Operations.append` on the backend with this name. After an `attend` of the same layer, use `step` instead:
+    inductor moves a separate append before the attend, and must then copy the whole pool."""
     if _watched(chunk.k):
         return _append(chunk, layer, backend)
     return operations_of(backend, layer.spec.reading.name).append(chunk, layer)
@@ -142,5 +144,5 @@ def expect_steps(chunk: Chunk, layer: LayerStore, backend: str) -> None:
 
 
 def read(layer: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Operations.read` on the backend of that name."""
+    """`Operations.read` on the backend with this name."""
     return operations_of(backend, layer.spec.reading.name).read(layer, max_length)

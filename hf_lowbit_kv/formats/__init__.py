@@ -26,12 +26,12 @@ def _parse(name: str) -> Format:
 
 
 def forget_names() -> None:
-    """A name may stand for another format from here on."""
+    """Forget which format each name stands for, because a name may mean another format now."""
     _parse.cache_clear()
 
 
 def parse_format(format: str | Format) -> Format:
-    """The format of that name, e.g. `"int4-channel"`, `"int2-token-g32"`, `"dense"`; a `Format` is returned as it is.
+    """The format with this name, e.g. `"int4-channel"`, `"int2-token-g32"`, `"dense"`. A `Format` is returned unchanged.
 
     Example:
         >>> lb.parse_format("int2-token-g32")

@@ -1,11 +1,13 @@
 """Asymmetric integers: KIVI (per-channel keys, per-token values), BitDecoding (KC, KT) and TurboMind (per token).
 
-    scale = (max - min) / (2^bits - 1)      zero = min      code = round_half_even(clamp((x - zero) / scale, 0, 2^bits - 1))
+    scale = (max - min) / (2^bits - 1)      zero = min      code = round_half_even(clamp((x - zero) / scale, 0, 2^bits -
+    1))
 
-Scale and zero are stored in fp16 (saturated, so a huge outlier stays finite) and codes are computed against the *stored*
-values. A constant group has scale 0 and codes 0 and decodes to its zero point, exactly but for what fp16 does not hold (of
-bf16: magnitudes below 2^-17 and above 65504). (KIVI, arXiv 2402.02750, section 3;
-BitDecoding, section 4; TurboMind, section 4.)
+Scale and zero are stored in fp16. They saturate, so a huge outlier stays finite. Codes are computed against the
+*stored* values. A constant group has scale 0 and codes 0, and decodes to its zero point. That is exact where fp16 holds
+the number (it lacks bf16 magnitudes below 2^-17 and above 65504).
+
+Sources: KIVI, arXiv 2402.02750, section 3; BitDecoding, section 4; TurboMind, section 4.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ class Affine(Format):
         group_size: 32, 64 or 128; `None`: the whole page (`"channel"`) or the whole head (`"token"`).
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
-    Page (layout `planar-1`): `codes` int16 `[page_size, head_dim * bits / 16]`, where bits `j * bits` and up of word `w`
-    hold channel `j * (head_dim * bits / 16) + w`, so that one mask over a row of words yields consecutive channels (of 5 and 6
-    bits: words of the high bits, then words of the low ones, each so);
-    then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
-    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
-    `fragment`; `scale` and `zero` as before. Of 5 and 6 bits: `fragment_planes`.
+    Page (layout `planar-1`): first `codes`, int16 `[page_size, head_dim * bits / 16]`. Bits `j * bits` and up of word
+    `w` hold channel `j * (head_dim * bits / 16) + w`. So one mask over a row of words yields consecutive channels.
+    Codes of 5 and 6 bits have words for the high bits, followed by words for the low bits; both are ordered like this.
+    Then `scale` and `zero`, fp16, `[page_size / group, head_dim]` or `[page_size, head_dim / group]`.
+
+    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores read them,
+    see `fragment` (5 and 6 bits: `fragment_planes`); `scale` and `zero` as before.
 
     Example:
         >>> fmt = lb.Affine(bits=4, axis="channel", group_size=32)
@@ -105,12 +108,12 @@ class Affine(Format):
 
     @property
     def _order(self) -> ModuleType:
-        """What orders words for tensor cores."""
+        """The module that orders words for tensor cores."""
         return fragment_planes if len(self.widths) > 1 else fragment
 
     @property
     def planes(self) -> int:
-        """Codes in a 16-bit word, of formats whose codes have one plane."""
+        """Number of codes in a 16-bit word, for formats whose codes have one plane."""
         return 16 // self.bits
 
     def validate(self, head_dim: int, page_size: int) -> None:
@@ -211,8 +214,8 @@ def quantize(
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes int32 `[..., n]` -> int16 words `[..., n * bits / 16]`: bits `j * bits` and up of word `w` hold code
-    `j * words + w`."""
+    """Codes int32 `[..., n]` -> int16 words `[..., n * bits / 16]`. Bits `j * bits` and up of word `w` hold code `j *
+    words + w`."""
     planes = 16 // bits
     codes = codes.unflatten(-1, (planes, codes.shape[-1] // planes))
     shifts = torch.arange(planes, device=codes.device, dtype=torch.int32)[:, None] * bits

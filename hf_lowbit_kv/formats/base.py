@@ -1,4 +1,4 @@
-"""What a page format is: how `page_size` consecutive tokens of one KV head become bytes, and back.
+"""The base class of page formats. A format turns `page_size` consecutive tokens of one KV head into bytes, and back.
 
 A format knows nothing of models, caches or attention. The PyTorch code here *defines* the bytes; kernels reproduce them.
 """
@@ -16,7 +16,7 @@ from .records import Field as Field
 from .records import Parameter as Parameter
 from .records import Parametrized, place, size, views
 
-#: head sizes the kernels are specialised for
+#: head sizes that the kernels support
 HEAD_DIMS = (64, 80, 96, 128, 256)
 #: tensors of `Format.record_parameters`, in that order; `[H or 1, ...]` each
 Tensors = Sequence[torch.Tensor]
@@ -25,8 +25,8 @@ Tensors = Sequence[torch.Tensor]
 class Format(Parametrized, ABC):
     """How one page of one KV head is encoded. Instances are immutable, hashable, and named by `name`.
 
-    Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`. One with parameters of a
-    layer (a codebook) lists them in `parameters`, and gets the tensors when it encodes and decodes.
+    Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`. A format that needs
+    tensors of the layer (e.g. a codebook) lists them in `parameters`, and gets them when it encodes and decodes.
 
     Example:
         >>> fmt = lb.parse_format("int4-token")
@@ -39,15 +39,15 @@ class Format(Parametrized, ABC):
 
     #: layouts this format can be stored in; the first is the default
     layouts: ClassVar[tuple[str, ...]] = ("planar-1",)
-    #: order of the bytes inside a page; a change of order is a new layout name
+    #: order of the bytes inside a page; another order gets another name
     layout: str = "planar-1"
     #: which arrays of a page hold codes; the others are metadata
     code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
     #: fields that a caller of `from_preset` may change
     tunable: ClassVar[tuple[str, ...]] = ()
-    #: how names of this format are written, for messages
+    #: how names of this format are spelled, shown in messages
     grammar: ClassVar[str] = ""
-    #: whether the streams of a latent (MLA), which are of other widths than heads are, may be stored in it
+    #: whether the format can store the streams of a latent (MLA), whose widths differ from those of heads
     stores_latents: ClassVar[bool] = False
 
     @property
@@ -76,17 +76,18 @@ class Format(Parametrized, ABC):
         """Arrays -> tokens `[..., H, page_size, head_dim]`, float32 (or the stored dtype where nothing was rounded)."""
 
     def validate(self, head_dim: int, page_size: int) -> None:
-        """Raise `ValueError` where this format cannot store pages of this geometry."""
+        """Raise `ValueError` if this format cannot store pages of this geometry."""
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim={head_dim} is not supported by format {self.name!r}; allowed: {HEAD_DIMS}")
 
     def with_layout(self, layout: str) -> Format:
-        """This format stored in that order, or as it is where it does not offer the order."""
+        """This format in the given layout, or unchanged if it does not offer that layout."""
         return self
 
     def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
-        """The arrays of pages as `target`, this format with another layout, stores them. They decode to the same numbers. A
-        format with several layouts has `_pack` and `_unpack` of its array `codes`, or a method of its own for this."""
+        """The arrays of pages as `target`, this format with another layout, stores them. They decode to the same
+        numbers. A format with several layouts has `_pack` and `_unpack` of its array `codes`, or a method of its own
+        for this."""
         return {**arrays, "codes": target._pack(self._unpack(arrays["codes"], head_dim))}  # type: ignore[attr-defined]
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
@@ -94,7 +95,7 @@ class Format(Parametrized, ABC):
         for name, array in old.items():
             array[..., at : at + count, :] = new[name][..., at : at + count, :]
 
-    # What follows is the same for every format.
+    # The methods below are the same for every format.
 
     def fields(self, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays with their byte offsets inside the page."""

@@ -1,15 +1,17 @@
-"""Kitty: integers per channel, with the channels that matter most kept at twice the bits (paper section 3).
+"""Kitty: integers per channel, where the most important channels get twice the bits (paper section 3).
 
 In each page, for each KV head, the top `int(head_dim * ratio)` channels by score get 4 bits, the others 2:
 
     scale = (max - min) / 15 for a boosted channel, (max - min) / 3 otherwise      zero = min
 
-rounded and stored as in `affine`. Which channels is decided by the page's own tokens alone. The choice is part of the bytes, so
-scores are defined to the last bit: a fixed order of sums, and of equal scores the lower channel wins. Kernels choose alike. The
-list of boosted channels (the map) takes a byte for each of them: 16 a page for `kitty` at head_dim 128. A channel's code is
-`low + 4 * high`: the low two bits of every channel stand in one plane, as in `int2-channel`, and the high two bits of the
-boosted ones in a compact second plane, so that a kernel treats them as a few more channels: with q' the query times the
-scales, q.k = low . q' + high . (4 q')[map] + zero . q.
+rounded and stored as in `affine`. The page's own tokens decide which channels are boosted. This choice is part of the
+bytes. So scores are defined to the last bit: sums have a fixed order, and the lower of two channels with equal scores
+wins. Kernels make the same choice. The list of boosted channels (the map) takes a byte for each: 16 bytes for a page of
+`kitty` at head_dim 128.
+
+A channel's code is `low + 4 * high`. The low two bits of every channel stand in one plane, as in `int2-channel`. The
+high two bits of boosted channels stand in a compact second plane. A kernel treats them as a few more channels. If q' is
+the query times the scales, then q.k = low . q' + high . (4 q')[map] + zero . q.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .base import Format, Tensors
 
 Score = Literal["magnitude", "variance", "range", "random"]
 SCORES: tuple[str, ...] = get_args(Score)
-#: bits of a channel's code, and of a boosted one's
+#: bits of a channel's code, and of a boosted channel's code
 BITS, BOOSTED_BITS = 2, 4
 
 
@@ -37,18 +39,19 @@ class Boosted(Format):
 
     Args:
         ratio: share of the channels that are boosted, 0 to 1; rounded down to whole channels.
-        score: which channels. `"magnitude"`: the largest mean magnitude over the page. `"variance"`, `"range"`: the largest
-            variance, or difference of maximum and minimum. `"random"`: a hash of `seed`, the channel's number and its
-            minimum over the page (the control of the paper's ablation). Of equal scores the lower channel wins.
-        seed: for `"random"`.
-        bits, boosted_bits: 2 and 4 are what is offered.
+        score: how channels are chosen. `"magnitude"`: the largest mean magnitude over the page. `"variance"`,
+            `"range"`: the largest variance, or difference of maximum and minimum. `"random"`: a hash of `seed`, the
+            channel's number and its minimum over the page (the control of the paper's ablation). The lower of two
+            channels with equal scores wins.
+        seed: used by `"random"`.
+        bits, boosted_bits: only 2 and 4 are offered.
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
-    Page (layout `planar-1`): `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high` int16
-    `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits of token
-    `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
-    Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see `fragment`.
-    Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
+    Page (layout `planar-1`): `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high`
+    int16 `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits
+    of token `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
+    Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see
+    `fragment`. Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
 
     Example:
         >>> lb.Boosted(ratio=0.25).name
@@ -107,8 +110,8 @@ class Boosted(Format):
         return replace(self, layout=layout) if layout in self.layouts else self
 
     def boosted(self, head_dim: int) -> int:
-        """How many channels are boosted. Raises `ValueError` where a ratio above 0 gives none."""
-        count = int(head_dim * self.ratio + 1e-9)  # what a decimal ratio lacks must not cost a channel
+        """How many channels are boosted. Raises `ValueError` if a ratio above 0 gives none."""
+        count = int(head_dim * self.ratio + 1e-9)  # the rounding error of a decimal ratio must not cost a channel
         if count == 0 and self.ratio > 0:
             raise ValueError(
                 f"ratio={self.ratio!r} of format {self.name!r} gives no whole channel of head_dim={head_dim}; "
@@ -164,13 +167,14 @@ class Boosted(Format):
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         codes = self._unpack(arrays["codes"], head_dim)
         high = self._unpack(arrays["high"], arrays["map"].shape[-1], transposed=True) << self.bits
-        # pages that hold nothing are decoded too (and not used): their maps may say anything
+        # pages without tokens are decoded too (and not used): their maps may hold anything
         channels = arrays["map"].long().clamp(max=head_dim - 1)
         codes = codes.scatter_add(-1, channels[..., None, :].expand(high.shape), high)
         return codes.float() * arrays["scale"].float()[..., None, :] + arrays["zero"].float()[..., None, :]
 
     def _pack(self, codes: torch.Tensor, transposed: bool = False) -> torch.Tensor:
-        """int32 `[..., page, n]` -> the array `codes`, or `high` (`transposed`: which `planar-1` stores channel by channel)."""
+        """int32 `[..., page, n]` -> the array `codes`, or `high` (`transposed`: which `planar-1` stores channel by
+        channel)."""
         if self.layout != "planar-1":
             return fragment.pack(codes, self.bits, self.layout)
         return pack_words(codes.transpose(-1, -2) if transposed else codes, self.bits)
@@ -184,7 +188,7 @@ class Boosted(Format):
 
     def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
         assert isinstance(target, Boosted)
-        unused = target.columns(head_dim) - self.columns(head_dim)  # cut off where negative: they are zeros
+        unused = target.columns(head_dim) - self.columns(head_dim)  # negative padding removes columns, which are zeros
         high = self._unpack(arrays["high"], self.columns(head_dim), transposed=True)
         return {
             **arrays,
@@ -195,7 +199,7 @@ class Boosted(Format):
 
     def choose(self, x: torch.Tensor) -> torch.Tensor:
         """The boosted channels of pages `[..., page_size, head_dim]` (float32): int64 `[..., boosted]`, ascending."""
-        order = self.scores(x).argsort(dim=-1, descending=True, stable=True)  # stable: of equal ones the lower first
+        order = self.scores(x).argsort(dim=-1, descending=True, stable=True)  # ties: the lower first
         return order[..., : self.boosted(x.shape[-1])].sort(dim=-1).values
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,14 +213,15 @@ class Boosted(Format):
         if self.score == "range":
             return x.amax(-2) - low
         channel = torch.arange(x.shape[-1], device=x.device)
-        # adding 0 makes one of the two zeros; 24 bits are exact in float32
+        # adding 0 turns -0 into +0; 24 bits are exact in float32
         mixed = (low + 0.0).view(torch.int32).long() ^ channel * 0x9E3779B1 ^ self.seed * 0x27D4EB2F
         return (_hash(mixed) >> 8).float()
 
 
 def fold_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over axis -2, whose size is a power of two: halves are added until one row is left. Scores decide which bytes are
-    stored, so the order of additions is part of the format; this one is what a butterfly over lanes computes as well."""
+    """Sum over axis -2, whose size is a power of two: halves are added until one row is left. Scores decide which bytes
+    are stored, so the order of additions is part of the format. A butterfly over lanes computes the sum in this order
+    too."""
     while (half := x.shape[-2] // 2) > 0:
         x = x[..., :half, :] + x[..., half:, :]
     return x[..., 0, :]

@@ -1,7 +1,8 @@
-"""Layout `core-1`: tokens in bricks of 8 tokens x 16 bytes, the core matrices of Hopper's tensor cores (PTX ISA, `wgmma`).
+"""Layout `core-1`: tokens in bricks of 8 tokens x 16 bytes, the core matrices of Hopper's tensor cores (PTX ISA,
+`wgmma`).
 
-A page `[tokens, width]` becomes `[tokens / 8, width / e, 8, e]`, with `e` numbers in 16 bytes. Whole groups of eight tokens can
-be copied as they are. `formats.fp8` and `formats.dense` offer the layout, for latents.
+A page `[tokens, width]` becomes `[tokens / 8, width / e, 8, e]`, with `e` numbers in 16 bytes. Whole groups of eight
+tokens can be copied as they are. `formats.fp8` and `formats.dense` offer the layout, for latents.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ TOKENS, BYTES = 8, 16
 
 
 def shape(width: int, page_size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Of the array that holds a page of tokens of that width."""
+    """Shape of the array that holds a page of tokens of this width."""
     numbers = BYTES // dtype.itemsize
     return page_size // TOKENS, width // numbers, TOKENS, numbers
 

@@ -1,10 +1,12 @@
-"""Vector quantization: consecutive channels of a token are stored as the number of the nearest entry of a codebook.
+"""Vector quantization: consecutive channels of a token are stored as the index of the nearest entry of a codebook.
 
-    codebook: 2^bits centroids of `dim` channels      code = argmin_j |x - c_j|^2, of equal distances the lower j
+    codebook: 2^bits centroids of `dim` channels      code = argmin_j |x - c_j|^2; the lower j wins a tie
 
-A head of D channels is cut into D / dim sub-vectors, and all of them share one codebook, a parameter of the layer (float16), or
-of each of its KV heads. Keys and values have codebooks of their own. There is no metadata: a page is its indices.
-(VecInfer, arXiv 2510.06175, section 2.2; MILLION and CQ quantize so without a transform of keys.)
+A head of D channels is divided into D / dim sub-vectors, which all share one codebook. The codebook (float16) is a
+parameter of the layer, or of each of its KV heads. Keys and values have separate codebooks. There is no metadata: a
+page consists of indices.
+
+Sources: VecInfer, arXiv 2510.06175, section 2.2. MILLION and CQ quantize like this without a transform of keys.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ DIMS = (2, 4, 8)
 BITS = (*range(3, 13), 16)
 #: tokens whose indices of one sub-vector are packed together
 BLOCK = 32
-#: distances computed at a time, at most
+#: largest number of distances computed at a time
 _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, repr=False)
 class Codebook(Format):
-    """`dim` channels in an index of `bits` bits: `bits / dim` bits a number.
+    """An index of `bits` bits stands for `dim` channels, so a number takes `bits / dim` bits.
 
     Args:
         dim: channels of a sub-vector: 2, 4 or 8.
@@ -39,11 +41,14 @@ class Codebook(Format):
 
     Parameter `codebook`: float16 `[num_kv_heads, 2^bits, dim]`, or with a leading 1 where a layer's heads share it.
 
-    A page is streams of indices, bit after bit from the lowest bit of the first 32-bit word on, so that 12 bits take 12.
-    Layout `planar-1`: `codes` int32 `[page_size / 32, head_dim / dim, bits]`: the indices of one sub-vector of 32 tokens.
-    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32 `[page_size / 32, words / V, 32, V]`: a stream is the
-    head_dim / dim indices of one lane of a warp for 32 tokens, in the order in which the lane needs them (see `_places`);
-    `V` consecutive words of a lane are one load.
+    A page is streams of indices. A stream begins at the lowest bit of its first 32-bit word, and indices follow without
+    gaps.
+
+    - Layout `planar-1`: `codes` int32 `[page_size / 32, head_dim / dim, bits]`. A stream holds one sub-vector's indices
+      of 32 tokens.
+    - Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32 `[page_size / 32, words / V, 32, V]`. A
+      stream holds the head_dim / dim indices of one lane of a warp for 32 tokens, in the order in which the lane needs
+      them (see `_places`). `V` consecutive words of a lane are one load.
 
     Example:
         >>> fmt = lb.Codebook(dim=4, bits=8)
@@ -85,15 +90,16 @@ class Codebook(Format):
 
     @property
     def size(self) -> int:
-        """Entries of the codebook."""
+        """Number of entries of the codebook."""
         return 2**self.bits
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
         return (Parameter("codebook", (num_kv_heads, self.size, self.dim), torch.float16),)
 
     def in_lanes(self, head_dim: int) -> bool:
-        """Whether the lanes of a warp share the indices of 32 tokens evenly, in whole words, for keys and for values; and
-        whether two codebooks fit into a multiprocessor's shared memory, which is what the layout is for."""
+        """Whether the layout is possible. The lanes of a warp must share the indices of 32 tokens evenly, in whole
+        words, for keys and for values. And two codebooks must fit into a multiprocessor's shared memory, for which the
+        layout exists."""
         if self.bits > 12:
             return False
         return head_dim % max(32, 8 * self.dim) == 0 and head_dim // self.dim * self.bits % 32 == 0
@@ -146,11 +152,12 @@ class Codebook(Format):
 
 @functools.cache
 def _lane_places(dim: int, count: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which indices of a block (32 tokens, `count` sub-vectors) are lane `4 g + t`'s (`g` 0..7, `t` 0..3), in order: int64
-    `[32, count]`, places `token * count + sub-vector`; and the inverse, `[32 * count]`.
+    """The indices of a block (32 tokens, `count` sub-vectors) that belong to each lane, in order: int64 `[32, count]`,
+    as places `token * count + sub-vector`. And the inverse, `[32 * count]`.
 
-    Keys: for each sub-vector `i` of the lane the tokens `4 g` to `4 g + 3`. The lane's channels are `8 t` to `8 t + 7` of
-    every 32. Values: for each `u` the sub-vector `8 u + g` of the tokens `8 t + 4 e + 2 h + j`, in the order `4 h + 2 j + e`.
+    Lane `4 g + t` (`g` 0..7, `t` 0..3) has for keys: tokens `4 g` to `4 g + 3` of each of its sub-vectors; its channels
+    are `8 t` to `8 t + 7` of every 32. For values: for each `u`, sub-vector `8 u + g` of tokens `8 t + 4 e + 2 h + j`,
+    in the order `4 h + 2 j + e`.
     """
     lane, n = torch.arange(fragment.LANES)[:, None], torch.arange(count)
     g, t = lane // 4, lane % 4
@@ -174,14 +181,14 @@ def entries(codebook: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """Numbers of the nearest entries, int64 `[..., H, page, n]`.
+    """Indices of the nearest entries, int64 `[..., H, page, n]`.
 
     Args:
         x: sub-vectors `[..., H, page, n, dim]`, float32. codebook: `[1 or H, 2^bits, dim]`.
 
-    Defined to the last bit, because packed bytes depend on it: the distance is the float32 sum of (x_i - c_i)^2 from i = 0 on,
-    every operation rounded; NaN counts as infinity; of equal distances the lower number wins. (Where x is not finite, the
-    first entry is.)
+    The result is defined to the last bit, because packed bytes depend on it. The distance is the float32 sum of (x_i -
+    c_i)^2 from i = 0 on, with every operation rounded. NaN counts as infinity. The lower of two indices with equal
+    distances wins. If x is not finite, this is the first entry.
     """
     if codebook.shape[0] == 1:
         return _nearest(x.reshape(-1, x.shape[-1]), codebook[0].float()).view(x.shape[:-1])
@@ -191,10 +198,10 @@ def nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Of `x` `[n, dim]` among centroids `[m, dim]`: int64 `[n]`.
+    """The nearest of the centroids `[m, dim]` for each `x` `[n, dim]`: int64 `[n]`.
 
-    A product of matrices finds the nearest one, up to its rounding. Where others are as near within what rounding can do,
-    distances are computed as they are defined.
+    A product of matrices finds it up to rounding. If rounding may hide that another centroid is equally near, distances
+    are computed as they are defined.
     """
     wide = (
         x.is_cuda or torch.get_float32_matmul_precision() != "highest"
@@ -223,7 +230,7 @@ def squared_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _stream(count: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `count` indices in a stream: the word in which each begins, and the bit there."""
+    """For each of `count` indices in a stream: the word in which it begins, and the bit there."""
     at = torch.arange(count) * bits
     return at // 32, at % 32
 

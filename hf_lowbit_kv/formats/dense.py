@@ -1,4 +1,4 @@
-"""Tokens as they are, in the model's dtype: for exactness tests, and for layers or sides that should not be packed."""
+"""Unpacked tokens in the model's dtype: for exactness tests, and for layers, keys or values that should not be packed."""
 
 from __future__ import annotations
 

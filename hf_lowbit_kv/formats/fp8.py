@@ -1,4 +1,5 @@
-"""Tokens as FP8 (e4m3: 4 bits of exponent, 3 of mantissa, largest number 448), with a scale a token, a block, or none."""
+"""Tokens in FP8 (e4m3: 4 bits of exponent, 3 of mantissa, largest number 448), with a scale for each token, for each
+block, or none."""
 
 from __future__ import annotations
 
@@ -15,34 +16,36 @@ Granularity = Literal["token", "block", "static"]
 
 #: largest number of e4m3
 E4M3_MAX = 448.0
-#: the smallest scale: zeros get one that divides, and its reciprocal is far from overflowing
+#: the smallest scale: it makes division by the scale of zeros possible, and its reciprocal is far from overflow
 LEAST_SCALE = 2.0**-60
 #: channels of a block with `granularity="block"`; a block spans a page's tokens in groups of as many
 BLOCK = 64
 
 
 def scale_of(absmax: torch.Tensor) -> torch.Tensor:
-    """float32: the largest magnitude (float32) becomes 448; NaN where that is infinite or NaN. A tensor as divisor: a GPU
-    would multiply by a number's reciprocal, which rounds differently."""
+    """The scale, float32, with which the largest magnitude (float32) becomes 448; NaN if that magnitude is infinite or
+    NaN. The divisor is a tensor, because on a GPU PyTorch multiplies by a number's reciprocal, which rounds
+    differently."""
     scale = (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=LEAST_SCALE)
     return torch.where(absmax.isfinite(), scale, torch.nan)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> `torch.float8_e4m3fn`, rounded to nearest even; beyond 448 it saturates; NaN of either sign becomes the
-    one with sign 0."""
+    """float32 -> `torch.float8_e4m3fn`, rounded to nearest even. Numbers beyond 448 saturate. NaN of either sign
+    becomes NaN with sign 0."""
     return torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, repr=False)
 class Fp8(Format):
-    """e4m3 codes and a float32 scale. A token (block) with an Inf or NaN decodes to NaN, other tokens are as they would be.
+    """e4m3 codes and a float32 scale. A token (or block) with an Inf or NaN decodes to NaN; other tokens are not
+    affected.
 
     Args:
-        granularity: what shares a scale: a `token` (absmax / 448; SnapMLA, section 3.1), a `block` of 64 tokens x 64
-            channels, or everything, with the fixed scale 1 (`static`).
-        layout: order of the codes: token after token (`planar-1`), or see `bricks` and, with a scale a token, `fragment`
-            (`pairs`; `codes` int32). The backend chooses it.
+        granularity: which numbers share a scale: those of a `token` (absmax / 448; SnapMLA, section 3.1), those of a
+            `block` of 64 tokens x 64 channels, or all, with the fixed scale 1 (`static`).
+        layout: order of the codes: token after token (`planar-1`), `bricks`, or, with a scale for each token,
+            `fragment` (`pairs`; `codes` int32). The backend chooses it.
 
     Example:
         >>> cache = lb.LowBitCache(model, lb.Fp8(), lb.Fp8())
@@ -147,5 +150,5 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scale: torch.Tensor, tokens: int, channels: int) -> torch.Tensor:
-    """A scale a block -> a scale a number, `[..., tokens, channels]`."""
+    """A scale for each block -> a scale for each number, `[..., tokens, channels]`."""
     return scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :tokens, :channels]

@@ -1,25 +1,26 @@
 """Codes in the order in which tensor cores take them: layouts `fragment-1` (keys) and `fragment-1t` (values, transposed).
 
-`mma.m16n8k16` takes its left operand, 16 rows by 16 columns, as four registers a lane: lane `4 g + t` (`g` 0..7, `t` 0..3)
-holds in register `i` the columns `2 t` and `2 t + 1` (plus 8 for `i >= 2`) of row `g` (plus 8 for odd `i`). Pages are stored
-as 32-bit words that one lane reads, masks, and hands to that instruction: nothing crosses lanes.
+The left operand of `mma.m16n8k16`, 16 rows by 16 columns, is four registers in each lane. Lane `4 g + t` (`g` 0..7, `t`
+0..3) holds in register `i` the columns `2 t` and `2 t + 1` (plus 8 for `i >= 2`) of row `g` (plus 8 for odd `i`). Pages
+are stored as 32-bit words. A lane reads a word, masks it, and passes it to that instruction, so nothing crosses lanes.
 
     page    = blocks of 32 tokens
-    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (4, or 2 or 1 where 4 does not fit)
-    words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
+    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (4, or 2 or 1 where 4 does
+    not fit) words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
     word    = its fields, for element e (0: low 16 bits, 1: high 16 bits), register i, operand h, at bit
               2 bits: 16 e + 8 (i & 1) + 2 (i >> 1) + 4 h         one word
               4 bits: 16 e + 8 (i & 1) + 4 (i >> 1)               word h
               8 bits: 16 e + 8 (i & 1)                            word 2 h + (i >> 1)
               e4m3:   8 e + 16 (i & 1)                            word 2 h + (i >> 1)
 
-Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: a half of a word is a register.
+Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: half of a word becomes a register.
 
-Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1) of an
-operand stands for
+Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1)
+of an operand stands for
 
     token   4 x + 2 h + j   of the block: a lane's four rows are four neighbours, whose metadata is one load
-    channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight neighbours,
+    channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight
+    neighbours,
             as unpacked tokens are loaded as well (where 16 channels are left over: 4 (x >> 1) + 2 j + (x & 1))
 """
 
@@ -29,7 +30,7 @@ import functools
 
 import torch
 
-#: of keys, and of values
+#: the layout of keys, and that of values
 LAYOUTS = ("fragment-1", "fragment-1t")
 #: tokens of a block
 BLOCK = 32
@@ -44,7 +45,7 @@ def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
 
 
 def head_dim(shape: torch.Size, bits: int) -> int:
-    """Channels of an array of that shape."""
+    """Number of channels of an array of this shape."""
     return shape[-3] * shape[-1] * 32 // bits
 
 
@@ -57,8 +58,8 @@ def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) ->
 
 @functools.cache
 def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one block: place of each field among its tokens and channels, `[words / V, lanes, V, fields]`; bit of each field;
-    and the field of each place, `[32 * head_dim]`."""
+    """For one block: the place of each field among the block's tokens and channels, `[words / V, lanes, V, fields]`;
+    the bit of each field; and the field of each place, `[32 * head_dim]`."""
     per_tile = bits // 2
     _, chunks, _, vector = shape(bits, head_dim, BLOCK)
     word = torch.arange(chunks * vector).view(chunks, 1, vector, 1)
@@ -84,7 +85,7 @@ def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.T
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. pairs: of e4m3, in 8 bits."""
+    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. pairs: e4m3 codes, of 8 bits."""
     place, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
     blocks = codes.long().unflatten(-2, (-1, BLOCK)).flatten(-2, -1)
     return (blocks[..., place] << shift).sum(-1).to(torch.int32)

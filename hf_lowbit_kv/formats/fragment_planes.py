@@ -1,12 +1,14 @@
-"""Codes of 5 and 6 bits in the order in which tensor cores take them: a plane of their high 4 bits, and one of their low bits.
+"""Codes of 5 and 6 bits in the order in which tensor cores read them: a plane of their high 4 bits, and a plane of
+their low bits.
 
-Words, lanes, rows and columns are those of `fragment`; a block of 32 tokens is `[words / V][32 lanes][V words]`. Its first
-words are those that `fragment` has for 4 bits. Behind them 16 channels `c` have one word for their low 2 bits, or two times 16
-channels (`c` even and odd) one for their low bit. What belongs to element e, register i and operand h stands in it at bit
+Words, lanes, rows and columns are those of `fragment`. A block of 32 tokens is `[words / V][32 lanes][V words]`. Its
+first words are those that `fragment` has for 4 bits. The words of the low bits follow: for low parts of 2 bits, one
+word for each 16 channels `c`; for low parts of 1 bit, one word for two times 16 channels (`c` even and odd). In this
+word, the low part for element e, register i and operand h stands at bit
 
     16 e + 8 (i & 1) + 4 (i >> 1) + 2 h    and up; the low bit of odd `c` one bit higher
 
-So a code's low bits stand as far apart as its high ones, but for h.
+So, apart from h, the distances between low parts are those between high parts.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ HIGH = 4
 
 
 def words(bits: int, head_dim: int) -> tuple[int, int]:
-    """32-bit words of a lane for a block of 32 tokens: of the first plane, and of both."""
+    """32-bit words of a lane for a block of 32 tokens: those of the first plane, and those of both."""
     first = head_dim // 16 * (HIGH // 2)
     return first, first + head_dim // (16 if bits - HIGH == 2 else 32)
 
 
 def vector(count: int) -> int:
-    """Consecutive words of a lane that are one load."""
+    """Number of consecutive words of a lane that are one load."""
     return next(v for v in (4, 2, 1) if count % v == 0)
 
 
@@ -41,7 +43,8 @@ def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
 
 @functools.cache
 def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Of each plane, for tokens and channels of a block, int64 `[32, head_dim]`: the place of its word, and its lowest bit."""
+    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a block: the place of the word, and the
+    lowest bit in it."""
     token, channel = torch.arange(BLOCK)[:, None], torch.arange(head_dim)[None, :]
     token_x, token_j, h = token >> 2, token & 1, token >> 1 & 1
     rest = channel >= head_dim // 32 * 32
@@ -60,7 +63,7 @@ def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, 
 
 
 def _split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands in each plane, of codes int64."""
+    """The bits of codes (int64) that stand in each plane."""
     return codes >> bits - HIGH, codes & (1 << bits - HIGH) - 1
 
 
@@ -85,7 +88,7 @@ def unpack(array: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.
 
 
 def merge_tokens(old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str) -> None:
-    """As `fragment.merge_tokens`."""
+    """Like `fragment.merge_tokens`."""
     tokens, head_dim = old.shape[-4] * BLOCK, fragment.head_dim(old.shape, bits)
     taken = torch.zeros(tokens, head_dim, dtype=torch.int32, device=old.device)
     taken[at : at + count] = 2**bits - 1

@@ -1,8 +1,9 @@
-"""Arrays one behind the other in bytes: the pages of a format, and the parameters of a layer.
+"""Arrays stored one behind the other in bytes: the pages of a format, and the parameters of a layer.
 
 A parameter is a read-only tensor that belongs to one layer: a codebook, factors of channels, a rotation. A format or a
-transform lists what it needs (`Parametrized.parameters`). Calibration supplies the tensors. The layer holds them as one
-*record*, uint8 `[H, bytes]` or `[1, bytes]`, placed by the same rules as a page. A kernel needs one pointer and one stride.
+transform lists what it needs (`Parametrized.parameters`), and calibration supplies the tensors. The layer holds them as
+one *record*, uint8 `[H, bytes]` or `[1, bytes]`, with the same alignment as a page. A kernel then needs one pointer and
+one stride.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Parameter(NamedTuple):
 
 
 def place(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Field, ...]:
-    """Arrays (name, dtype, shape) one behind the other."""
+    """Fields for arrays (name, dtype, shape) that are stored one behind the other."""
     fields, offset = [], 0
     for name, dtype, shape in arrays:
         fields.append(Field(name, dtype, shape, offset))
@@ -48,7 +49,7 @@ def place(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[F
 
 
 def size(fields: Sequence[Field]) -> int:
-    """Bytes that the fields take."""
+    """Number of bytes that the fields take."""
     return _aligned(fields[-1].offset + fields[-1].nbytes) if fields else 0
 
 
@@ -68,8 +69,8 @@ def _aligned(offset: int) -> int:
 class Parametrized:
     """What formats and transforms have in common: read-only tensors per layer, none by default.
 
-    A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its inverse), it
-    overrides `held` and `prepare` as well.
+    A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its
+    inverse), it overrides `held` and `prepare` as well.
     """
 
     #: whether its calibration counts tokens by the attention that they get
@@ -87,7 +88,7 @@ class Parametrized:
         """Tensors of `parameters` -> tensors of `record_parameters`, in these orders."""
         return tensors
 
-    # What follows is the same for all.
+    # The methods below are the same for all subclasses.
 
     def record_fields(self, head_dim: int) -> tuple[Field, ...]:
         """The tensors that are held, of one KV head, with their byte offsets in its record."""

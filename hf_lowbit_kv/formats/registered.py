@@ -9,11 +9,11 @@ from types import ModuleType
 from .. import formats
 from .base import Format
 
-#: what Triton's kernels need of a format's module, see `triton_kernels/registry.py`
+#: functions that Triton's kernels need in a format's module, see `triton_kernels/registry.py`
 NEEDED = ("params", "encode", "decode")
-#: formats that the package brings: those in front
+#: number of formats that belong to the package: they come first
 BUILT_IN = len(formats.FORMATS)
-#: names that a format from outside must leave alone
+#: names that a format from outside must not parse
 FOREIGN_NAMES = (
     "dense",
     "int4-channel",
@@ -31,22 +31,22 @@ TRITON_MODULES: dict[type[Format], ModuleType] = {}
 def register_format(cls: type[Format], triton: ModuleType | None = None) -> type[Format]:
     """Make a page format known, by the names that its `parse` takes.
 
-    Works as a decorator, too. `docs/add-a-format.md` has an example. A format without kernels runs on a GPU in plain PyTorch,
-    which is slow, and a warning says so once.
+    Works as a decorator, too. `docs/add-a-format.md` has an example. A format without kernels runs on a GPU in plain
+    PyTorch, which is slow, and a warning says so once.
 
     Args:
-        cls: a frozen dataclass derived from `Format`. Its class method `parse(name)` returns an instance, or `None` for names
-            that are not its own. An instance without arguments must be possible.
-        triton: a module with the format's functions for Triton: `params`, `encode` and `decode`, and more to attend to packed
-            pages (see `triton_kernels/registry.py`); `None`: there are none.
+        cls: a frozen dataclass derived from `Format`. Its class method `parse(name)` returns an instance, or `None` for
+            names that are not its own. An instance without arguments must be possible.
+        triton: a module with the format's functions for Triton: `params`, `encode` and `decode`, and more to attend to
+            packed pages (see `triton_kernels/registry.py`); `None`: there are none.
 
     Returns:
         `cls`.
 
     Raises:
         TypeError: not a class derived from `Format`, or one that cannot be made without arguments.
-        ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes names of
-            other formats, or a module without one of the functions. Nothing is registered then.
+        ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes
+            names of other formats, or a module without one of the functions. Nothing is registered then.
 
     Example:
         >>> from dataclasses import dataclass
@@ -87,7 +87,7 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
 
 
 def _check_name(cls: type[Format], example: Format, parse: Callable[[str], Format | None]) -> None:
-    """Raise `ValueError` where names do not tell this format from the others."""
+    """Raise `ValueError` if names do not distinguish this format from the others."""
     name = example.name
     for other in formats.FORMATS:
         if other is cls or other.parse(name) is not None:  # type: ignore[attr-defined]

@@ -1,38 +1,43 @@
 """Codes with static steps: no scale and no zero point in a page.
 
-Calibration measures each channel once, behind a transform that has made channels independent and sorted them by how much they
-matter ("eigen" for keys) or alike ("hadamard" for values). What is left for a page is its mean and the codes:
+Calibration measures each channel once, after a transform. For keys ("eigen") the transform makes channels independent
+and sorts them by importance; for values ("hadamard") it makes channels alike. A page then holds only its mean and the
+codes:
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-Names tell what a page has besides codes: `static-44422000` a mean, `static-2-t` a mean and token scales, `static-2-tn` token
-scales and no mean.
+Names tell what a page has besides codes: `static-44422000` a mean, `static-2-t` a mean and token scales, `static-2-tn`
+token scales and no mean.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
-- `mean` is the page's mean of what remains, in steps, one int8 a channel, in units of `mean_step(bits)`; 0 in formats without.
+- `mean` is the page's mean after the center is subtracted, in steps: one int8 for each channel, in units of
+  `mean_step(bits)`. It is 0 in formats without.
 - `bits` of a channel come from the pattern: `44422000` gives the first three eighths of the channels 4 bits, the last
   three none.
-- `token_scale` (values alone) is `2 ** (k / 4)`, k in -8..7, from the token's root mean square.
+- `token_scale` (values only) is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
 - `gain` undoes the shrinking of a minimum-error quantizer of Gaussian numbers.
 
-Codes are stored as planes of 4, 2 and 1 bits: 3 bits are a plane of 2 and one of 1. To a kernel a second plane is a few more
-channels whose query is multiplied by `2 ** shift`.
+Codes are stored as planes of 4, 2 and 1 bits; codes of 3 bits have a plane of 2 and a plane of 1. A kernel treats a
+second plane as a few more channels, whose query is multiplied by `2 ** shift`.
 
-The CUDA kernels store codes in the order in which tensor cores take them: layouts `fragment-1` (keys), `fragment-1t` (values).
+The CUDA kernels store codes in the order in which tensor cores take them: layouts `fragment-1` (keys), `fragment-1t`
+(values).
 
-Words, lanes and rows are those of `fragment`: a page is blocks of 32 tokens, a block is `[words / V][32 lanes][V words]`, lane
-`4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. What differs is how widths share words.
+Words, lanes and rows are those of `fragment`: a page is blocks of 32 tokens, a block is `[words / V][32 lanes][V
+words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. What differs is how widths
+share words.
 
-Keys. Eight neighbouring channels of one plane are an *octet*, half of an operand's columns: lane `t` has channels `2 t + e` of
-it. Octets stand in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4 bits, two of 2,
-or four of 1. A field of an octet that begins at bit `at` (of 4) is
+Keys. Eight neighbouring channels of one plane are an *octet*, half of an operand's columns: lane `t` has channels `2 t
++ e` of it. Octets stand in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4
+bits, two of 2, or four of 1. A field of an octet that begins at bit `at` (of 4) is
 
     token 4 g + 2 h + j of the block: bits 16 e + 8 j + 4 h + at and up
 
 So a token's place is the same in every plane, and a channel's place is a power of two that goes into the query.
 
-Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) stands behind it: word `c / 2` holds
-what belongs to the 16 channels `c`, each field one bit at the place that `fragment` gives to two, odd `c` one bit higher.
+Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) stands behind it: word `c / 2`
+holds what belongs to the 16 channels `c`, each field one bit at the place that `fragment` gives to two, odd `c` one bit
+higher.
 """
 
 from __future__ import annotations
@@ -132,7 +137,8 @@ def _key(planes: Sequence[Plane]) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 @functools.cache
 def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_dim: int):
-    """Of each plane, for the tokens of a block and its columns, int64 `[32, n]` both: the word, and the field's lowest bit."""
+    """Of each plane, for the tokens of a block and its columns, int64 `[32, n]` both: the word, and the field's lowest
+    bit."""
     count = sum(len(channels) * width for width, channels in planes)
     count = -(-count // 32)
     wide = vector(count)
@@ -162,7 +168,8 @@ def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_d
 
 
 def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which 16 channels a channel is in, which half of their rows, and which row of it: the inverse of `fragment.channel`."""
+    """Which 16 channels a channel is in, which half of their rows, and which row of it: the inverse of
+    `fragment.channel`."""
     rest = channel >= head_dim // 32 * 32
     tile = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
     row = 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
@@ -183,19 +190,19 @@ LOWEST_SCALE = -8
 
 @dataclass(frozen=True, repr=False)
 class Static(Format):
-    """Integers of static steps, with a mean a page.
+    """Integers with static steps, and a mean for each page.
 
     Args:
         pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
         token_scale: whether each token has a scale of 4 bits (for values).
-        page_mean: whether a page has a mean a channel. Channels of 1 bit want one; values of 2 bits or more do not.
+        page_mean: whether a page has a mean for each channel. Channels of 1 bit need it; values of 2 bits or more do not.
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
-    Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width (`planes`),
-    packed as in `affine`; with `page_mean`, `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8 `[page_size / 2]`:
-    k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
-    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them, see
-    `static_fragment`.
+    Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width
+    (`planes`), packed as in `affine`; with `page_mean`, `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8
+    `[page_size / 2]`: k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
+    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them,
+    see `static_fragment`.
     """
 
     weighed: ClassVar[bool] = True
@@ -263,7 +270,7 @@ class Static(Format):
         return _planes(self.pattern, head_dim)
 
     def gain(self, head_dim: int) -> torch.Tensor:
-        """What a code's distance from the middle is multiplied with, float32 `[head_dim]`; 0 for channels without a code."""
+        """The factor of a code's distance from the middle, float32 `[head_dim]`; 0 for channels without a code."""
         return _per_bits(self.pattern, head_dim, functools.partial(_gain, token_scale=self.token_scale))
 
     def mean_step(self, head_dim: int) -> torch.Tensor:
@@ -314,8 +321,9 @@ class Static(Format):
         return x * step + center
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor:
-        """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square, relative to
-        that of Gaussian numbers whose best step is 1. By comparing squares, so that no logarithm decides about bytes."""
+        """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square,
+        relative to that of Gaussian numbers whose best step is 1. By comparing squares, so that no logarithm decides
+        about bytes."""
         head_dim = x.shape[-1]
         squares = fold_sum(torch.nn.functional.pad(x * x, (0, _power_of_two(head_dim) - head_dim)).transpose(-1, -2))
         return (squares[..., None] >= self.thresholds(head_dim).to(x.device)).sum(-1).to(torch.uint8)
