@@ -1,1 +1,1 @@
-"""What this machine has, and the files that are kept on it."""
+"""Facts about this machine: compilers and drivers, folders of kept files, changed files and tensors."""

@@ -1,6 +1,6 @@
-"""The argument under which transformers hands a cache on: `past_key_values` before 5.24, `cache` since.
+"""The name of the argument with which transformers passes a cache: `past_key_values` before 5.24, `cache` since.
 
-Users may write either where transformers takes it; what this package itself calls uses the name that is current.
+Users may write either name where transformers accepts it. This package's own calls use the current name.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def as_argument(cache: Any) -> dict[str, Any]:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments or outputs of a model, `None` where there is none."""
+    """The cache among arguments or outputs of a model; `None` if there is none."""
     return arguments.get(NAME)

@@ -1,7 +1,7 @@
-"""Tensors in a safetensors file with a checksum of each, written at once and read by several threads.
+"""Tensors in a safetensors file, each with a checksum. One call writes the file, and several threads read it.
 
-Each thread reads a tensor in pieces and sums them up. On the way to a GPU pieces go through buffers of pinned memory:
-while one is copied, the next one is filled.
+A thread reads a tensor in pieces and updates its checksum. On the way to a GPU the pieces go through buffers of pinned
+memory: while one is copied, the next one is filled.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-#: threads, at most: one alone is slower than the way to a GPU
+#: largest number of threads: a single one is slower than the copy to a GPU
 WORKERS = 8
-#: bytes that are read, summed up and copied at a time
+#: bytes that are read, checked and copied at a time
 PIECE = 2**22
 #: buffers of a thread
 BUFFERS = 3
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Write tensors of the CPU. Checksums (xxh3_128, hexadecimal) by name, and that of the file's header by `""`."""
+    """Write tensors that are on the CPU. Returns their checksums (xxh3_128, hexadecimal) by name; that of the file's
+    header has the name `""`."""
     save_file(dict(tensors), path)
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -82,7 +83,7 @@ def _header(file: BinaryIO, checksum: str, path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Fills tensors from a file; threads share it. Each has buffers of its own where tensors are on a GPU."""
+    """Fills tensors from a file. Threads share it; each thread has its own buffers if the tensors are on a GPU."""
 
     def __init__(self, path: Path, device: torch.device):
         self.path = path
@@ -90,10 +91,10 @@ class _Reader:
         self._of_thread = threading.local()
 
     def read(self, tensor: torch.Tensor, start: int) -> str:
-        """Fill a tensor with what stands in the file from byte `start` on. The checksum of that.
+        """Fill a tensor with the file's bytes from `start` on. Returns their checksum.
 
         Raises:
-            ValueError: the file ends before.
+            ValueError: the file ends too early.
         """
         flat, checksum = tensor.reshape(-1).view(torch.uint8), xxhash.xxh3_128()
         with self.path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Whether sums are taken in a fixed order: what PyTorch and this package's own variable say of it."""
+"""Whether sums have a fixed order, as set in PyTorch or in this package's environment variable."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-#: "1": warps of CUDA kernels take pages in a fixed order; "0": as they finish; not set: `torch.use_deterministic_algorithms`
-#: decides
+#: "1": warps of CUDA kernels take pages in a fixed order; "0": as they finish; not set:
+#: `torch.use_deterministic_algorithms` decides
 VARIABLE = "HF_LOWBIT_KV_DETERMINISTIC"
 
 
@@ -27,7 +27,7 @@ def fixed_order() -> bool:
 
 @contextlib.contextmanager
 def deterministic(warn_only: bool = False) -> Iterator[None]:
-    """Inside, PyTorch uses deterministic algorithms. Its mode is what it was afterwards, `warn_only` too."""
+    """Inside, PyTorch uses deterministic algorithms. Afterwards its mode, `warn_only` too, is restored."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:

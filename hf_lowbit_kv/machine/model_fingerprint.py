@@ -1,6 +1,7 @@
-"""What tells a model from every other one, in plain values that can be written to a file and compared.
+"""A model's fingerprint: plain values that distinguish it from other models, and can be written to a file and compared.
 
-Numbers of every parameter and buffer go in, not those of the embedding alone: a fine-tune may leave that as it was.
+It includes numbers of every parameter and buffer, not only of the embedding, because a fine-tune may leave the
+embedding unchanged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-#: numbers that are taken of each parameter, evenly spread
+#: how many numbers are sampled from each parameter, evenly spread
 SAMPLED = 256
-#: of a configuration, what decides nothing that a cache holds
+#: keys of a configuration that do not affect the contents of a cache
 _VOLATILE = {
     "_name_or_path",
     "transformers_version",
@@ -30,8 +31,8 @@ _ADAPTERS = ("active_adapters", "merged_adapters", "disable_adapters", "scaling"
 
 @torch.no_grad()
 def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Of a transformers model: its configuration, dtype, active adapters, and a digest of sampled numbers of each parameter and
-    persistent buffer. Waits for the device.
+    """The fingerprint of a transformers model: its configuration, dtype, active adapters, and a digest of sampled
+    numbers of each parameter and persistent buffer. Waits for the device.
 
     Raises:
         ValueError: a parameter's numbers are not in memory (offloaded).
@@ -47,12 +48,12 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def digest_of(fingerprint: Mapping[str, Any]) -> str:
-    """32 hexadecimal digits that tell a fingerprint from others."""
+    """32 hexadecimal digits that identify a fingerprint."""
     return hashlib.blake2b(json.dumps(fingerprint, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def difference(saved: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """In what two fingerprints differ, in words, or `None`."""
+    """The first difference between two fingerprints, in words, or `None`."""
     if saved["dtype"] != model["dtype"]:
         return f"dtype {saved['dtype']}, and the model has {model['dtype']}"
     same_release = saved["transformers"] == model["transformers"]
@@ -74,7 +75,8 @@ def _first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str |
 
 
 def _config_difference(saved: Any, now: Any, where: str, same_release: bool) -> str | None:
-    """Other releases of transformers write other defaults: keys that only one of the two has count within one release alone."""
+    """Compare two configurations. Releases of transformers write different defaults, so a key that only one of the two
+    has counts only within one release."""
     if isinstance(saved, dict) and isinstance(now, dict):
         names = [*saved, *(name for name in now if name not in saved)]
         for name in names:
@@ -94,7 +96,7 @@ def _stripped(config: Any) -> Any:
 
 
 def _adapters(model: torch.nn.Module) -> dict[str, str]:
-    """By module, which adapters are active, merged or switched off, and how they are scaled."""
+    """For each module: which adapters are active, merged or switched off, and their scales."""
     adapters = {}
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
@@ -112,7 +114,8 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a tensor subclass consists of, or the tensor itself; of quantized ones also what hangs on them."""
+    """The tensors that a tensor subclass consists of, or the tensor itself; for quantized tensors also the tensors in
+    their attributes."""
     if hasattr(tensor, "__tensor_flatten__"):
         for inner in tensor.__tensor_flatten__()[0]:
             yield from _plain(name, getattr(tensor, inner))
@@ -125,13 +128,14 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By name, shape, dtype and a digest of `SAMPLED` numbers. One copy from each device for each dtype."""
+    """For each name: shape, dtype and a digest of `SAMPLED` numbers. There is one copy from each device for each
+    dtype."""
     samples: dict[tuple, list[torch.Tensor]] = {}
     places: dict[str, list[tuple[tuple, int, str]]] = {}
     for name, tensor in tensors.items():
         for part in _plain(name, tensor):
             flat = part.detach().reshape(-1)
-            step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: no column of a matrix alone
+            step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: not one column of a matrix only
             sample = flat[::step][:SAMPLED]
             kind = sample.dtype, sample.device
             places.setdefault(name, []).append((kind, sample.numel(), f"{part.dtype}{tuple(part.shape)}"))

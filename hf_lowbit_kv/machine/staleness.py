@@ -1,7 +1,7 @@
-"""Whether files and tensors are still what they were. A cheap look comes first; only what it shows as changed is read again.
+"""Whether files and tensors have changed. A cheap check comes first, and only what it reports as changed is read again.
 
-Of a file that look is its `Stamp`. Of a tensor it is the object, its memory and PyTorch's count of changes in place, which does
-not see changes through `.data` or through NumPy.
+For a file the check compares its `Stamp`. For a tensor it compares the object, its memory and PyTorch's count of
+in-place changes. That count does not see changes through `.data` or NumPy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
-#: nanoseconds. Clocks of file systems go in steps: a file that is written twice within one step looks the same
+#: nanoseconds. Clocks of file systems advance in steps, and a file that is written twice within one step looks unchanged
 CLOCK_STEP = 20_000_000
 
 
 class Stamp(NamedTuple):
-    """What tells a file from the one that was there before, without reading it. Times are in nanoseconds."""
+    """Numbers that show whether a file was replaced or changed, without reading it. Times are in nanoseconds."""
 
     device: int
     inode: int
@@ -34,21 +34,21 @@ class Stamp(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> Stamp:
-        """Raises `OSError` where there is no such file."""
+        """Raises `OSError` if there is no such file."""
         at = path.stat()
         return Stamp(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
 
     @property
     def settled(self) -> bool:
-        """Whether a later change shows in the stamp."""
+        """Whether a later change would show in the stamp."""
         return abs(time.time_ns() - max(self.modified, self.changed)) >= CLOCK_STEP
 
 
 class ReadOnce(Generic[T]):
-    """What was read of files. A file is read again only after its stamp has changed.
+    """Results of reading files. A file is read again only after its stamp has changed.
 
     Args:
-        most: files to remember; the one that was asked for longest ago is forgotten first.
+        most: how many files to remember; the least recently used one is forgotten first.
     """
 
     def __init__(self, most: int):
@@ -57,9 +57,9 @@ class ReadOnce(Generic[T]):
         self._entries: OrderedDict[Path, tuple[Stamp, T]] = OrderedDict()
 
     def get(self, path: Path, read: Callable[[], T]) -> T:
-        """What `read` returned for this file. An error of `read` is raised, and nothing is remembered then."""
+        """The result of `read` for this file. If `read` raises, nothing is remembered."""
         with self._lock:
-            stamp = Stamp.of(path)  # before reading: a file that is replaced meanwhile is read again next time
+            stamp = Stamp.of(path)  # before reading: a file replaced meanwhile is read again
             entry = self._entries.pop(path, None)
             if entry is None or entry[0] != stamp:
                 settled, entry = stamp.settled, (stamp, read())
@@ -71,14 +71,14 @@ class ReadOnce(Generic[T]):
             return entry[1]
 
 
-#: tensor -> the look at it, and what was computed of it by name
+#: tensor -> its state when it was checked, and the results computed from it, by name
 _computed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _computing = threading.Lock()
 
 
 def computed_once(tensor: torch.Tensor, name: Hashable, compute: Callable[[], Any]) -> Any:
-    """What `compute` returned for this tensor under the name `name`; computed again once the tensor has changed."""
-    if tensor.is_inference():  # PyTorch does not count their changes
+    """The result of `compute` for this tensor, kept under `name`. It is computed again after the tensor has changed."""
+    if tensor.is_inference():  # PyTorch does not count changes of these
         return compute()
     look = tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     with _computing:
@@ -94,12 +94,13 @@ def computed_once(tensor: torch.Tensor, name: Hashable, compute: Callable[[], An
 
 @torch.inference_mode(False)
 def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in that dtype: the same object as last time, as long as it has not changed. Nobody may change it."""
+    """The tensor in this dtype. It is the same object as last time, if the tensor has not changed. Callers must not
+    change it."""
     return tensor if tensor.dtype == dtype else computed_once(tensor, dtype, lambda: tensor.to(dtype))
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """16 bytes that tell the tensor's numbers, shape and dtype from others."""
+    """16 bytes that identify the tensor's numbers, shape and dtype."""
 
     def compute() -> bytes:
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -110,8 +111,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 class Seen:
-    """What a module held when it was looked at: plain values, and of tensors which objects, where they lay, and how often they
-    had changed."""
+    """A module's state when it was checked: its plain values; and for each tensor the object, its address, and its
+    count of changes."""
 
     def __init__(self, module: torch.nn.Module):
         self._looks = [
@@ -120,13 +121,13 @@ class Seen:
         ]
 
     def unchanged(self, module: torch.nn.Module) -> bool:
-        """Whether the module holds the same still. Never, where PyTorch does not count changes of a tensor (those that were
-        made in inference mode)."""
+        """Whether the module is unchanged. Always false if PyTorch does not count changes of one of its tensors
+        (tensors made in inference mode)."""
         now = list(_parts_of(vars(module), _DEPTH, []))
         return len(now) == len(self._looks) and all(map(_same, self._looks, now))
 
 
-#: how deep a module is looked into: what is needed to read quantized weights may hang on a weight, in objects of its own
+#: how deep attributes are followed: numbers for reading quantized weights may stand in objects attached to a weight
 _DEPTH = 6
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
 
@@ -134,7 +135,7 @@ _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
 def _look(tensor: torch.Tensor) -> tuple | None:
     if tensor.is_inference():
         return None
-    # a tensor that consists of others has no memory of its own
+    # a tensor that consists of others has no memory itself
     address = 0 if hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
     return tensor._version, address, tensor.shape, tensor.dtype, tensor.device
 
@@ -149,7 +150,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _parts_of(value: Any, depth: int, flat_parts: list[Any]) -> list[Any]:
-    """`flat_parts`, and behind it the tensors and plain values in `value`."""
+    """Append the tensors and plain values in `value` to `flat_parts`."""
     if type(value) in _PLAIN:
         flat_parts.append(value)
         return flat_parts
@@ -162,6 +163,6 @@ def _parts_of(value: Any, depth: int, flat_parts: list[Any]) -> list[Any]:
         parts = None if callable(value) else getattr(value, "__dict__", None)
     if parts and depth:
         for part in parts.values() if isinstance(parts, dict) else parts:
-            if type(part) not in (dict, OrderedDict) or part:  # most of a module's attributes are empty
+            if type(part) not in (dict, OrderedDict) or part:  # most attributes of a module are empty
                 _parts_of(part, depth - 1, flat_parts)
     return flat_parts

@@ -1,4 +1,4 @@
-"""What this machine needs beside Python packages, and whether it is there."""
+"""Tools that are needed beside Python packages, and whether this machine has them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ INSTALL_TRITON = "pip install 'triton>=3.6'"
 
 
 def _cuda_major() -> str | None:
-    """The major version of torch's CUDA, e.g. "13"; `None` in builds for the CPU or ROCm."""
+    """The major version of torch's CUDA, e.g. "13"; `None` for builds for the CPU or ROCm."""
     return torch.version.cuda.partition(".")[0] if torch.version.cuda else None
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package of the package index, or `None`."""
+    """The version of an installed Python package, or `None`."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -29,13 +29,13 @@ def version(package: str) -> str | None:
 
 
 def install_bindings() -> str:
-    """The command that installs the bindings of the CUDA that torch was built with."""
+    """The command that installs the bindings for torch's version of CUDA."""
     major = _cuda_major()
     return f"pip install 'cuda-bindings{f'=={major}.*' if major else '>=12.9'}'"
 
 
 def install_nvrtc() -> str:
-    """The command that mends bindings that do not find NVRTC."""
+    """The command that repairs bindings that do not find NVRTC."""
     installed, major = version("cuda-bindings"), _cuda_major()
     if installed and major and installed.partition(".")[0] != major:
         return f"cuda-bindings {installed} is not of torch's CUDA {torch.version.cuda}; {install_bindings()}"
@@ -44,9 +44,9 @@ def install_nvrtc() -> str:
 
 @functools.cache
 def why_no_launcher() -> str | None:
-    """What keeps Triton from launching its kernels here, or `None`.
+    """Why Triton cannot launch kernels here, or `None`.
 
-    Triton compiles kernels by itself, but what launches them is a Python extension in C, which it has a C compiler build
+    Triton compiles kernels by itself. But a Python extension in C launches them, and a C compiler builds that extension
     when it is first needed (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
@@ -66,30 +66,32 @@ def why_no_launcher() -> str | None:
 
 
 def accelerator() -> torch.device | None:
-    """What torch can use here beside the CPU: `cuda` (NVIDIA; AMD in builds for ROCm), `xpu`, `mps`, ...; `None`: nothing."""
+    """The device type that torch can use here beside the CPU: `cuda` (NVIDIA; AMD in builds for ROCm), `xpu`, `mps`,
+    ...; or `None`."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Whether the Triton that is installed compiles for devices of this type. Its interpreter serves a CPU."""
+    """Whether the installed Triton compiles for devices of this type. Its interpreter serves a CPU."""
     if device.type in ("cpu", "cuda"):
         return True
     try:
         from triton.runtime import driver
 
         return driver.active.get_active_torch_device().type == device.type
-    except Exception:  # not installed, or it has no driver for what this machine has
+    except Exception:  # not installed, or without a driver for this machine's devices
         return False
 
 
 def why_not_launched() -> str | None:
-    """What keeps Triton, and PyTorch with compiled steps, from launching anything on this machine's GPU, or `None`: there is
-    one, no launcher can be built, and there is not even the first of an earlier build (its cache may hold the others too)."""
+    """Why neither Triton nor PyTorch's compiled steps can launch anything on this machine's GPU, or `None`. That is so
+    if there is a GPU, no launcher can be built, and none was built earlier (if the first is there, Triton's cache may
+    hold the others too)."""
     if not torch.cuda.is_available() or (reason := why_no_launcher()) is None:
         return None
     try:
         from triton.runtime import driver
 
         return None if driver.active.utils is not None else reason
-    except Exception:  # whatever keeps Triton's driver from being loaded
+    except Exception:  # any reason for which Triton's driver cannot be loaded
         return reason

@@ -1,1 +1,1 @@
-"""What a layer stores, what its streams mean, and what a step does to them in plain PyTorch."""
+"""The data that a layer stores, what its two streams mean, and a step over them in plain PyTorch."""

@@ -1,4 +1,4 @@
-"""What a layer stores: formats, transforms, window, reading, and the parameters that these need."""
+"""How a layer stores tokens: formats, transforms, window, reading, and the parameters that these need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> None:
-    """Raise `ValueError` unless `value` (tokens) is an integer of `least` or more, or `None`, where that is allowed."""
+    """Raise `ValueError` unless `value` (tokens) is an integer of at least `least`, or `None` if that is allowed."""
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -28,7 +28,7 @@ def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -
         raise ValueError(f"{name}={value!r} is not allowed; it must be {allowed}")
 
 
-#: what of a layer may have parameters, in the order of their records
+#: the parts of a layer that may have parameters, in the order of their records
 ROLES = ("key_transform", "value_transform", "key_format", "value_format")
 PAGE_SIZES = (32, 64, 128, 256)
 
@@ -40,11 +40,12 @@ class LayerSpec:
     Args:
         key_format, value_format: page formats.
         sink: first tokens of a row that stay in the model's dtype.
-        residual: newest tokens of a row that stay in the model's dtype, at least.
+        residual: at least this many of a row's newest tokens stay in the model's dtype.
         page_size: tokens of a page.
-        key_transform, value_transform: maps of keys and values; what the layer stores, sink and tail included, is mapped.
-        reading: what the two streams mean to attention; where it is not `separate`, "key" and "value" in the names of this
-            file stand for the first and the second stream.
+        key_transform, value_transform: maps of keys and values. Everything that the layer stores, sink and tail too, is
+        mapped.
+        reading: what the two streams mean to attention. If it is not `separate`, "key" and "value" in the names of this
+            file mean the first and the second stream.
 
     Example:
         >>> spec = lb.get_preset("kivi-2").spec()
@@ -101,7 +102,7 @@ class LayerSpec:
         return self.key_format, self.value_format
 
     def with_layouts(self, first: str, second: str) -> LayerSpec:
-        """The same, pages of the two streams in these orders of bytes where their formats offer them."""
+        """The same spec, with pages of the two streams in these layouts, if their formats offer them."""
         formats = self.key_format.with_layout(first), self.value_format.with_layout(second)
         return dataclasses.replace(self, key_format=formats[0], value_format=formats[1])
 
@@ -117,11 +118,11 @@ class LayerSpec:
 
     @property
     def tail_size(self) -> int:
-        """Slots of the tail ring: with so many unpacked tokens the oldest page is packed."""
+        """Slots of the tail ring. When this many unpacked tokens have gathered, the oldest page is packed."""
         return 0 if self.direct else self.residual + self.page_size
 
     def paged_after(self, tokens: int) -> int:
-        """How many of `tokens` tokens (sink not counted) stand in pages once they have been stored."""
+        """How many of `tokens` tokens (sink not counted) stand in pages after they have been stored."""
         if self.direct:
             return max(tokens, 0)
         return max(tokens - self.residual, 0) // self.page_size * self.page_size
@@ -131,15 +132,15 @@ class LayerSpec:
         return -(-self.paged_after(length - self.sink) // self.page_size)
 
     def room_for(self, capacity: int) -> int:
-        """Tokens that a row can hold for which pages for `capacity` tokens were allocated."""
+        """How many tokens a row can hold if pages for `capacity` tokens were allocated."""
         return self.room(max(self.pages_for(capacity), 1))
 
     def room(self, pages: int) -> int:
-        """Tokens that a row with `pages` pages can hold."""
+        """How many tokens a row with `pages` pages can hold."""
         return self.sink + pages * self.page_size + (0 if self.direct else self.residual + self.page_size - 1)
 
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
-        """Raise `ValueError` where a format or a transform cannot take streams of these widths."""
+        """Raise `ValueError` if a format or a transform cannot take streams of these widths."""
         self.reading.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)
         self.key_transform.validate(head_dim_k)
         self.value_transform.validate(head_dim_v)
@@ -171,10 +172,11 @@ class LayerSpec:
         local: slice,
         device: torch.device,
     ) -> list[torch.Tensor]:
-        """The records of a layer (`LayerState.parameters`) from tensors by full name. Arguments: see `Parametrized.record`.
+        """The records of a layer (`LayerState.parameters`) from tensors by full name. Arguments: see
+        `Parametrized.record`.
 
         Raises:
-            ValueError: a tensor is missing, is not asked for, or has another shape or dtype.
+            ValueError: a tensor is missing, is not needed, or has another shape or dtype.
         """
         self.check_parameters(tensors, head_dims, num_kv_heads)
         records = []
@@ -187,7 +189,7 @@ class LayerSpec:
     def check_parameters(
         self, tensors: Mapping[str, torch.Tensor], head_dims: tuple[int, int], num_kv_heads: int
     ) -> None:
-        """Raise `ValueError` where a tensor is missing, is not asked for, or has another shape or dtype."""
+        """Raise `ValueError` if a tensor is missing, is not needed, or has another shape or dtype."""
         known = [parameter.name for parameter in self.parameters(*head_dims, num_kv_heads)]
         if unknown := [name for name in tensors if name not in known]:
             allowed = ", ".join(map(repr, known)) or "none"
@@ -204,7 +206,7 @@ class LayerSpec:
         return by_role
 
     def by_role(self, state: LayerState) -> dict[str, torch.Tensor]:
-        """The layer's records, uint8 `[H or 1, bytes]`, of the roles that have one."""
+        """The layer's records, uint8 `[H or 1, bytes]`, for the roles that have one."""
         if not state.parameters:
             return {}
         having = [role for role, part, head_dim in self.roles(*state.head_dims) if part.record_parameters(head_dim, 1)]
@@ -220,8 +222,8 @@ class LayerSpec:
         )
 
     def bits_per_value(self, tokens: int, head_dim: int, dtype: torch.dtype = torch.float16) -> float:
-        """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail. head_dim: of keys and
-        values; a latent is counted with the widths of DeepSeek-V3 (`Reading.shown_widths`)."""
+        """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail. head_dim: of
+        keys and values; a latent is counted with the widths of DeepSeek-V3 (`Reading.shown_widths`)."""
         if tokens <= 0:
             raise ValueError(f"tokens={tokens} is not allowed; it must be 1 or more")
         paged = self.paged_after(tokens - self.sink)
@@ -236,7 +238,8 @@ def _of_role(tensors: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.
 
 
 def _check_registered(argument: str, part: Format | Transform, parse: Callable[[Any], Any]) -> None:
-    """Operations get formats and the transform by name: raise where the name stands for something else, or nothing."""
+    """Raise if a name stands for another format or transform, or for none, because operations get formats and
+    transforms by name."""
     try:
         registered = parse(part.name)
     except ValueError:

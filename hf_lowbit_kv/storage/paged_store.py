@@ -1,4 +1,4 @@
-"""Geometry and memory of one layer: what is stored where, which pages a row owns, and when a page is packed.
+"""Geometry and memory of one layer: where each token is stored, which pages a row owns, and when a page is packed.
 
 A row (one sequence) of a layer is
 
@@ -19,7 +19,7 @@ import torch
 from .layer_spec import LayerSpec as LayerSpec
 from .shared_pages import Holding
 
-#: fields of `LayerState` that operations leave as they find them
+#: fields of `LayerState` that operations never change
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
 #: numbers of `LayerState.scratch` for each row and KV head
 SCRATCH = 32
@@ -30,8 +30,8 @@ PAGES_PER_BLOCK = 8
 class LayerState(NamedTuple):
     """The tensors of one layer. `B` rows, `H` KV heads (local ones under tensor parallelism).
 
-    `length` and `paged` hold a row's counters once per head, so that a kernel's program over one (row, head) owns its
-    copy; all heads agree.
+    `length` and `paged` hold a row's counters once for each head, so that a kernel's program for one (row, head) owns
+    its copy. All heads have the same numbers.
     """
 
     pool: list[torch.Tensor]
@@ -75,12 +75,12 @@ class LayerState(NamedTuple):
 
 
 class LayerStore:
-    """What a layer stores: its tensors, and the spec that says what they mean. Backends get this.
+    """The tensors of a layer, and the spec that says what they mean. Backends get this object.
 
     Attributes:
         key: the spec's text form.
-        kernels: what a backend has chosen and prepared for these very tensors, by whatever decides that choice. Setting `state`
-            or `spec` empties it: what was prepared refers to addresses.
+        kernels: kernels that a backend has prepared for exactly these tensors, by kind of chunk. Setting `state` or
+            `spec` empties it, because prepared kernels hold addresses.
     """
 
     kernels: dict[Any, Any]
@@ -95,7 +95,7 @@ class LayerStore:
     @spec.setter
     def spec(self, spec: LayerSpec) -> None:
         self._spec = spec
-        self.key = spec.key  # worked out here: a compiled step only reads it
+        self.key = spec.key  # computed here, because a compiled step only reads it
         self._forget()
 
     @property
@@ -108,7 +108,7 @@ class LayerStore:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is prepared for these tensors yet."""
+        """A copy starts without prepared kernels."""
         self.kernels = {}
         self._tensors: dict[str, tuple[torch.Tensor, ...]] | None = None
 
@@ -138,7 +138,7 @@ class PagedStore(LayerStore):
         parameters: the layer's records, see `LayerState`.
     """
 
-    # A store made inside `torch.inference_mode()` must still be writable outside it, hence the decorators.
+    # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -184,7 +184,7 @@ class PagedStore(LayerStore):
 
     @classmethod
     def of(cls, spec: LayerSpec, state: LayerState, capacity: int | None) -> PagedStore:
-        """The store of a state that somebody else allocated and hands pages to, e.g. of some rows of a pool."""
+        """A store for a state whose memory and pages somebody else manages, e.g. some rows of a pool."""
         store = cls.__new__(cls)
         store.spec, store.capacity, store.state = spec, capacity, state
         store.batch_size, store.num_heads = state.length.shape
@@ -201,7 +201,7 @@ class PagedStore(LayerStore):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that a packed token takes, all KV heads together."""
+        """Bytes of a packed token, for all KV heads together."""
         return self.num_heads * self.page_bytes / self.spec.page_size
 
     @property
@@ -220,21 +220,22 @@ class PagedStore(LayerStore):
 
     @torch.inference_mode(False)
     def _add_pages(self, pages_per_row: int) -> None:
-        """Give every row that many more pages, in one new block. Nothing packed is copied."""
+        """Give every row this many more pages, in one new block. Packed tokens are not copied."""
         state = self.state
         first = self.num_pages
         count = self.batch_size * pages_per_row
         ids = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
         table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
-        # all is allocated before anything changes: memory may run out here, and what is stored must stay readable
+        # everything is allocated before anything changes: memory may run out here, and stored tokens must stay readable
         pool = [*state.pool, self._new_block(count)]
-        # of the new pages alone: what the first ones cost the CPU would grow with the number of blocks
+        # only for the new pages: for all pages the cost on the CPU would grow with the number of blocks
         starts = self._starts_of(pool[-1], pool).view(self.batch_size, pages_per_row)
         address = torch.cat([state.page_address, starts], dim=1)
         self.state = state._replace(pool=pool, page_table=table, page_address=address)
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. Growing mode adds blocks; preallocated mode has the room."""
+        """Make room for rows of `length` tokens. A growing store adds blocks; a preallocated store has the room
+        already."""
         if self.capacity is None and (missing := self.spec.pages_for(length) - self.pages_per_row) > 0:
             self._add_pages(-(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK)
 
@@ -245,7 +246,8 @@ class PagedStore(LayerStore):
     def _starts_of(
         self, block: torch.Tensor, pool: list[torch.Tensor], device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """int64 `[pages]`: the same of the pages of one of these blocks. device: of the result; `None`: that of the pages."""
+        """int64 `[pages]`: the same of the pages of one of these blocks. device: of the result; `None`: that of the
+        pages."""
         first, size = block.data_ptr() - pool[0].data_ptr(), block.stride(0)
         return torch.arange(first, first + block.shape[0] * size, size, device=device or self.device, dtype=torch.int64)
 
@@ -266,7 +268,7 @@ class PagedStore(LayerStore):
         return {name: value for name, value in super().__getstate__().items() if name != "holding"}
 
     def __setstate__(self, attributes):
-        # a copy lies at other addresses: both copy.deepcopy and pickle come by here
+        # a copy has other addresses: copy.deepcopy and pickle both come here
         super().__setstate__(attributes)
         self.holding = Holding()  # it has all blocks to itself
         self._refresh_addresses()
@@ -276,12 +278,12 @@ class PagedStore(LayerStore):
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget all tokens, keep the memory and its addresses."""
+        """Forget all tokens, but keep the memory and its addresses."""
         state = self.state
         state.length.zero_()
         state.paged.zero_()
         state.lost.zero_()
-        state.scratch.zero_()  # a launch that was cut off may have left its counts
+        state.scratch.zero_()  # an interrupted launch may have left its counts
         self._leave_shared_blocks()
         self._spread_pages(state.paged)  # rows may have shared pages
 
@@ -304,12 +306,12 @@ class PagedStore(LayerStore):
 
     @torch.inference_mode(False)
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Row `b` becomes what row `rows[b]` was. Full pages are shared, never copied; windows and an open page are.
+        """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and an open page are copied.
 
-        Beyond the pages it shares, a row's table names free pages: those that no row refers to any more. Nothing
-        synchronises with the device unless the number of rows changes (or has changed before).
+        Behind its shared pages a row's table names free pages, which no row refers to. The CPU does not wait for the
+        device unless the number of rows changes (or has changed before).
         """
-        state, rows = self.state, rows.to(self.device).clone()  # a tensor of inference mode cannot index outside it
+        state, rows = self.state, rows.to(self.device).clone()  # inference tensors cannot index outside it
         if self.capacity is not None and len(rows) != self.batch_size:
             raise ValueError(
                 f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
@@ -335,17 +337,17 @@ class PagedStore(LayerStore):
 
     @torch.inference_mode(False)
     def own_pages(self) -> None:
-        """Give every entry of the table that names no full page a page that no other row refers to, after rows were chosen or
-        `paged` was lowered: tokens to come are packed there."""
+        """Give each table entry that names no full page a page that no other row refers to. Needed after rows were
+        chosen or `paged` was lowered, because later tokens are packed there."""
         closed = self.holding.closed(self.state.pool)
         usable = self.num_pages - (0 if closed is None else int(closed.sum()))
         if (
             usable < self.batch_size * self.pages_per_row
-        ):  # fewer than one page an entry: rows were added, or pages are shared
+        ):  # there are fewer pages than entries: rows were added, or pages are shared
             self._add_missing_pages()
         open_pages = self._read_open_pages() if self.spec.direct else None
         self._spread_pages(self.state.paged)
-        if open_pages is not None:  # last: a page that is free now may have been another row's before
+        if open_pages is not None:  # this comes last: a page that is free now may have belonged to another row before
             self._write_open_pages(open_pages)
 
     def _full_entries(self, paged: torch.Tensor) -> torch.Tensor:
@@ -353,7 +355,7 @@ class PagedStore(LayerStore):
         return torch.arange(self.pages_per_row, device=self.device) < paged[:, :1] // self.spec.page_size
 
     def _spread_pages(self, paged: torch.Tensor) -> None:
-        """Put a page of its own into every entry of the table that names no full page. Device-side throughout."""
+        """Put a separate page into each table entry that names no full page. Everything runs on the device."""
         table, full = self.state.page_table, self._full_entries(paged)
         free = torch.argsort(self._taken(full), stable=True)  # free ids first, in ascending order
         rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
@@ -361,14 +363,15 @@ class PagedStore(LayerStore):
         self._refresh_addresses()
 
     def _taken(self, full: torch.Tensor) -> torch.Tensor:
-        """int8 `[num_pages]`: 1 for pages that the table's entries `full` name, or that are not this store's to write."""
+        """int8 `[num_pages]`: 1 for pages that the table's entries `full` name, and for pages that this store may not
+        write."""
         taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
         if (closed := self.holding.closed(self.state.pool)) is not None:
             taken.copy_(closed)
         return taken.scatter_reduce_(0, self.state.page_table.long().flatten(), full.flatten().to(torch.int8), "amax")
 
     def _add_missing_pages(self) -> None:
-        """Add pages until every entry of the table can have its own or a shared one. Synchronises."""
+        """Add pages until each table entry can have a separate or a shared page. Waits for the device."""
         full = self._full_entries(self.state.paged)
         free = int((self._taken(full) == 0).sum())
         if (missing := int((~full).sum()) - free) > 0:
@@ -399,22 +402,22 @@ class PagedStore(LayerStore):
             block[place] = part
 
     def widen(self, pages_per_row: int) -> None:
-        """Give every row that many more pages, in a preallocated store too."""
+        """Give every row this many more pages; works for a preallocated store too."""
         self._add_pages(pages_per_row)
         if self.capacity is not None:
             self._mark_static()
 
     def take_pool(self, pool: list[torch.Tensor], table: torch.Tensor) -> None:
-        """Let the rows consist of other pages: blocks, and ids int32 `[B, P]` that count through them."""
+        """Replace the rows' pages: blocks, and ids int32 `[B, P]` that count through them."""
         self.state = self.state._replace(pool=pool, page_table=table.to(self.device))
         self._refresh_addresses()
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity without
-        tokens, tables and counters). Shared pages count once, among stores too: in the one that owns their block. Reads lengths
-        from the device."""
+        """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity
+        without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
+        store that owns their block. Reads lengths from the device."""
         state = self.state
         blocks = [block for block in state.pool if self.holding.owns(block)]
         records = [record for record in state.parameters if self.holding.counts(record)]
@@ -430,7 +433,7 @@ class PagedStore(LayerStore):
         return stored | {"unused": total - sum(stored.values())}
 
     def stored_bytes(self) -> int:
-        """Bytes of pages in use, window and parameters, those included that count as another store's."""
+        """Bytes of pages in use, window and parameters. Shared bytes that count in another store are included."""
         parameters = sum(record.nbytes for record in self.state.parameters)
         return self._packed_bytes(only_owned=False)[1] + self._window_bytes() + parameters
 

@@ -6,25 +6,26 @@ A layer stores two streams of tokens, each in its own format and width. Attentio
     separate    keys [D]            values [Dv]       [D]                           [Dv]
     latent      content c [L]       RoPE part r [R]   [L + R], absorbed             [L], expanded afterwards
 
-With `latent` (MLA, multi-head latent attention) the keys are `[c | r]` and the values are `c`; all query heads share them.
-A reading knows nothing of models. How a model's queries get there and back is the business of a `ModelSide`: `Direct` here, and
-`Absorbed` for latents.
+With `latent` (MLA, multi-head latent attention) the keys are `[c | r]` and the values are `c`; all query heads share
+them. A reading knows nothing of models. A `ModelSide` maps a model's queries to the stored streams, and the output
+back: `Direct`, or `Absorbed` for latents.
 
 MLA models (multi-head latent attention: DeepSeek-V2/V3 and kin): attention to the latent itself.
 
-These models cache one latent `c` `[L]` and one RoPE part `r` `[R]` per token, and transformers then expands the whole history
-to keys and values of every head, in the attention module's method `expand_kv`. The expansion is linear, so it can be absorbed:
+These models cache one latent `c` `[L]` and one RoPE part `r` `[R]` per token, and transformers then expands the whole
+history to keys and values of every head, in the attention module's method `expand_kv`. The expansion is linear, so it
+can be absorbed:
 
     score = ((q_nope W_UK) . c + q_rope . r) * scaling         output = (softmax(scores) c) W_UV
 
 with W_UK `[Hq, nope, L]` and W_UV `[Hq, v, L]` the two parts of `kv_b_proj.weight`. (DeepSeek-V2,
 arXiv 2405.04434, section 2.1.)
 
-While one of our caches is at work, `expand_kv` is replaced on the module's instance by a function that hands views on. A
-growing cache replaces it inside `update()`, and the function gives the method back as its first act. A compiled step can
-undo nothing, so a preallocated cache gives it back when it is reset or gone. Tensors are expanded as ever all the while.
-Everything this file knows of transformers is that method, its arguments, and the names `kv_b_proj`, `qk_nope_head_dim`,
-`v_head_dim`.
+While one of our caches is in use, `expand_kv` is replaced on the module's instance by a function that passes views
+through. A growing cache replaces it inside `update()`, and the function first restores the method. A compiled step
+cannot restore anything, so a preallocated cache restores the method when it is reset or deleted. Ordinary tensors are
+still expanded meanwhile. This file depends only on these names of transformers: that method, its arguments,
+`kv_b_proj`, `qk_nope_head_dim`, `v_head_dim`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Reading(ABC):
     """Instances are immutable and named by `name`, which a `LayerSpec` carries."""
 
     name: ClassVar[str]
-    #: what the two streams are called in messages and in `summary()`
+    #: names of the two streams in messages and in `summary()`
     streams: ClassVar[tuple[str, str]]
     #: whether a transform may be applied to the first stream
     transforms: ClassVar[bool]
-    #: whether the first stream is values, too, and the second one the rest of keys
+    #: whether the first stream is also the values, and the second stream the rest of the keys
     shares_values: ClassVar[bool] = False
 
     @abstractmethod
@@ -61,12 +62,12 @@ class Reading(ABC):
         """Widths of the streams -> widths of a query and of an output of attention."""
 
     def shown_widths(self, head_dim: int) -> tuple[int, int]:
-        """Widths of the streams to show a preset's bytes for, where no model is given."""
+        """Widths of the streams for which a preset's bytes are shown if no model is given."""
         return head_dim, head_dim
 
     @abstractmethod
     def validate(self, formats: tuple[Format, Format], widths: tuple[int, int], page_size: int) -> None:
-        """Raise `ValueError` where streams of these widths cannot be stored in these formats."""
+        """Raise `ValueError` if streams of these widths cannot be stored in these formats."""
 
     def __str__(self) -> str:
         return self.name
@@ -91,7 +92,8 @@ class Separate(Reading):
 
 
 class Latent(Reading):
-    """Stream 1 holds the latent content, which is both values and the first part of keys; stream 2 the RoPE part of keys."""
+    """Stream 1 holds the latent content, which is both values and the first part of keys; stream 2 the RoPE part of
+    keys."""
 
     name = "latent"
     streams = ("latent", "RoPE part")
@@ -126,10 +128,10 @@ READINGS: dict[str, Reading] = {reading.name: reading for reading in (Separate()
 
 
 def parse_reading(reading: str | Reading) -> Reading:
-    """The reading of that name; a `Reading` is returned as it is.
+    """The reading with this name. A `Reading` is returned unchanged.
 
     Raises:
-        ValueError: unknown.
+        ValueError: the name is not known.
     """
     if isinstance(reading, Reading):
         return reading
@@ -139,7 +141,7 @@ def parse_reading(reading: str | Reading) -> Reading:
 
 
 class StreamSizes(NamedTuple):
-    """What a configuration tells of a layer's streams; `None`: it does not tell."""
+    """The KV heads and widths of a layer's streams according to its configuration; `None`: it does not say."""
 
     heads: int | None
     first: int | None
@@ -147,7 +149,7 @@ class StreamSizes(NamedTuple):
 
 
 class ModelSide(ABC):
-    """The model's side of one layer: how its queries come to attention, and how the output goes back.
+    """The model's side of one layer: it maps queries to the stored streams, and the output of attention back.
 
     Args of the methods: query `[B, Hq, S, D]`; first, second: the chunk's streams `[B, H, S, width]`.
     """
@@ -156,29 +158,30 @@ class ModelSide(ABC):
 
     @abstractmethod
     def sizes(self, config: Any) -> StreamSizes:
-        """KV heads and widths of the streams, as far as the layer's configuration tells."""
+        """KV heads and widths of the streams, as far as the layer's configuration says."""
 
     def begin(self, stays: bool) -> None:  # noqa: B027  (most sides have nothing to do)
-        """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo nothing."""
+        """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo
+        nothing."""
 
     def refresh(self, dtype: torch.dtype) -> None:  # noqa: B027
-        """A step of `dtype` follows, and it may be compiled or replayed: then it cannot see whether weights have changed from
-        which this side has computed something that it keeps."""
+        """A step of `dtype` follows, and it may be compiled or replayed: then it cannot see whether weights have
+        changed from which this side has computed something that it keeps."""
 
     def why_not(self, module: Any) -> str | None:
-        """What keeps it from serving `module`, the attention module that runs, or `None`."""
+        """Why it cannot serve `module`, the attention module that runs, or `None`."""
         return None
 
     def end(self) -> None:  # noqa: B027
-        """The layer was reset, or is gone: nothing of ours may stay on the model."""
+        """The layer was reset or deleted: restore everything on the model."""
 
     @abstractmethod
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """What attends to the stored streams: `[B, Hq, S, width]`, the width as `Reading.widths` says."""
+        """The queries that attend to the stored streams: `[B, Hq, S, width]`, with the width of `Reading.widths`."""
 
     @abstractmethod
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
-        """Output of attention `[B, S, Hq, width]` -> what the model expects, `[B, S, Hq, Dv]`."""
+        """Output of attention `[B, S, Hq, width]` -> the output that the model expects, `[B, S, Hq, Dv]`."""
 
     @abstractmethod
     def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -193,7 +196,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 class Direct(ModelSide):
-    """Queries, keys and values are what the model computes."""
+    """The layer stores the keys and values that the model computes."""
 
     reading = READINGS["separate"]
 
@@ -244,11 +247,12 @@ def _alive(ref: weakref.ref) -> Any:
 
 
 class UpProjection:
-    """W_UK and W_UV of one attention module, never stale.
+    """W_UK and W_UV of one attention module. They are never stale.
 
-    A plain linear layer's weight is viewed, so nothing is stored and every change of it shows. For any other layer
-    (weights quantized, adapters) the matrix is what the layer makes of the identity: computed once where the layer holds
-    quantized weights, and again after it changed; at every step where it holds adapters or does anything else.
+    For a plain linear layer they are views of its weight, so every change of the weight shows. For other layers
+    (quantized weights, adapters) the matrix is the layer's output for the identity matrix. It is computed once for
+    quantized weights, and again after they have changed. For adapters, and for anything else, it is computed at every
+    step.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -260,12 +264,12 @@ class UpProjection:
 
     @property
     def projection(self) -> Any:
-        """The layer, looked up each time: adapters put another one in its place."""
+        """The layer. It is looked up each time, because adapters replace it."""
         return _alive(self._module).kv_b_proj
 
     def refresh(self, dtype: torch.dtype) -> None:
-        """Dequantize weights that have changed, before a step that cannot look for changes by itself. dtype: for weights that
-        no step has asked for so far."""
+        """Dequantize weights that have changed, before a step that cannot notice changes itself. dtype: used for
+        weights that no step has needed yet."""
         layer = self.projection
         if not _is_plain(layer, self.rank) and _is_quantized(layer):
             self._dequantized(layer, dtype if self._dense is None else self._dense.dtype)
@@ -290,7 +294,7 @@ class UpProjection:
         return self._dense  # `refresh` has looked for changes
 
     def _dequantized(self, layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-        """The weight `[Hq * (nope + v), L]` of a quantized layer: as last time, if the layer has not changed."""
+        """The weight `[Hq * (nope + v), L]` of a quantized layer. It is the last one if the layer has not changed."""
         old = self._dense
         if old is not None and old.dtype == dtype and self._seen is not None and self._seen.unchanged(layer):
             return old
@@ -329,7 +333,7 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _through_identity(layer: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix of a linear layer, `[out, rank]`: what it makes of the unit vectors."""
+    """The matrix of a linear layer, `[out, rank]`: its outputs for the unit vectors."""
     device = next((x.device for x in _tensors(layer)), torch.device("cpu"))
     return layer(torch.eye(rank, dtype=dtype, device=device)).to(dtype).T.contiguous()
 
@@ -342,19 +346,19 @@ def _dequantized(layer: Any, rank: int, dtype: torch.dtype) -> torch.Tensor:
     weight = getattr(layer, "weight", None)
     if scale is None or weight is None or scale.dim() != 2 or weight.dim() != 2:
         return _through_identity(layer, rank, dtype)
-    # FP8 with a scale a block (DeepSeek-V3's own checkpoints): the layer would quantize the unit vectors too
+    # FP8 with a scale for each block (DeepSeek-V3's own checkpoints): the layer would quantize the unit vectors too
     rows, columns = (-(-w // s) for w, s in zip(weight.shape, scale.shape, strict=True))
     block = getattr(layer, "block_size", None) or (rows, columns)
     full = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (weight.float() * full[: weight.shape[0], : weight.shape[1]]).to(dtype)
 
 
-#: caches at work on a module whose steps may be compiled; the method stays replaced for these
+#: caches that use a module whose steps may be compiled; the method stays replaced for them
 _holders: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[ModelSide]] = weakref.WeakKeyDictionary()
 
 
 def _pass_views(module: Any, first: Any, second: Any) -> tuple[Any, Any]:
-    """In place of `expand_kv` on an instance: views of ours go through, tensors are expanded as ever."""
+    """Replaces `expand_kv` on an instance: our views pass through, ordinary tensors are expanded."""
     if not torch.compiler.is_compiling():
         _restore(module)
     if isinstance(first, tuple):  # a view, see `layer.LayerView`
@@ -373,7 +377,7 @@ def _replace(module: Any) -> None:
 
 
 def _restore(module: torch.nn.Module | None) -> None:
-    """Give the method back, unless a preallocated cache is still at work."""
+    """Restore the method, unless a preallocated cache is still in use."""
     if module is not None and not _holders.get(module) and _replaced(module):
         del module.expand_kv
 
@@ -386,10 +390,10 @@ class Absorbed(ModelSide):
     """The side of a layer whose attention module has `expand_kv`.
 
     Args:
-        module: the attention module. It is referred to weakly: a cache keeps no model alive.
+        module: the attention module. The reference is weak, because a cache must not keep a model alive.
 
     Raises:
-        ValueError: attention that is sparse, or that lacks what absorbing needs.
+        ValueError: the attention is sparse, or lacks attributes that absorbing needs.
     """
 
     reading = READINGS["latent"]
@@ -428,7 +432,7 @@ class Absorbed(ModelSide):
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         keys, _ = self._up.matrices(query.dtype)
         nope, rope = query.split([self._up.nope, self.rope], dim=-1)
-        # one product a head, of all rows; `@` would copy the weights for each row of the batch
+        # one product for each head, over all rows; `@` would copy the weights for each row of the batch
         return torch.cat([torch.einsum("bhsn,hnl->bhsl", nope, keys), rope], dim=-1)
 
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
@@ -447,7 +451,7 @@ class Absorbed(ModelSide):
 
 
 def check_module(module: torch.nn.Module) -> None:
-    """Raise `ValueError` where attention of this module cannot be absorbed."""
+    """Raise `ValueError` if the attention of this module cannot be absorbed."""
     name = type(module).__name__
     if indexers := [attribute for attribute in INDEXERS if hasattr(module, attribute)]:
         raise ValueError(

@@ -1,9 +1,10 @@
 """The definition of every result, in plain PyTorch: attention over a layer's state, and storing new tokens in it.
 
-Queries, keys and values come in as the model made them; a layer's transforms are applied here (`transformed`, `restored`).
+The functions take queries, keys and values as the model made them, and apply the layer's transforms (`transformed`,
+`restored`).
 
-Kernels are tested against this file. It runs on any device, computes in float32, and never holds more than a slab of the
-history unpacked. It may read lengths back from the device, which kernels must not.
+Kernels are tested against this file. It runs on any device, computes in float32, and unpacks only a slab of the history
+at a time. It may read lengths back from the device; kernels must not.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class _Softmax:
         shift = torch.where(new_max.isfinite(), new_max, 0.0)
         weights, decay = torch.exp(scores - shift[..., None]), torch.exp(self.max - shift)
         self.sum = self.sum * decay + weights.sum(-1)
-        # what an unused slot holds must not matter, NaN included
+        # the contents of an unused slot, even NaN, must not matter
         v = v.float().masked_fill(~valid.any(-2)[..., None], 0.0)
         part = weights @ v
         self.out = part if self.out is None else self.out * decay[..., None] + part
         self.max = new_max
 
     def result(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """`[B, S, Hq, D]`; zero where nothing was attended."""
+        """`[B, S, Hq, D]`; zero for queries that attended to nothing."""
         assert self.out is not None
         total, out = self.sum, self.out
         if sinks is not None:  # one more logit per query head, without a value
@@ -70,7 +71,7 @@ class _Softmax:
 
 
 def transformed(chunk: Chunk, layer: LayerStore) -> Chunk:
-    """A chunk as it meets what is stored."""
+    """The chunk with the layer's transforms applied."""
     return transformed_by(transform, chunk, layer)
 
 
@@ -82,8 +83,8 @@ def transform(
 
 
 def transformed_by(launched: Callable, chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
-    """`transformed`, where `launched` (as `transform`) applies what kernels can (`Transform.fused`). keys: whether to transform
-    queries and keys, too."""
+    """`transformed`, where `launched` (a replacement of `transform`) applies the transforms that kernels can apply
+    (`Transform.fused`). keys: whether to transform queries and keys too."""
     spec = layer.spec
     if spec.untransformed:
         return chunk
@@ -98,7 +99,7 @@ def transformed_by(launched: Callable, chunk: Chunk, layer: LayerStore, keys: bo
 
 
 def restored(out: torch.Tensor, layer: LayerStore) -> torch.Tensor:
-    """An output `[B, S, Hq, D]` over values as they are stored, as the model wants it."""
+    """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects."""
     transform = layer.spec.value_transform
     if transform.identity:
         return out
@@ -107,7 +108,7 @@ def restored(out: torch.Tensor, layer: LayerStore) -> torch.Tensor:
 
 
 def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `read` gave, `[B, H, n, D]`, as the model made it."""
+    """Map the result of `read`, `[B, H, n, D]`, back to the tokens that the model made."""
     spec, tensors, heads = layer.spec, layer.tensors(), keys.shape[1]
     return (
         spec.key_transform.inverse(keys, tensors["key_transform"], heads),
@@ -116,13 +117,13 @@ def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tupl
 
 
 class Reference(Operations):
-    """In plain PyTorch and float32."""
+    """Operations in plain PyTorch and float32."""
 
     def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         return restored(self._attend(transformed(chunk, layer), layer), layer)
 
     def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        """`attend` of a chunk as it meets what is stored."""
+        """`attend` for a chunk that is already transformed."""
         (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), layer.spec.reading, []
         for start in range(0, q.shape[2], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, q.shape[2])
@@ -214,8 +215,8 @@ def _unpack(pages: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch
 
 
 def tail_index(layer: LayerStore) -> torch.Tensor:
-    """int `[B, tail_size]`: index of the newest token that stands, or stood, in each slot of the ring; below a row's
-    `paged` where that token is not in the tail (any more)."""
+    """int `[B, tail_size]`: the index of the newest token that stands, or stood, in each slot of the ring. An index
+    below a row's `paged` means that the token is no longer in the tail."""
     spec = layer.spec
     newest = layer.state.length[:, :1] - spec.sink - 1
     slot = torch.arange(spec.tail_size, device=newest.device)
@@ -227,7 +228,7 @@ def _store_row(keys, values, row: int, tokens: int, paged: int, layer: LayerStor
     state, spec = layer.state, layer.spec
     first = tokens - keys.shape[1]  # index of the first new token
     slots = torch.arange(paged, first, device=keys.device) % max(spec.tail_size, 1)
-    keys = torch.cat([state.tail_k[row][:, slots], keys], dim=1)  # all that is not in pages yet
+    keys = torch.cat([state.tail_k[row][:, slots], keys], dim=1)  # all tokens that are not in pages yet
     values = torch.cat([state.tail_v[row][:, slots], values], dim=1)
     if (paged_now := int(state.paged[row, 0])) > paged:
         _pack_row(keys, values, row, paged, paged_now, layer)
@@ -277,7 +278,7 @@ def _page(state: LayerState, page_id: int) -> torch.Tensor:
 
 
 def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which the host's SDPA does not offer.
+    """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which PyTorch's SDPA does not offer.
 
     `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key.
     """
@@ -296,8 +297,8 @@ def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks:
 
 
 def unpack_into_tail(layer: LayerStore) -> None:
-    """After `length` was lowered: where a row's end lies inside packed pages, drop the pages behind it and read the
-    tokens of its last, now partial page back into the tail."""
+    """Called after `length` was lowered. If a row now ends inside packed pages, drop the pages behind its end, and read
+    the tokens of its last, now partial page back into the tail."""
     state, spec = layer.state, layer.spec
     size = spec.page_size
     tokens = (state.length - spec.sink).clamp(min=0)
@@ -313,4 +314,4 @@ def unpack_into_tail(layer: LayerStore) -> None:
         slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
         state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
         state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)
-        state.paged[row] = start  # last: until then, tokens are read from the page
+        state.paged[row] = start  # this comes last: until then tokens are read from the page

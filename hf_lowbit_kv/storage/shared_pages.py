@@ -1,13 +1,13 @@
-"""Pages that several stores use: the one place, on the CPU, that counts who holds them.
+"""Pages that several stores share. This is the only place, on the CPU, that counts which store holds which page.
 
-A fork of a store reads the full pages of the store that it came from, in the blocks of memory where they lie. Nobody writes to
-a full page, so sharing one needs three rules:
+A fork reads the full pages of the store that it came from, in the memory blocks where they lie. Nobody writes to a full
+page, so sharing needs only three rules:
 
-- A block belongs to the store that used it first, of those that are alive.
+- A block belongs to the oldest living store that uses it.
 - Only the owner takes free pages from a block.
 - A page that another store holds is not free.
 
-Rows of one store share pages too (beams). Their page tables tell, and nothing here knows of them.
+Rows of one store share pages too (beams). Their page tables show that; it is not counted here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def mask_of(pages: torch.Tensor) -> int:
-    """Pages of a block, bool `[pages]` on the CPU, as the bits of a number: page 0 is the lowest."""
+    """Pages of a block, bool `[pages]` on the CPU, as the bits of a number; page 0 is the lowest bit."""
     return int.from_bytes(np.packbits(pages.numpy(), bitorder="little").tobytes(), "little")
 
 
 def pages_of(mask: int, count: int) -> torch.Tensor:
-    """The inverse of `mask_of`, of a block of `count` pages."""
+    """The inverse of `mask_of`, for a block of `count` pages."""
     content = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
     return torch.from_numpy(np.unpackbits(content, count=count, bitorder="little").astype(bool))
 
@@ -41,17 +41,18 @@ class _Users:
         self.pages_of: dict[int, int] = {}  # by a store's number, a bit for each page
 
 
-#: by block, its users; a block that no two stores ever used is not listed
+#: the users of each block; blocks that only one store has ever used are not listed
 _users: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-#: by tensor that stores share and never write (records of parameters), the numbers of these stores
+#: for each tensor that stores share and never write (records of parameters): the numbers of these stores
 _readers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-#: reentrant: a store may be collected, and give its pages back, while another one looks
+#: reentrant, because a store may be garbage-collected and release its pages while another store holds the lock
 _lock = threading.RLock()
 _numbers = itertools.count()
 
 
 class Holding:
-    """What one store has to do with blocks (uint8 `[pages, H, page_bytes]`) that others use too. Ends with the object."""
+    """One store's part in blocks (uint8 `[pages, H, page_bytes]`) that other stores use too. It ends when the object is
+    deleted."""
 
     def __init__(self) -> None:
         self._number = next(_numbers)
@@ -60,7 +61,7 @@ class Holding:
         weakref.finalize(self, _leave, self._number, self._blocks, self._read).atexit = False
 
     def use(self, block: torch.Tensor, pages: int = 0) -> None:
-        """Count this store among the users of a block. pages: that it holds, see `mask_of`."""
+        """Count this store among the users of a block. pages: the pages that it holds, see `mask_of`."""
         with _lock:
             if (users := _users.get(block)) is None:
                 users = _users[block] = _Users()
@@ -72,7 +73,7 @@ class Holding:
         users.pages_of[self._number] = users.pages_of.get(self._number, 0) | pages
 
     def share(self, other: Holding, block: torch.Tensor, pages: int) -> None:
-        """Count this store among the users of a block, and behind it another one, which holds these pages."""
+        """Count this store among the users of a block, and after it another store, which holds these pages."""
         with _lock:
             if (users := _users.get(block)) is None:
                 users = _users[block] = _Users()
@@ -80,7 +81,7 @@ class Holding:
             other._use(users, pages)
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Count this store among those that read a tensor which nobody writes."""
+        """Count this store among the readers of a tensor that nobody writes."""
         with _lock:
             if (numbers := _readers.get(tensor)) is None:
                 numbers = _readers[tensor] = []
@@ -89,19 +90,19 @@ class Holding:
                 self._read.append(numbers)
 
     def owns(self, block: torch.Tensor) -> bool:
-        """Whether the block's memory counts as this store's."""
+        """Whether the block's memory counts in this store."""
         with _lock:
             users = _users.get(block)
             return users is None or next(iter(users.pages_of), self._number) == self._number
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that stores read counts as this store's."""
+        """Whether a shared tensor counts in this store."""
         with _lock:
             return next(iter(_readers.get(tensor) or ()), self._number) == self._number
 
     def closed(self, pool: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The pages of these blocks that this store must not write to, whatever its tables say: bool `[pages of all blocks]`
-        on the CPU; `None`: there is no such page."""
+        """The pages of these blocks that this store must not write, whatever its tables say: bool `[pages of all
+        blocks]` on the CPU; `None`: there is no such page."""
         with _lock:
             masks = [self._closed(block) for block in pool]
         if not any(masks):
@@ -120,7 +121,7 @@ class Holding:
         return closed
 
     def let_go(self, block: torch.Tensor) -> None:
-        """Hold no page of a block any more; one that this store does not own, it does not use any more."""
+        """Release all pages of a block. If this store does not own the block, it is no longer a user of it."""
         with _lock:
             if (users := _users.get(block)) is None or self._number not in users.pages_of:
                 return

@@ -1,4 +1,4 @@
-"""What a step is given (`Chunk`), and who computes it (`Operations`)."""
+"""The input of a step (`Chunk`), and the interface of the code that computes it (`Operations`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .paged_store import LayerStore
 class Chunk(NamedTuple):
     """The tokens that one forward pass brings to a layer, and how their queries attend.
 
-    Under another reading than `separate`, k and v are the two streams, and q is as wide as the reading says.
+    If the reading is not `separate`, k and v are the two streams, and q has the width of `Reading.widths`.
     """
 
     q: torch.Tensor | None
@@ -35,13 +35,13 @@ class Chunk(NamedTuple):
 
     @property
     def queries(self) -> torch.Tensor:
-        """`q`, of a chunk that attends."""
+        """`q` of a chunk that attends (a chunk that is only stored has none)."""
         assert self.q is not None
         return self.q
 
     @property
     def tokens(self) -> int:
-        """New tokens a row, padding counted."""
+        """New tokens of each row, padding included."""
         return self.k.shape[2]
 
     @property
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
         return self.queries.shape[1] // self.k.shape[1] * self.k.shape[2]
 
     def rows(self, rows: slice) -> Chunk:
-        """Of some of the rows."""
+        """The chunk of some of the rows."""
         q, mask = (None if x is None else x[rows] for x in (self.q, self.mask))
         return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask)
 
@@ -58,34 +58,35 @@ class Chunk(NamedTuple):
 class Operations(ABC):
     """The operations of a layer, as one backend computes them. Instances are immutable.
 
-    `storage/reference.py` defines the results. Chunks come as the model made them: operations apply the layer's transforms.
+    `storage/reference.py` defines the results. Chunks are as the model made them; operations apply the layer's
+    transforms.
     """
 
     @abstractmethod
     def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        """Attention of a chunk's queries to everything stored and, causally, to the chunk itself. Changes nothing.
+        """Attention of a chunk's queries to all stored tokens and, causally, to the chunk itself. Changes nothing.
 
         Returns:
-            `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that has nothing to attend to.
+            `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that attends to nothing.
         """
 
     @abstractmethod
     def append(self, chunk: Chunk, layer: LayerStore) -> None:
         """Store a chunk without its padding, and pack each page that is due.
 
-        Tokens for which a row has no room left are dropped, and counted in `lost`.
+        If a row is full, further tokens are dropped, and counted in `lost`.
         """
 
     def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        """`attend`, then `append`. The output."""
+        """`attend`, then `append`. Returns the output."""
         out = self.attend(chunk, layer)
         self.append(chunk, layer)
         return out
 
     @abstractmethod
     def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stored tokens in order, unpacked but as they are stored (transformed): keys and values `[B, H, max_length, D]` in
-        the model's dtype; zeros behind a row's end. For other attention implementations, and for tests."""
+        """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
+        model's dtype, with zeros behind a row's end. Used by other attention implementations, and by tests."""
 
     def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Steps of one token may follow this prompt: what they launch can be compiled meanwhile."""
+        """Steps of one token may follow this prompt: their kernels can be compiled meanwhile."""

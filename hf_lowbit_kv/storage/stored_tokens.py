@@ -1,7 +1,7 @@
-"""The tokens of a layer outside of its store: taken out of one, in no more bytes than they take, and put into another.
+"""The tokens of a layer outside of a store: taken out of one store, without unused memory, and put into another.
 
-Files of caches and the prefix store hold them like this. A store that grows reads the blocks where they lie, a preallocated one
-gets copies in its own memory, whose addresses stay.
+Files of caches and the prefix store hold tokens in this form. A growing store reads the blocks where they lie. A
+preallocated store copies them to its own memory, whose addresses stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .layer_spec import LayerSpec
 from .paged_store import PagedStore, read_pages
 from .shared_pages import Holding, mask_of
 
-#: pages whose codes are reordered at a time: each code takes some eight bytes meanwhile
+#: codes of this many pages are reordered at a time, because each code takes about eight bytes meanwhile
 PAGES_AT_ONCE = 64
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,18 +41,18 @@ class StoredTokens(NamedTuple):
         return [sink[0].shape[1] + paged + tail[0].shape[1] for sink, paged, tail in parts]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that have memory on the device."""
+        """All tensors that have memory on the device."""
         return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
 
 @torch.no_grad()
 @torch.inference_mode(False)
 def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page: int = 0) -> StoredTokens:
-    """Copies of what a store holds. Waits for the device.
+    """Copy the tokens of a store. Waits for the device.
 
     Args:
-        rows: which; `None`: all.
-        first_page: pages in front of it are left out of `blocks`, and `table` begins with it.
+        rows: which rows; `None`: all.
+        first_page: pages before it are left out of `blocks`, and `table` begins with it.
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
@@ -77,14 +77,14 @@ def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page
 @torch.no_grad()
 @torch.inference_mode(False)
 def put_tokens(store: PagedStore, tokens: StoredTokens, shared: bool = False) -> None:
-    """Let an empty store hold these tokens, which fit into it.
+    """Put these tokens into an empty store, in which they fit.
 
     Args:
-        shared: others hold the blocks too (`shared_pages`), so a growing store may not write there.
+        shared: other stores hold the blocks too (`shared_pages`), so a growing store must not write there.
     """
     spec, device = store.spec, store.device
     store.reserve(max(tokens.lengths))
-    # pages may reach further than those of a text that was read at once
+    # pages may reach further than those of a text that was read in one piece
     if (missing := tokens.table.shape[1] - store.pages_per_row) > 0:
         store.widen(missing)
     lasting = torch.tensor(tokens.paged)[:, None] // spec.page_size > torch.arange(tokens.table.shape[1])
@@ -127,7 +127,7 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
-    """Tokens of a store with one spec for a store with another one, which differs in the order of bytes inside pages alone."""
+    """Convert tokens of a store with one spec for a store with another, which differs only in the layout of pages."""
     if old == new:
         return tokens
     formats = list(zip(old.formats, new.formats, widths, strict=True))

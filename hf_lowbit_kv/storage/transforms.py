@@ -1,14 +1,16 @@
 """Transforms: invertible linear maps of keys and of values, per KV head, with or without parameters.
 
-A layer stores transformed tokens (sink, pages and tail alike), so nothing passes over the history. With `M` for the map:
+A layer stores transformed tokens in sink, pages and tail, so the history is never transformed again. With `M` for the
+map:
 
     keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
     values    v' = v M      the output is mapped back, o = o' M^-1
 
-A rotation spreads a few large channels over all of them, which few bits store better. Factors even channels out. Transforms
-are put together with `+`: "smooth+hadamard" divides by factors first, then rotates.
+A rotation spreads a few large channels over all channels, so that few bits store them better. Factors make channels
+alike. `+` joins transforms: "smooth+hadamard" divides by factors first, then rotates.
 
-`Hadamard` and factors are defined to the last bit, in float32, because packed bytes depend on them; kernels reproduce them.
+`Hadamard` and factors are defined to the last bit, in float32, because packed bytes depend on them; kernels reproduce
+them.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Fused(NamedTuple):
-    """A transform that kernels apply where they read: factors of channels, then the Hadamard rotation, then factors; any of
-    the three may be missing, and one of the two factors is."""
+    """A transform that kernels apply when they read: factors of channels, then the Hadamard rotation, then factors. Any
+    of the three may be missing; at most one of the two factors exists."""
 
     before: bool
     rotated: bool
@@ -37,7 +39,7 @@ class Fused(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether there are factors. They are the first two tensors that the transform holds, float32 `[H or 1, head_dim]`:
+        """Whether there are factors. They are the first two of the transform's tensors, float32 `[H or 1, head_dim]`:
         those of keys (or values), and those of queries."""
         return self.before or self.after
 
@@ -45,8 +47,8 @@ class Fused(NamedTuple):
 class Transform(Parametrized, ABC):
     """A map of the channels of each head. Instances are immutable, hashable, and named by `name`.
 
-    A subclass maps float32 tensors `[B, H, n, head_dim]`. `forward`, `counterpart` and `inverse` round once, to the model's
-    dtype. A new transform is a subclass with a line in `TRANSFORMS`.
+    A subclass maps float32 tensors `[B, H, n, head_dim]`. `forward`, `counterpart` and `inverse` round once, to the
+    model's dtype. A new transform is a subclass with a line in `TRANSFORMS`.
 
     Example:
         >>> transform = lb.parse_transform("hadamard")
@@ -61,18 +63,18 @@ class Transform(Parametrized, ABC):
 
     @property
     def identity(self) -> bool:
-        """Whether it changes nothing, so that nothing is launched for it."""
+        """Whether it is the identity, for which nothing is launched."""
         return False
 
     @property
     def fused(self) -> Fused | None:
-        """How kernels apply it where they read; `None`: PyTorch applies it, before and after."""
+        """How kernels apply it when they read; `None`: PyTorch applies it, before and after them."""
         return None
 
     @property
     def product(self) -> bool:
-        """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1, D, D]`
-        both: a kernel may apply it, and its sums may differ from PyTorch's."""
+        """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1,
+        D, D]` both: a kernel may apply it, and its sums may differ from PyTorch's."""
         return False
 
     def own_inverse(self, head_dim: int) -> bool:
@@ -81,31 +83,31 @@ class Transform(Parametrized, ABC):
 
     @abstractmethod
     def map(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Keys or values, float32, mapped."""
+        """Map keys or values, float32."""
 
     @abstractmethod
     def map_queries(self, q: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Queries, float32, with the counterpart of `map`."""
+        """Apply the counterpart of `map` to queries, float32."""
 
     @abstractmethod
     def unmap(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """The inverse of `map`, float32."""
 
     def validate(self, head_dim: int) -> None:
-        """Raise `ValueError` where heads of that size cannot be mapped."""
+        """Raise `ValueError` if heads of this size cannot be mapped."""
 
-    # What follows is the same for every transform.
+    # The methods below are the same for every transform.
 
     def forward(self, x: torch.Tensor, tensors: Tensors = ()) -> torch.Tensor:
-        """Keys or values `[B, H, n, head_dim]`, as they are stored, in the dtype of `x`."""
+        """Keys or values `[B, H, n, head_dim]` -> transformed, as they are stored, in the dtype of `x`."""
         return x if self.identity else self.map(x.float(), tensors).to(x.dtype)
 
     def counterpart(self, q: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
-        """Queries `[B, Hq, n, head_dim]`, as they meet stored keys, in the dtype of `q`."""
+        """Queries `[B, Hq, n, head_dim]` -> queries for stored keys, in the dtype of `q`."""
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
 
     def inverse(self, x: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
-        """What is stored, or an output `[B, Hq, n, head_dim]`, mapped back, in the dtype of `x`."""
+        """Stored tokens, or an output, `[B, Hq, n, head_dim]` -> mapped back, in the dtype of `x`."""
         return x if self.identity else _by_kv_head(x, num_kv_heads, lambda x: self.unmap(x, tensors))
 
     def __str__(self) -> str:
@@ -142,8 +144,9 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class Hadamard(Transform):
-    """Rotation by an orthonormal Hadamard matrix of order head_dim: 64, 128, 256 after Sylvester, 80 = 20 x 4 and 96 = 12 x 8
-    with a matrix of Paley's. Orthogonal, so keys and queries undergo the same. (VecInfer, section 3.1; QuaRot, SpinQuant.)
+    """Rotation by an orthonormal Hadamard matrix of order head_dim: Sylvester's for 64, 128 and 256; for 80 = 20 x 4
+    and 96 = 12 x 8 one that contains a matrix of Paley's. It is orthogonal, so keys and queries get the same rotation.
+    (VecInfer, section 3.1; QuaRot, SpinQuant.)
 
     Example:
         >>> cache = lb.LowBitCache(model, "int2-channel", "int2-token", transform=lb.Hadamard())
@@ -174,7 +177,8 @@ class Hadamard(Transform):
 
 @dataclass(frozen=True)
 class Smooth(Transform):
-    """Each channel divided by a factor of its KV head; queries are multiplied by it. (VecInfer, section 3.1; SmoothQuant.)
+    """Each channel divided by a factor of its KV head; queries are multiplied by it. (VecInfer, section 3.1;
+    SmoothQuant.)
 
     Parameter: `factors`, float32 `[H, head_dim]`, none of them 0.
     """
@@ -207,7 +211,8 @@ class Smooth(Transform):
 
 @dataclass(frozen=True)
 class Matrix(Transform):
-    """A full matrix per KV head, multiplied from the right; queries get its inverse, transposed. Calibrated rotations are such.
+    """A full matrix for each KV head, multiplied from the right. Queries get its transposed inverse. Calibrated
+    rotations use it.
 
     Its sums are those of the device's matrix product, so packed bytes may differ between devices.
 
@@ -244,7 +249,8 @@ class Matrix(Transform):
 
 @dataclass(frozen=True)
 class Eigen(Matrix):
-    """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them costs."""
+    """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them
+    costs."""
 
     weighed: ClassVar[bool] = True
 
@@ -255,8 +261,8 @@ class Eigen(Matrix):
 
 @dataclass(frozen=True)
 class Chain(Transform):
-    """Transforms one after the other, e.g. `"smooth+hadamard"`. Parameters carry the names of their transforms; each
-    transform stands in a chain once."""
+    """Transforms applied one after the other, e.g. `"smooth+hadamard"`. Parameter names contain the names of their
+    transforms, and a transform may stand in a chain only once."""
 
     stages: tuple[Transform, ...]
 
@@ -330,7 +336,7 @@ NONE = TRANSFORMS["none"]
 
 
 def parse_transform(transform: str | Transform | None) -> Transform:
-    """The transform of that name, or a chain of them; `None` is `"none"`, and a `Transform` is returned as it is.
+    """The transform with this name, or a chain of them. `None` is `"none"`, and a `Transform` is returned unchanged.
 
     Example:
         >>> lb.parse_transform("smooth+hadamard").name
@@ -351,8 +357,9 @@ def parse_transform(transform: str | Transform | None) -> Transform:
 def rotated(x: torch.Tensor) -> torch.Tensor:
     """The Hadamard rotation of `[..., head_dim]`, float32, every sum in a fixed order.
 
-    For head_dim = blocks * base: sums over the `base` channels of a block with the matrix of that order, from the first channel
-    to the last; then a butterfly over blocks, neighbours first; then the factor head_dim**-0.5.
+    For head_dim = blocks * base there are three parts. First, sums over the `base` channels of a block with the matrix
+    of that order, from the first channel to the last. Then a butterfly over blocks, neighbours first. Then the factor
+    head_dim**-0.5.
     """
     head_dim, base = x.shape[-1], base_order(x.shape[-1])
     y = x.unflatten(-1, (-1, base))
@@ -378,7 +385,7 @@ def _inverse_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
 
 
 def base_order(order: int) -> int:
-    """The order (1, 12 or 20) of which `hadamard(order)` is made by doubling.
+    """The order (1, 12 or 20) from which doubling makes `hadamard(order)`.
 
     Raises:
         ValueError: the order is not a power of two times 1, 12 or 20.
