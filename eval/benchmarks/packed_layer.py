@@ -238,10 +238,12 @@ def _relative(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _poisoned(work):
-    """Run `work` with every new tensor filled with NaN."""
+    """Run `work` with every new tensor filled with NaN. Kernels are those that run outside: PyTorch fills tensors in its
+    deterministic mode alone, which would choose others."""
     settings: Any = torch.utils.deterministic  # sets its attribute through a module class that type checkers cannot see
     fill = settings.fill_uninitialized_memory
-    with warnings.catch_warnings(), determinism.deterministic(warn_only=True):
+    order = {determinism.VARIABLE: str(int(determinism.fixed_order()))}
+    with warnings.catch_warnings(), patch.dict(os.environ, order), determinism.deterministic(warn_only=True):
         warnings.simplefilter("ignore")  # operations without a deterministic variant are none of our business
         settings.fill_uninitialized_memory = True
         try:
