@@ -1,1 +1,1 @@
-"""The cache, its layers, and what transformers calls of them."""
+"""The cache, its layers, and the functions that transformers calls."""

@@ -1,4 +1,4 @@
-"""The attention function and the mask function that are registered with the host library as `lowbit_kv`."""
+"""The attention function and the mask function, which are registered with transformers as `lowbit_kv`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def lowbit_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention for `attn_implementation="lowbit_kv"`.
 
-    Layers that a low-bit cache holds arrive as a `LayerView` and are attended to packed. Plain tensors (sliding layers,
-    other caches, no cache) are attended to as the host does.
+    Layers of a low-bit cache arrive as a `LayerView`, and their packed tokens are attended to. Plain tensors (sliding
+    layers, other caches, no cache) get transformers' own attention.
 
     Args:
         query: `[B, Hq, S, D]`. attention_mask: from `lowbit_mask`. scaling: factor on q.k (default `D ** -0.5`).
@@ -50,7 +50,7 @@ def lowbit_attention(
 
 
 def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:
-    """What keeps a packed layer from attending, or `None`."""
+    """Why a packed layer cannot attend, or `None`."""
     if module.training and torch.is_grad_enabled() and view.key.requires_grad:
         return NO_GRADIENTS
     if mask is not None and mask.dim() != 2:
@@ -96,8 +96,8 @@ def lowbit_mask(
 ) -> torch.Tensor | None:
     """The mask for `lowbit_attention`.
 
-    Causal layers whose keys are the chunk itself (low-bit layers say so, see `LowBitLayer.get_mask_sizes`): the chunk's
-    padding, bool `[B, q_length]`, or `None` without padding. Anything else: the host's SDPA mask.
+    For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
+    padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask.
     """
     if mask_function is not causal_mask_function or kv_length != q_length:
         return sdpa_mask(
@@ -120,8 +120,8 @@ def lowbit_mask(
 
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
-    """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all that
-    a preallocated cache has room for, or what `lowbit_mask` returned."""
+    """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all
+    that a preallocated cache has room for, or what `lowbit_mask` returned."""
     columns = mask.shape[1]
     if columns == tokens:
         return mask

@@ -1,6 +1,7 @@
-"""What a whole cache holds, taken out of it and put into another one for the same model, of another capacity or backend.
+"""The contents of a whole cache: taken out of it, and put into another cache for the same model, of another capacity or
+backend.
 
-Files of caches and the prefix store are made of it.
+Files of caches and the prefix store are built on this.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .pass_checks import Ledger
 
 
 class LayerContents(NamedTuple):
-    """Of one packed layer."""
+    """The contents of one packed layer."""
 
     spec: LayerSpec
     """with the layouts in which `tokens` are"""
@@ -36,7 +37,7 @@ class LayerContents(NamedTuple):
 
 
 class CacheContents(NamedTuple):
-    """Of a cache. Tensors are on its device."""
+    """The contents of a cache. Tensors are on its device."""
 
     layers: dict[int, LayerContents]
     """packed layers, by index; all of them or, of an empty cache, none"""
@@ -47,7 +48,7 @@ class CacheContents(NamedTuple):
 
 
 def take_layer(layer: LowBitLayer) -> LayerContents:
-    """Copies of what a packed layer holds."""
+    """Copy the contents of a packed layer."""
     store = layer.store
     assert store is not None
     padding = [(int(start), mask) for start, mask in layer._padding._noted]
@@ -58,7 +59,7 @@ def take_layer(layer: LowBitLayer) -> LayerContents:
 
 @torch.inference_mode(False)
 def take(cache: Any) -> CacheContents:
-    """Copies of everything that a cache holds. Waits for the device.
+    """Copy the contents of a cache. Waits for the device.
 
     Raises:
         OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.
@@ -81,10 +82,10 @@ def take(cache: Any) -> CacheContents:
 @torch.no_grad()
 @torch.inference_mode(False)
 def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool = False) -> None:
-    """Let an empty cache hold these contents, which lie on `device` and fit into it. A preallocated cache gets copies.
+    """Put these contents, which lie on `device`, into an empty cache in which they fit. A preallocated cache copies them.
 
     Args:
-        shared: others hold the pages too, so a growing cache may not write to them.
+        shared: other caches hold the pages too, so a growing cache must not write to them.
     """
     for index, part in contents.layers.items():
         hold(cache.layers[index], part, device, shared)
@@ -95,7 +96,7 @@ def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool 
 
 
 def hold(layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool) -> None:
-    """Let an empty packed layer hold these contents."""
+    """Put these contents into an empty packed layer."""
     tokens, rows, widths = contents.tokens, len(contents.tokens.paged), contents.widths
     states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
     if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):

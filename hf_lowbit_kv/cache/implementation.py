@@ -1,4 +1,5 @@
-"""The attention implementation of the model that runs: what to say where it is not ours, and why gradients stop here."""
+"""The attention implementation of the running model: warnings if it is not ours, and an error for gradients through the
+cache."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ COMPUTED = (
 
 
 def selected_everywhere(model: Any) -> dict[str, str]:
-    """Attention implementations in force, by sub-configuration, as `set_attn_implementation` takes them."""
+    """The selected attention implementations by sub-configuration, in the form of `set_attn_implementation`."""
     config = model.config
     subs = {name: getattr(config, name, None) for name in config.sub_configs}
     of_submodels = {name: sub._attn_implementation for name, sub in subs.items() if sub is not None}
@@ -58,7 +59,8 @@ def selected_everywhere(model: Any) -> dict[str, str]:
 
 
 def select(model: Any) -> None:
-    """Let the text model attend with `lowbit_kv`. What else a composite model has, such as a vision tower, keeps its own."""
+    """Let the text model attend with `lowbit_kv`. Other parts of a composite model, such as a vision tower, are not
+    changed."""
     text = model.config.get_text_config(decoder=True)
     subs = {name for name in model.config.sub_configs if getattr(model.config, name, None) is text}
     model.set_attn_implementation(dict.fromkeys(subs, ATTENTION_NAME) if subs else ATTENTION_NAME)
@@ -66,8 +68,8 @@ def select(model: Any) -> None:
 
 @contextlib.contextmanager
 def selected(model: Any) -> Iterator[None]:
-    """Inside, the text model attends with `lowbit_kv`; on leaving, what was in force before is selected again. The model is
-    one object, so every thread sees it."""
+    """Inside, the text model attends with `lowbit_kv`. Afterwards the earlier implementation is selected again. The
+    model is one object, so all threads see the change."""
     if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
         yield
         return
@@ -80,8 +82,8 @@ def selected(model: Any) -> Iterator[None]:
 
 
 def warn_if_dense(config: Any, holds_tokens: bool) -> None:
-    """Warn where the model with this configuration makes its low-bit cache return dense tensors. holds_tokens: whether the
-    cache got tokens under `lowbit_kv`."""
+    """Warn where the model with this configuration makes its low-bit cache return dense tensors. holds_tokens: whether
+    the cache got tokens under `lowbit_kv`."""
     now = config._attn_implementation
     if now is None:
         warnings.warn(UNATTACHED, stacklevel=3)
@@ -100,8 +102,8 @@ def describe(config: Any) -> str:
 
 
 def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
-    """Why code that does not know our keys and values received them: another model runs, or the architecture computes with
-    them. what: what that code did, e.g. "cannot be indexed". model_side: of the layer, if known."""
+    """Why foreign code received our keys and values: another model runs, or the architecture computes with them. what:
+    the operation that failed, e.g. "cannot be indexed". model_side: that of the layer, if known."""
     module = _running_module(sys._getframe(1))
     if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
         return OTHER_MODEL.format(running)
@@ -110,8 +112,8 @@ def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
 
 
 def _running_module(frame: FrameType | None) -> Any:
-    """The innermost module with an attention implementation whose method is being called, or `None`. Only the module that
-    attends can tell: a cache is not told which model calls it."""
+    """The innermost module with an attention implementation whose method is being called, or `None`. It is found on the
+    call stack, because transformers does not tell a cache which model calls it."""
     while frame is not None:
         module = frame.f_locals.get("self")
         config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
@@ -122,8 +124,8 @@ def _running_module(frame: FrameType | None) -> Any:
 
 
 def refuse_backward(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`out`, but going back through it raises: what the cache holds was detached, and its part of the gradients would
-    silently be missing. source: the tensor whose gradients are wanted. Without gradients, `out` itself."""
+    """`out`, whose backward pass raises. The cache holds detached tensors, so their part of the gradients would be
+    missing silently. source: the tensor whose gradients are wanted. If there are none, `out` itself is returned."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and source.requires_grad):
         return out
     return _WithoutGradient.apply(out, source)

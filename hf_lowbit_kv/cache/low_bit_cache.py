@@ -1,6 +1,6 @@
-"""The caches a user makes and passes to `generate(past_key_values=...)`: what they hold, what they take, what they refuse.
+"""The cache that a user makes and passes to `generate(past_key_values=...)`.
 
-A forward pass that is interrupted leaves its tokens in some layers and not in others. The next pass finds out, and raises.
+An interrupted forward pass leaves its tokens in some layers and not in others. The next pass notices that, and raises.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class CacheBytes(int):
     Attributes:
         codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
         model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
-        tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that count as
-        another cache's (see `LowBitCache.fork`); no part of the total.
+        tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
+        count as another cache's (see `LowBitCache.fork`); no part of the total.
 
     Example:
         >>> cache = lb.from_preset("kivi-4", model)
@@ -87,7 +87,7 @@ class CacheBytes(int):
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:
-    """The value of an argument that has two names. Raises `ValueError` where both are given (not `None`)."""
+    """The value of an argument that has two names. Raises `ValueError` if both are given (not `None`)."""
     if value is not None and other is not None:
         raise ValueError(
             f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
@@ -105,29 +105,31 @@ class LowBitCache(Cache, PushToHubMixin):
         model_or_config: the model it will be used with, or `model.config`.
         key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
             Without them it is the preset `kivi-4-sink`; without one of them that one is `kivi-4`'s.
-        sink: first tokens of a row kept in the model's dtype: 0, or without formats 32.
-        residual: newest tokens of a row kept in the model's dtype, at least: 128 by default. 0 is allowed.
-        residual_length: the same, as transformers spells it; giving both is an error.
-        page_size: tokens packed together.
-        transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`, `"hadamard"`,
-            `"smooth"`, `"matrix"`, several joined by `+`. Attention is what it is without.
-        max_cache_len: preallocate for so many tokens, at addresses that never change, so that `generate` can compile
+        sink: first tokens of a row that stay in the model's dtype. Default: 32 without formats, otherwise 0.
+        residual: at least this many of a row's newest tokens stay in the model's dtype. Default: 128. 0 is allowed.
+        residual_length: the same under transformers' name; giving both is an error.
+        page_size: tokens that are packed together.
+        transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`,
+            `"hadamard"`, `"smooth"`, `"matrix"`, several joined by `+`. Apart from rounding they do not change
+            attention.
+        max_cache_len: preallocate for this many tokens, at addresses that never change, so that `generate` can compile
             the step; `None`: grow by blocks of pages.
-        backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`, or `None` for the environment variable `HF_LOWBIT_KV_BACKEND` or
-            what fits the device.
+        backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`; `None`: the environment variable `HF_LOWBIT_KV_BACKEND`, or
+            the fastest for the device.
         dense_layers: indices of layers to keep in the model's dtype: `per_layer` of dense formats.
         per_layer: other choices for single layers, e.g. `{0: "dense", -1: {"key_format": "int4-channel"}}`, or a function
             `(index, config)`; see `per_layer.PerLayer` and `docs/per-layer.md`.
-        parameters: what calibration found: by layer index, tensors by full name (`"key_format.codebook"`); or an object with a
-            method `for_layer(index)`. See `LayerSpec.parameters` for the names, shapes and dtypes that a layer takes.
+        parameters: calibrated tensors: by layer index, tensors by full name (`"key_format.codebook"`); or an object
+            with a method `for_layer(index)`. See `LayerSpec.parameters` for the names, shapes and dtypes of a layer.
         preset: name to show.
-        calibration: where `parameters` come from instead: a file that `hf-lowbit-kv calibrate` made for the model, a folder or
-            hub repository with one, or what `calibrate` returned. `None`: the user's own and the bundled ones are looked up.
-        reading: refuse a model whose layers are read otherwise: `"separate"` (keys and values) or `"latent"` (MLA).
+        calibration: source of `parameters`: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub
+            repository with one, or the result of `calibrate`. `None`: the user's own and the bundled calibrations are
+            searched.
+        reading: refuse a model whose layers have another reading: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
-        ValueError: for models it cannot serve (encoder-decoder, nothing to pack, no attention interface), for the configuration
-            alone of a model with MLA (latents need the model itself), and for arguments out of range.
+        ValueError: the model cannot be served (encoder-decoder, nothing to pack, no attention interface); only the
+            configuration of a model with MLA is given (latents need the model itself); or an argument is out of range.
         ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
 
     Example:
@@ -137,11 +139,11 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, where it knows them
+    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known
     text: torch.Tensor | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
-    #: whether it has said, since the last reset, that another attention implementation makes it slow
+    #: whether it has warned, since the last reset, that another attention implementation makes it slow
     _warned = False
 
     def __init__(
@@ -207,10 +209,10 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
-        self.spec = max(specs.values(), key=lambda spec: counted[spec])  # what most layers store; of equals, the first
+        self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first
         self.preset, self.config = preset, config
         self._first_packed, self._overrun = packed[0], OverrunWatch()
-        # the first that has no room left, where they differ: all get the same tokens
+        # if layers differ, the one that is full first: all layers get the same tokens
         self._narrowest = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
@@ -218,11 +220,11 @@ class LowBitCache(Cache, PushToHubMixin):
     #: how its latest decoding steps ran, where they were recorded; for `summary()`
     decoding_steps: str | None = None
 
-    # ---- what it holds --------------------------------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------------------------------
 
     @property
     def packed_layers(self) -> list[LowBitLayer]:
-        """The layers that are packed; the others are the host's."""
+        """The packed layers; the others are transformers' own."""
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
 
     @property
@@ -230,10 +232,11 @@ class LowBitCache(Cache, PushToHubMixin):
         return self.layers[self._first_packed]  # type: ignore[return-value]
 
     def check_overrun(self, wait: bool = True) -> None:
-        """Raise where a preallocated cache got tokens for which it had no room, as compiled and recorded steps do.
+        """Raise if a preallocated cache got tokens for which it had no room. Only compiled and recorded steps can do
+        that.
 
         Args:
-            wait: for the steps that are queued on the device. Else the newest count that has arrived decides.
+            wait: wait for the steps that are queued on the device. Otherwise the newest count that has arrived decides.
 
         Raises:
             OverrunError: tokens are lost. `reset()` makes the cache usable again.
@@ -242,7 +245,7 @@ class LowBitCache(Cache, PushToHubMixin):
         if layer.store is not None and layer.length.fixed:
             self._overrun.check(layer.store.state.lost, layer.length.capacity, wait)
 
-    # ---- the host's contract --------------------------------------------------------------------------------------
+    # ---- methods that transformers calls --------------------------------------------------------------------------
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
@@ -257,10 +260,10 @@ class LowBitCache(Cache, PushToHubMixin):
             self._check_whole()
         new = layer is self._first and not layer.is_initialized
         if layer is self._first and not self._warned and not layer.attends_packed:
-            layer.check(tokens, {})  # what is refused gets no warning
+            layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True
             warn_if_dense(layer.config, layer.holds_packed)
-        if layer_idx < self._first_packed:  # before a layer of the host's stores what a packed one would refuse
+        if layer_idx < self._first_packed:  # its own layers do not refuse such chunks
             self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
         taken = self._first.taken
@@ -272,7 +275,8 @@ class LowBitCache(Cache, PushToHubMixin):
         return out
 
     def get_seq_length(self, layer_idx: int = 0):
-        """Padded tokens seen so far: an integer, or of a preallocated cache a tensor. Raises as `check_overrun` does."""
+        """Tokens seen so far, padding included: an integer; a tensor if the cache is preallocated. Raises like
+        `check_overrun`."""
         if not torch.compiler.is_compiling():
             self.check_overrun(wait=False)
         return super().get_seq_length(layer_idx)
@@ -298,11 +302,12 @@ class LowBitCache(Cache, PushToHubMixin):
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of every row, padding counted.
+        """Remove the newest `-tokens_to_remove` tokens of every row, padding included.
 
         Raises:
-            ValueError: a positive number, more than are stored, or a layer of the host's that cannot be cropped (sliding
-                ones that are preallocated or have dropped tokens, recurrent ones). Nothing has changed then.
+            ValueError: the number is positive or larger than the number of stored tokens; or one of transformers' own
+                layers cannot be cropped (sliding ones that are preallocated or have dropped tokens, recurrent ones).
+                Nothing has changed then.
         """
         count = self._first.check_crop(tokens_to_remove)
         able = [can_crop(layer) for layer in self.layers]
@@ -313,7 +318,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 f"{type(self.layers[index]).__name__}, does not keep what it would need"
             )
         interrupted = self._first.storing
-        self._first.storing |= count > 0  # memory may run out between layers: `_check_whole` finds it so
+        self._first.storing |= count > 0  # memory may run out between layers: `_check_whole` notices that
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
         self._first.storing = interrupted
@@ -323,7 +328,7 @@ class LowBitCache(Cache, PushToHubMixin):
             self.text = self.text[:, : int(self._first.get_seq_length())]
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in that order; packed pages are shared."""
+        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
         first = self._first
         indices = torch.as_tensor(indices, device=first.device if first.is_initialized else None)
         if indices.dim() != 1 or indices.is_floating_point():
@@ -334,7 +339,7 @@ class LowBitCache(Cache, PushToHubMixin):
             indices = indices.nonzero()[:, 0]
         interrupted = first.storing
         text = None if self.text is None else self.text[indices.to(self.text.device)]
-        # packed layers first, which may refuse; `reorder_cache` is all that some of the host's layers have
+        # packed layers come first, because they may refuse; some of transformers' layers only have `reorder_cache`
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
             layer.reorder_cache(indices)
             first.storing = True  # until all layers have these rows
@@ -345,7 +350,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times; packed pages are shared."""
+        """Repeat every row `repeats` times. Packed pages are shared."""
         first = self._first
         if first.is_initialized:
             rows = torch.arange(first.batch_size, device=first.device)
@@ -354,15 +359,15 @@ class LowBitCache(Cache, PushToHubMixin):
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write what is stored, in a json and a safetensors file. What stood in the folder before is replaced once the new
-        files are whole. The GPU is busy for as long as copying takes.
+        """Write the stored tokens to a json and a safetensors file. Files that stand in the folder are replaced once
+        the new files are complete. The GPU is busy only while tensors are copied.
 
         Args:
             push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
 
         Raises:
-            ValueError: the cache was made from a configuration or its model is gone, or belongs to tensor parallelism.
-            RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: it cannot be written.
+            ValueError: the cache was made from a configuration, its model is gone, or it belongs to tensor parallelism.
+            RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written.
         """
         folder, model = Path(save_directory), self.model.get("saved")
         if tp_size(model) > 1:
@@ -392,18 +397,19 @@ class LowBitCache(Cache, PushToHubMixin):
         preset: str | None = None,
         calibration: Any = None,
     ) -> LowBitCache:
-        """The cache that `save_pretrained` wrote, on the model's device. It goes on as the saved one would have.
+        """The cache that `save_pretrained` wrote, on the model's device. It continues exactly like the saved one.
 
         Args:
             path_or_repo: a folder, or a hub repository. revision, token: of the repository.
-            model: the model that the cache was made for. Every parameter is looked at.
-            max_cache_len: preallocate for so many tokens; `None`: grow.
-            backend: as for `LowBitCache`. Codes are put into the order of its pages.
-            preset, calibration: refuse a cache with others than these; `None`: take what was saved.
+            model: the model that the cache was made for. Numbers of every parameter are compared.
+            max_cache_len: preallocate for this many tokens; `None`: grow.
+            backend: as for `LowBitCache`. Codes are converted to its page layout.
+            preset, calibration: refuse a cache with another preset or calibration; `None`: accept any.
 
         Raises:
-            ValueError: another model, dtype, quantization, preset, calibration or set of adapters, another version, a file that
-                was truncated or altered, `max_cache_len` below what is stored. The message names what differs.
+            ValueError: the cache was saved for another model, dtype, quantization, preset, calibration, set of adapters
+                or version; the file was truncated or altered; or `max_cache_len` is below the stored length. The
+                message names the difference.
             OSError: there is no such file.
         """
         path, inner = saved_cache.find(path_or_repo, revision, token), unwrap(model)
@@ -432,11 +438,11 @@ class LowBitCache(Cache, PushToHubMixin):
         return new
 
     def reset(self) -> None:
-        """Forget every token. A preallocated cache keeps its memory and addresses, a growing one gives it back."""
+        """Forget all tokens. A preallocated cache keeps its memory and addresses; a growing cache frees its memory."""
         anew = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
         if (
             not torch.is_inference_mode_enabled()
-        ):  # what transformers made inside that mode cannot be emptied outside it
+        ):  # tensors that transformers made in inference mode cannot be emptied outside it
             anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
         if anew:  # transformers' own reset of growing layers keeps the length in 5.17
             new = own_layers(self.config, self._first.length.capacity)
@@ -447,17 +453,18 @@ class LowBitCache(Cache, PushToHubMixin):
         self._ledger, self.text, self._warned = Ledger(), None, False
 
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
-        """`n` caches that hold what this one holds, for texts that go on differently. This one stays as it is.
+        """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
 
-        Full pages are shared, for nobody writes to them; each fork has a window and open pages of its own. `nbytes` counts
-        a shared page once: in the oldest cache that uses it and is alive.
+        Full pages are shared, because nobody writes to them. Each fork has its own window and open pages. `nbytes`
+        counts a shared page once: in the oldest living cache that uses it.
 
         Args:
-            n: how many.
-            max_cache_len: tokens that a row of a fork can hold, of a preallocated cache; `None`: as many as here.
+            n: number of forks.
+            max_cache_len: tokens that a row of a fork can hold, for a preallocated cache; `None`: as many as here.
 
         Raises:
-            ValueError: `n` is no number of 1 or more; `max_cache_len` of a growing cache, or one below what is stored.
+            ValueError: `n` is not an integer of at least 1; `max_cache_len` is given for a growing cache, or below the
+            stored length.
             OverrunError: tokens are lost.
         """
         check_count("n", n)
@@ -471,7 +478,8 @@ class LowBitCache(Cache, PushToHubMixin):
         return [self._forked({}, max_cache_len or self._first.length.capacity) for _ in range(n)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
-        """One fork, for the same model: its configuration tells which attention is selected, and is not copied."""
+        """One fork, for the same model. The model's configuration says which attention is selected, so it is not
+        copied."""
         return self._forked(memo, self._first.length.capacity)
 
     def _forked(self, memo: dict[int, Any], max_cache_len: int | None) -> LowBitCache:
@@ -494,7 +502,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     @property
     def nbytes(self) -> CacheBytes:
-        """Bytes allocated, by kind. Reads lengths from the device; raises as `check_overrun` does."""
+        """Bytes allocated, by kind. Reads lengths from the device; raises like `check_overrun`."""
         self.check_overrun()
         parts = dict.fromkeys((*BYTE_KINDS, "shared"), 0)
         for layer in self.layers:
@@ -509,7 +517,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     @property
     def nbytes_full(self) -> int:
-        """Bytes the tokens of the packed layers would take in the model's dtype."""
+        """Bytes that the tokens of the packed layers would take in the model's dtype."""
         stores = [layer.store for layer in self.packed_layers if layer.store is not None]
         return sum(int(s.state.length.sum()) * (s.head_dim_k + s.head_dim_v) * s.dtype.itemsize for s in stores)
 
@@ -524,7 +532,7 @@ class LowBitCache(Cache, PushToHubMixin):
         return 8 * stored / values if values else 0.0
 
     def summary(self) -> str:
-        """A table of what is stored, where, and in how many bytes."""
+        """A table of formats, backend and bytes."""
         return summary.as_text(self)
 
     def _repr_html_(self) -> str:
@@ -549,24 +557,25 @@ class LowBitCache(Cache, PushToHubMixin):
         return super().get_conv_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        if layer_idx is not None and not hasattr(Cache, "get_conv_state"):  # what layers ask first in transformers 5.17
+        if layer_idx is not None and not hasattr(Cache, "get_conv_state"):  # transformers 5.17 calls this first
             self._reads(layer_idx, state_idx or 0)
         return super().has_previous_state(layer_idx, state_idx)
 
     def _check_whole(self) -> None:
-        """Raise where the last forward pass stored its tokens in some layers alone, as one does that was interrupted."""
+        """Raise if the last forward pass was interrupted, i.e. stored its tokens only in some layers."""
         packed = self.packed_layers
         if any(layer.storing for layer in packed):
             raise RuntimeError(INTERRUPTED.format("a layer had begun to store or drop tokens, or to choose rows"))
         sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
         if len(sliding | {layer.length.at_least for layer in packed}) == 1:
             return
-        seen = sliding | {layer.length.ask() for layer in packed}  # after compiled steps Python may not know it yet
+        seen = sliding | {layer.length.ask() for layer in packed}  # may wait after compiled steps
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
 
     def _reads(self, layer_idx: int, state_idx: int) -> None:
-        """A recurrent layer begins a pass. Raises where it, or the first packed one, has not had all of the last."""
+        """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last
+        pass."""
         if torch.compiler.is_compiling():
             self._ledger = None
             return

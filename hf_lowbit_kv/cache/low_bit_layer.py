@@ -1,4 +1,4 @@
-"""One layer of a low-bit cache, as transformers sees it: what it takes, refuses, counts, and hands to the model."""
+"""One layer of a low-bit cache, as transformers sees it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..storage.store_forks import fork_stores
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .token_counts import FixedLength, Length, Padding
 
-#: what a fork need not copy: `copy.deepcopy` takes long for it
+#: attributes that a fork shares, because `copy.deepcopy` of them takes long
 _NEVER_CHANGED = (bool, int, str, type(None), torch.dtype, torch.device, LayerSpec)
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
-    """What must not change while tokens are stored, of a chunk `[B, H, S, D]`."""
+    """The properties of a chunk `[B, H, S, D]` that must not change while tokens are stored."""
     return {
         "batch size": key_states.shape[0],
         "number of KV heads": key_states.shape[1],
@@ -38,7 +38,7 @@ def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[
 
 
 class Progress(NamedTuple):
-    """What `LowBitLayer.snapshot` keeps of a layer: counters alone, not tokens."""
+    """A snapshot of a layer's counters, without its tokens (`LowBitLayer.snapshot`)."""
 
     length: torch.Tensor
     """int32 `[B, H]`, as in `LayerState`"""
@@ -49,15 +49,15 @@ class Progress(NamedTuple):
 
 
 class LayerView(NamedTuple):
-    """What `update()` returns as keys and as values when our attention function is selected: the chunk, not stored
-    yet, and the layer that the attention function will attend to and store it in."""
+    """The result of `update()`, for keys and for values, if our attention function is selected: the chunk, which is not
+    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it."""
 
     layer: LowBitLayer
     key: torch.Tensor
     value: torch.Tensor
 
     def __getattr__(self, name: str):
-        # while a model is compiled, there are views without fields
+        # while a model is compiled, views without fields exist
         model_side = self.layer.model_side if len(self) else None
         raise AttributeError(why_not_usable(f"have no attribute {name!r}", model_side))
 
@@ -65,7 +65,7 @@ class LayerView(NamedTuple):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
 
-    def __getitem__(self, index):  # a tuple's own would do something
+    def __getitem__(self, index):  # otherwise a tuple's method of this name would be used
         raise TypeError(why_not_usable("cannot be indexed"))
 
     def __add__(self, other):
@@ -83,11 +83,11 @@ class LowBitLayer(CacheLayerMixin):
 
     Args:
         spec: formats and window.
-        config: the model's text configuration; tells which attention implementation is selected.
+        config: the model's text configuration; it says which attention implementation is selected.
         num_kv_heads: expected number of KV heads, or `None`.
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backends.choice`.
-        tp_size: ranks of tensor parallelism, each of which may hold its part of the KV heads.
+        tp_size: number of tensor-parallel ranks; each may hold a part of the KV heads.
         model_side: the model's side of the layer's reading.
         parameters: tensors by full name, see `LayerSpec.parameters`.
     """
@@ -111,7 +111,7 @@ class LowBitLayer(CacheLayerMixin):
         super().__init__()
         self.model_side = model_side
         self.parameters = dict(parameters or {})
-        # what they were made into, and for which heads, head sizes and device
+        # the records made from them, and the heads, head sizes and device that they were made for
         self._prepared: tuple[Any, list[torch.Tensor]] | None = None
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.requested_backend = backend
@@ -121,10 +121,10 @@ class LowBitLayer(CacheLayerMixin):
         self.store: PagedStore | None = None
         self._forget()
 
-    # ---- the host's contract --------------------------------------------------------------------------------------
+    # ---- methods that transformers calls --------------------------------------------------------------------------
 
     @torch.compiler.disable  # state is made outside of graphs
-    @torch.inference_mode(False)  # what is made inside inference mode must be writable outside it
+    @torch.inference_mode(False)  # tensors made in inference mode must be writable outside it
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
         heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
@@ -154,8 +154,8 @@ class LowBitLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
-        """The layer's parameters on its device, those of this process's KV heads (`heads` of them). A growing layer that was
-        reset finds what it made before."""
+        """The records of the layer's parameters on its device, for this process's KV heads (`heads` of them). A growing
+        layer that was reset reuses its earlier records."""
         made_for = heads, head_dims, self.device
         if self._prepared is None or self._prepared[0] != made_for:
             total = self.num_kv_heads or heads
@@ -165,13 +165,14 @@ class LowBitLayer(CacheLayerMixin):
         return self._prepared[1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Take a chunk `[B, H, S, D]`. With our attention function selected: returns (view, view) and stores nothing
-        yet. With any other: stores (padding too), and returns dense keys and values of everything seen."""
+        """Take a chunk `[B, H, S, D]`. If our attention function is selected, it returns (view, view) and stores
+        nothing yet. With any other, it stores the chunk (padding too), and returns dense keys and values of all tokens
+        seen."""
         if torch.compiler.is_compiling() and not self.length.fixed:
             return self._update_uncompiled(key_states, value_states)
         mode, properties = self._current_mode(), properties_of(key_states, value_states)
         if self.is_initialized and self._misfits(properties) and int(self.get_seq_length()) == 0:
-            self.is_initialized = False  # nothing stored: allocate anew
+            self.is_initialized = False  # nothing is stored: allocate again
         self.check(key_states.shape[2], properties)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -181,24 +182,24 @@ class LowBitLayer(CacheLayerMixin):
             return view, view
         return self._update_dense(key_states, value_states)
 
-    # a growing cache changes with its length: whoever compiles a model around it gets this part, and `step`, eagerly
+    # a growing cache changes with its length, so in a compiled model this method, and `step`, run eagerly
     _update_uncompiled = torch.compiler.disable(update)
 
     @property
     def attends_packed(self) -> bool:
-        """Whether the model's attention implementation is ours, now."""
+        """Whether the model's attention implementation is ours at the moment."""
         return self.config._attn_implementation == ATTENTION_NAME
 
     @property
     def holds_packed(self) -> bool:
-        """Whether tokens came in under our attention implementation since the last reset."""
+        """Whether tokens have come under our attention implementation since the last reset."""
         return self._mode == "packed"
 
     def _current_mode(self) -> str:
         return "packed" if self.attends_packed else "dense"
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Padded tokens seen so far; true row lengths are in `store.state.length`."""
+        """Tokens seen so far, padding included; `store.state.length` has the true lengths of rows."""
         return self.length.seen if self.is_initialized else 0
 
     def get_max_length(self) -> int:
@@ -208,10 +209,9 @@ class LowBitLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
-        """Length and offset of the keys a mask must cover. Our attention function needs a mask over the chunk alone.
+        """Length and offset of the keys that a mask must cover. Our attention function needs a mask only for the chunk.
 
-        The first that a cache hears of a forward pass: a chunk without room, or without a token, is refused here, before any
-        layer has stored it.
+        transformers calls this before any layer runs, so chunks that are empty or do not fit are rejected here.
         """
         seen = self.get_seq_length()
         if query_length == 0:
@@ -226,12 +226,12 @@ class LowBitLayer(CacheLayerMixin):
         return int(seen) + query_length, 0
 
     def refresh(self) -> None:
-        """Look whether weights have changed, before a step that may be compiled or replayed and cannot look."""
+        """Check whether weights have changed, before a step that is compiled or replayed and cannot check."""
         if self.is_initialized and self.length.fixed and self.attends_packed:
             self.model_side.refresh(self.dtype)
 
     def reset(self) -> None:
-        """Forget everything. A preallocated layer keeps its memory and addresses, a growing one gives it back."""
+        """Forget all tokens. A preallocated layer keeps its memory and addresses; a growing layer frees its memory."""
         self._forget()
         self.model_side.end()
         self.length.set(0)
@@ -241,8 +241,8 @@ class LowBitLayer(CacheLayerMixin):
             self.store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` padded tokens (the argument is 0 or negative). Exact while these are in
-        the tail; packed tokens that become part of an open page again are read back into the tail."""
+        """Remove the newest `-tokens_to_remove` tokens, padding included (the argument is 0 or negative). This is exact
+        if they are in the tail. If a packed page becomes partial, its remaining tokens are read back into the tail."""
         count = self.check_crop(tokens_to_remove)
         if count == 0 or not self.is_initialized:
             return
@@ -262,7 +262,7 @@ class LowBitLayer(CacheLayerMixin):
         self.taken -= count
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row `b` becomes row `beam_idx[b]`; packed pages are shared."""
+        """Row `b` becomes row `beam_idx[b]`. Packed pages are shared."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -273,17 +273,18 @@ class LowBitLayer(CacheLayerMixin):
             try:
                 self.store.select_rows(indices.to(self.device))
             except torch.OutOfMemoryError:
-                self.storing |= self.length.fixed  # its tensors are written in place; a growing store is as it was
+                self.storing |= self.length.fixed  # written in place; a growing store is unchanged
                 raise
             self.batch_size, self._padding = self.store.batch_size, padding
 
     @torch.inference_mode(False)
     def fork(self, store: PagedStore | None, max_cache_len: int | None, memo: dict[int, Any]) -> LowBitLayer:
-        """A layer that goes on from what this one holds, in a fork of its store; what is only read is shared.
+        """A layer with the same tokens, in a fork of this layer's store. Data that is only read is shared.
 
         Args:
-            store: see `fork_stores`; `None` where nothing is stored. max_cache_len: its tokens, or `None` to grow.
-            memo: as of `copy.deepcopy`.
+            store: see `fork_stores`; `None` if nothing is stored. max_cache_len: tokens to preallocate for, or `None`
+            to grow.
+            memo: that of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))
         replaced = ("store", "length", "parameters", "_padding", "_prepared")
@@ -322,11 +323,11 @@ class LowBitLayer(CacheLayerMixin):
         if first and tokens > 1:
             ops.expect_steps(chunk, store, self.backend)
         if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
-            # nothing stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
+            # nothing is stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
             out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
             ops.append(chunk._replace(q=None), store, self.backend)
         else:
-            if tokens > 1 and not compiling:  # of a decode step Python may not know it (`_check_capacity`)
+            if tokens > 1 and not compiling:  # in a decode step Python may not know the length (`_check_capacity`)
                 chunk = chunk._replace(seen=self.length.at_least - tokens)
             if (queries := self.model_side.queries(chunk.queries)) is not chunk.q:
                 chunk = chunk._replace(q=queries)
@@ -363,22 +364,22 @@ class LowBitLayer(CacheLayerMixin):
         self._padding = Padding()
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
-        """Keep what `crop` needs to know without asking the device."""
+        """Keep the numbers that `crop` needs, so that it need not ask the device."""
         if mask is None:
             self._in_tail += tokens
-        else:  # a row may have got none of these tokens
+        else:  # a row may have got none of these tokens, if they were padding
             seen = self.length.seen if tokens == 1 else self.length.ask()
             self._padding.note(seen - tokens, mask)
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
     def advance(self) -> None:
-        """Count a token in Python that a replayed step has stored: on the device the replay counts by itself."""
+        """Count a token in Python that a replayed step has stored. The replay itself counts on the device."""
         self.taken += 1
         self.length.at_least += 1
         self._in_tail = min(self._in_tail + 1, self.spec.residual)
 
     def _make_room(self, tokens: int, mode: str) -> None:
-        """Count `tokens` more, and have pages for them."""
+        """Count `tokens` more tokens, and see to pages for them."""
         self.length.add(tokens)
         if torch.compiler.is_compiling():
             return
@@ -387,13 +388,13 @@ class LowBitLayer(CacheLayerMixin):
         self.store.reserve(self.length.at_least)
 
     def snapshot(self) -> Progress:
-        """How far the rows have come, to `restore` them later. Waits for the device."""
+        """The rows' counters, for `restore`. Waits for the device."""
         state = self.store.state
         return Progress(state.length.clone(), state.paged.clone(), self.length.ask(), self._mode)
 
     def restore(self, progress: Progress) -> None:
-        """Set the counters back to `progress`; for measurements, which repeat a step on a layer. Tokens stay as they are: where
-        later steps wrote over slots of the tail, those tokens are lost."""
+        """Set the counters back to `progress`, for measurements that repeat a step on a layer. Tokens are not restored:
+        if later steps overwrote slots of the tail, those tokens are lost."""
         state = self.store.state
         state.length.copy_(progress.length)
         state.paged.copy_(progress.paged)
@@ -402,7 +403,7 @@ class LowBitLayer(CacheLayerMixin):
         self.length.set(progress.seen)
 
     def check_crop(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` is to remove; raises where it cannot."""
+        """The number of tokens that `crop` removes. Raises if it cannot."""
         try:
             count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
         except TypeError:
@@ -411,14 +412,14 @@ class LowBitLayer(CacheLayerMixin):
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
             )
-        # 0 comes from the host in every step, which must not wait for the device then
+        # transformers passes 0 in every step, which must not wait for the device
         if count and count > int(self.get_seq_length()):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
         return count
 
     def check(self, tokens: int | None, properties: dict[str, Any]) -> None:
-        """Raise, before anything changes, where this layer could not take a chunk of so many tokens (`None`: not known) with
-        these properties (some of `_properties`)."""
+        """Raise, before anything changes, if this layer cannot take a chunk of this many tokens (`None`: not known)
+        with these properties (some of `_properties`)."""
         mode = self._current_mode()
         if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
             raise ValueError(
@@ -444,12 +445,12 @@ class LowBitLayer(CacheLayerMixin):
             )
 
     def _holds_padded_rows(self) -> bool:
-        """Whether a row got fewer tokens than positions: our attention implementation stores no padding, and the masks of
-        others count it. Waits for the device."""
+        """Whether a row has fewer tokens than positions: our attention implementation does not store padding, but the
+        masks of other implementations count it. Waits for the device."""
         return bool((self.store.state.length != int(self.get_seq_length())).any())
 
     def _misfits(self, properties: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Which of a chunk's properties are not those of the store, and what these are."""
+        """The properties in which a chunk differs from the store, with both values."""
         store = self.store
         stored = {
             "batch size": store.batch_size,
@@ -467,6 +468,7 @@ class LowBitLayer(CacheLayerMixin):
 
 
 def fork_layers(layers: Sequence[LowBitLayer], max_cache_len: int | None, memo: dict[int, Any]) -> list[LowBitLayer]:
-    """A fork of each layer, for so many tokens (`None`: growing). memo: as of `copy.deepcopy`. Waits for the device."""
+    """A fork of each layer, for this many tokens (`None`: growing). memo: that of `copy.deepcopy`. Waits for the
+    device."""
     forks = iter(fork_stores([layer.store for layer in layers if layer.store is not None], max_cache_len))
     return [layer.fork(None if layer.store is None else next(forks), max_cache_len, memo) for layer in layers]

@@ -1,4 +1,4 @@
-"""Caches by preset, and named after the methods that they come from: choices of formats, nothing else."""
+"""Caches by preset, and caches named after the methods of papers. They only choose formats."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
     Args:
         name: see `preset_names`.
         model_or_config: as for `LowBitCache`.
-        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers, or `nbits` for
-            both sides; `boost` (share of key channels) and `score` for those of Kitty.
+        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers, or
+            `nbits` for both sides; `boost` (share of key channels) and `score` for those of Kitty.
 
     Raises:
         ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
@@ -49,7 +49,7 @@ def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
 
 
 def _changed(fmt: Format, title: str, values: dict[str, Any], parameters: dict[str, str]) -> Format:
-    """`fmt` with these `values` of its parameters. title: what an error calls the format."""
+    """`fmt` with these `values` of its parameters. title: the format's name in errors."""
     able = [name for name, parameter in parameters.items() if parameter in fmt.tunable]
     changes = {name: value for name, value in values.items() if name in parameters}
     if unable := [name for name in changes if name not in able]:
@@ -92,8 +92,8 @@ class KIVICache(LowBitCache):
 
 
 class KittyCache(LowBitCache):
-    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values per
-    token; sink and newest tokens in full precision.
+    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values
+    per token; sink and newest tokens in full precision.
 
     Args:
         boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
@@ -132,8 +132,8 @@ class IntCache(LowBitCache):
 
 
 class MLAFP8Cache(LowBitCache):
-    """SnapMLA (paper section 3.1) for models with multi-head latent attention: the latent in FP8 (e4m3) with a float32 scale a
-    token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/dev/mla.md`.
+    """SnapMLA (paper section 3.1) for models with multi-head latent attention: the latent in FP8 (e4m3) with a float32
+    scale a token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/dev/mla.md`.
 
     Args:
         model: the model, not its configuration: its attention layers are reached through it.
@@ -161,15 +161,16 @@ class VecInferCache(LowBitCache):
     """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys rotated.
 
     Args:
-        calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one, or what
-            `calibrate` returned; `None`: the user's and the bundled calibrations are looked through.
+        calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one,
+            or the result of `calibrate`; `None`: the user's and the bundled calibrations are searched.
         key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
         transform: of keys, as for `LowBitCache`. The default is that of the presets; the paper's is "smooth+hadamard".
         **options: as for `LowBitCache`.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
-        >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has other pairs of formats
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256,
+        progress=False) >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has
+        other pairs of formats
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The model that a cache was made for, which the cache does not keep alive."""
+"""A reference to the model that a cache was made for. It does not keep the model alive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 
 class ModelRef:
-    """A copy made along with the model refers to the copied model; a pickled one refers to none."""
+    """A reference that is copied together with the model refers to the copied model. A pickled reference refers to no
+    model."""
 
     def __init__(self, model_or_config: Any = None):
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
 
     def get(self, use: str) -> Any:
-        """The model. Raises `ValueError` where there is none; what: what cannot be done then."""
+        """The model. Raises `ValueError` if there is none; what: the action that is then impossible."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What one of transformers' own layers holds, taken out of it and put into another: of another capacity, or of another kind
+"""The contents of one of transformers' own layers: taken out of it, and put into another of another capacity or kind
 (growing, preallocated)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OwnContents(NamedTuple):
     """of a recurrent layer, by `conv_states.<i>` and `recurrent_states.<i>`"""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name; `from_tensors` is the inverse."""
+        """The tensors by name; `from_tensors` is the inverse."""
         kept = {} if self.tokens is None else {"keys": self.tokens[0], "values": self.tokens[1]}
         return {**kept, **self.states}
 
@@ -36,14 +36,14 @@ class OwnContents(NamedTuple):
 
 
 def contents_of(layer: Any) -> OwnContents:
-    """What a layer holds. Waits for the device."""
+    """The contents of a layer. Waits for the device."""
     seen, tokens = 0, None
     states: dict[str, torch.Tensor] = {}
     own_layer: Any = layer
     if getattr(own_layer, "is_initialized", False) and (seen := int(own_layer.get_seq_length())):
         static, slots = isinstance(layer, StaticLayer), own_layer.keys.shape[-2]
         count = min(seen, slots if static or not isinstance(layer, SLIDING) else own_layer.sliding_window - 1)
-        # a preallocated layer fills its slots from the front, until it is full
+        # a preallocated layer fills its slots from the front until it is full
         place = slice(count) if static and seen < slots else slice(slots - count, None)
         tokens = own_layer.keys[:, :, place], own_layer.values[:, :, place]
     if isinstance(layer, RECURRENT):
@@ -58,7 +58,7 @@ def contents_of(layer: Any) -> OwnContents:
 
 @torch.inference_mode(False)
 def put_contents(layer: Any, contents: OwnContents) -> None:
-    """Let an empty layer hold copies of these contents, in the memory that it has, if it has any."""
+    """Copy these contents into an empty layer, into its memory if it has any."""
     if contents.tokens is not None:
         _put_tokens(layer, contents.seen, *contents.tokens)
     for full_name, tensor in contents.states.items():
@@ -92,7 +92,7 @@ def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor)
 
 
 def resized(layer: Any, config: Any, index: int, max_cache_len: int | None) -> Any:
-    """A copy of the cache's layer `index`, for so many tokens (`None`: growing)."""
+    """A copy of the cache's layer `index`, for this many tokens (`None`: growing)."""
     new = own_layers(config, max_cache_len)[index]
     put_contents(new, contents_of(layer))
     return new

@@ -1,4 +1,4 @@
-"""The layers of a cache that stay transformers' own (sliding, linear, recurrent): made, counted, cropped, allocated anew."""
+"""The layers of a cache that stay transformers' own (sliding, linear, recurrent)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .low_bit_layer import LowBitLayer
 
 
 class RecordableSlidingLayer(StaticSlidingWindowLayer):
-    """As transformers' layer, but for a token that arrives at a full window: transformers makes an index on the CPU and sends
-    it to the device there, which no graph can hold. This writes to the last slot by a slice."""
+    """transformers' layer, with another way to store a token in a full window. transformers sends an index from the CPU
+    to the device, which a CUDA graph cannot contain. This class writes to the last slot by a slice."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """As in transformers: keys and values `[B, H, S, D]` of a chunk; those that it attends to."""
+        """As in transformers: takes keys and values `[B, H, S, D]` of a chunk, returns those that the chunk attends
+        to."""
         full = self.is_initialized and self.cumulative_length_int >= self.max_cache_len
         if not full or key_states.shape[-2] > 1 or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
@@ -35,7 +36,7 @@ class RecordableSlidingLayer(StaticSlidingWindowLayer):
         return self.keys, self.values
 
 
-#: transformers' layers that count their tokens, and those that keep a state in place of tokens
+#: transformers' layers that count their tokens, and those that keep a state instead of tokens
 SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 RECURRENT = LinearAttentionCacheLayerMixin
 
@@ -53,7 +54,7 @@ def own_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
 
 
 def make_anew_for_other_rows(layer: Any, rows: int) -> None:
-    """Let one of transformers' layers that was emptied allocate for another number of rows, as the packed ones do."""
+    """Let an emptied layer of transformers allocate for another number of rows, as the packed layers do."""
     if isinstance(layer, LowBitLayer):
         return
     if isinstance(layer, RECURRENT):
@@ -75,7 +76,7 @@ def can_crop(layer: Any) -> bool:
 
 
 def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
-    """The tensors of one of transformers' layers; recurrent ones keep theirs in dictionaries."""
+    """The tensors of one of transformers' layers. Recurrent layers keep them in dictionaries."""
     for value in vars(layer).values():
         for tensor in value.values() if isinstance(value, dict) else (value,):
             if isinstance(tensor, torch.Tensor):
@@ -83,5 +84,5 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def made_in_inference_mode(layer: Any) -> bool:
-    """Whether one of transformers' layers has tensors that only inference mode may write to."""
+    """Whether one of transformers' layers has tensors that can only be written in inference mode."""
     return not isinstance(layer, LowBitLayer) and any(tensor.is_inference() for tensor in tensors_of(layer))

@@ -1,7 +1,7 @@
-"""What shows that a forward pass went wrong: tokens that came to a full cache, and passes that were interrupted.
+"""Checks of forward passes: tokens that came to a full cache, and interrupted passes.
 
-The operations count tokens without room on the device (`LayerState.lost`). A decode step must not wait for the device, so the
-CPU copies the count behind the work that is queued and looks at the copy when it has arrived: a step later, as a rule.
+Operations count tokens without room on the device (`LayerState.lost`). A decode step must not wait for the device. So
+the CPU queues a copy of the count, and looks at the copy when it has arrived, usually a step later.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 class Ledger:
     """Tokens read by each recurrent layer, kept against the tokens that the cache's first packed layer has taken.
 
-    A forward pass that is interrupted leaves some layers with its tokens and others without. Recurrent layers hold a state, not
-    tokens, so nothing in them shows it. This keeps the count for them: of passes that run eagerly; after compiled ones it
-    begins anew. An interruption inside the last layer of a model that ends in a recurrent one is not seen.
+    An interrupted forward pass leaves its tokens in some layers and not in others. Recurrent layers hold a state, not
+    tokens, so they do not show it. This counts their tokens in eager passes, and starts again after compiled ones. An
+    interruption inside the last layer goes unnoticed if that layer is recurrent.
     """
 
     def __init__(self, empty: bool = True):
-        """empty: nothing has been read yet; else it is not known what has been."""
+        """empty: nothing has been read yet; otherwise it is not known how much has been read."""
         self.empty = empty
         self.read: dict[int, int] = {}
         # layers in front of the first packed one that have begun to read a pass's tokens
@@ -26,26 +26,27 @@ class Ledger:
         self.chunk = 0  # tokens of the pass
 
     def begins(self, layer: int, in_front: bool, taken: int) -> bool:
-        """A layer begins to read. Whether it has read all that came before.
+        """A layer begins to read. Returns whether it has read all earlier tokens.
 
         Args:
-            in_front: of the first packed layer. taken: tokens that this one has taken until now.
+            in_front: whether it comes before the first packed layer. taken: tokens that the first packed layer has
+            taken so far.
         """
         before = taken if in_front else taken - self.chunk
         if layer in self.waiting or self.read.get(layer, 0 if self.empty else before) != before:
             return False
         if in_front:
-            self.waiting.add(layer)  # how many tokens the pass has is known when it comes to the packed layer
+            self.waiting.add(layer)  # the number of tokens is known when the pass reaches the packed layer
         else:
             self.read[layer] = taken
         return True
 
     def takes_back(self, layer: int) -> None:
-        """The layer has not read the pass's tokens after all."""
+        """Undo `begin`: the layer did not read the pass's tokens."""
         self.waiting.discard(layer)
 
     def packed(self, taken: int, tokens: int) -> None:
-        """The pass has come to the first packed layer, which has taken so many tokens before and is given so many."""
+        """The pass has reached the first packed layer: how many tokens it has taken before, and how many it gets now."""
         self.chunk = tokens
         self.read |= dict.fromkeys(self.waiting, taken + tokens)
         self.waiting.clear()
@@ -66,10 +67,11 @@ def _message(capacity: int, lost: int) -> str:
 
 
 class OverrunWatch:
-    """What the host knows of one layer's lost tokens. A copied one knows nothing, for the copied layer has its own count."""
+    """What the CPU knows about one layer's lost tokens. A copy knows nothing, because the copied layer has its own
+    count."""
 
     def __init__(self) -> None:
-        self._arrived: torch.cuda.Event | None = None  # of the copy under way
+        self._arrived: torch.cuda.Event | None = None  # recorded behind the copy that is under way
         self._copy: torch.Tensor | None = None
 
     def __reduce__(self):
@@ -81,16 +83,16 @@ class OverrunWatch:
 
     @torch.inference_mode(False)
     def check(self, lost: torch.Tensor, capacity: int, wait: bool) -> None:
-        """Raise `OverrunError` where the device has counted lost tokens.
+        """Raise `OverrunError` if the device has counted lost tokens.
 
         Args:
             lost: `LayerState.lost` of a layer, int32 `[B, H]`.
-            wait: for all work that is queued. Else what is known by now counts, and a new count is asked for.
+            wait: wait for all queued work. Otherwise the newest known count is used, and a new copy is queued.
         """
         if lost.device.type != "cuda":
             self._raise(int(lost.max()), capacity)
             return
-        if torch.cuda.is_current_stream_capturing():  # nothing may be asked while a graph is recorded
+        if torch.cuda.is_current_stream_capturing():  # no copy may be queued while a graph is recorded
             return
         at_once = wait or torch.cuda.current_stream(lost.device).query()  # an idle device answers at once
         if self._arrived is not None and (at_once or self._arrived.query()):

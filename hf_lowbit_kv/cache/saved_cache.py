@@ -1,5 +1,5 @@
-"""Caches in files: a description (json) and the tensors (safetensors). Old files stay until the new ones are whole; only the
-model that wrote a cache may read it.
+"""Caches in files: a description (json) and the tensors (safetensors). Old files stay until the new ones are complete.
+A cache can only be loaded for the model that it was made for.
 
 The description names its tensor file, whose name holds a checksum. So replacing the description replaces both at once.
 """
@@ -28,9 +28,9 @@ from .cache_contents import CacheContents, LayerContents
 from .own_layer_contents import OwnContents
 
 FILE_NAME = "lowbit_cache.json"
-#: of the description and of the tensors' names
+#: version of the description and of the tensors' names
 VERSION = 1
-#: seconds after which an unfinished file belongs to nobody
+#: an unfinished file older than this (seconds) is removed
 LEFT_FOR = 86400
 _FORMAT = "hf-lowbit-kv cache"
 _SIDES = ("keys", "values")
@@ -60,7 +60,7 @@ def header_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
 def write(
     folder: Path, contents: CacheContents, header: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what was taken out of a cache. What stood in the folder is replaced at once, or not at all.
+    """Write the contents of a cache. Existing files in the folder are replaced in one step, or not at all.
 
     Args:
         header: see `header_of`. more: plain values to keep in the description.
@@ -69,7 +69,7 @@ def write(
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     memory = set[int]()
-    for name, tensor in tensors.items():  # safetensors takes no two views of one memory
+    for name, tensor in tensors.items():  # safetensors does not take two views of one memory
         start = tensor.untyped_storage().data_ptr()
         tensors[name] = (
             tensor.clone() if start in memory or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
@@ -93,14 +93,14 @@ def write(
     for old in folder.glob("lowbit_cache-*.safetensors"):
         if old.name != name:
             old.unlink(missing_ok=True)
-    for left in folder.glob(".*.tmp"):  # of processes that were killed
+    for left in folder.glob(".*.tmp"):  # files of processes that were killed
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > LEFT_FOR:
                 left.unlink()
 
 
 def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """By name, and what else there is to say."""
+    """The tensors by name, and the other values of the description."""
     tensors, layers, own_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
     names: dict[int, str] = {}
     for index, layer in contents.layers.items():
@@ -145,7 +145,7 @@ def _signed(description: dict[str, Any]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """What was written survives a crash of the machine."""
+    """Make sure that the written file survives a crash of the machine."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -154,7 +154,7 @@ def _sync(path: Path) -> None:
 
 
 def find(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
-    """The description of a saved cache: a folder's, or that of a hub repository."""
+    """The description of a saved cache in a folder or a hub repository."""
     path = Path(source)
     if path.is_dir() or path.is_file():
         path = path / FILE_NAME if path.is_dir() else path
@@ -176,10 +176,10 @@ def _of_hub(repo: str, name: str, revision: str | None, token: str | bool | None
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What a description says.
+    """The contents of a description.
 
     Raises:
-        ValueError: no description of a cache, truncated, altered, or of another version.
+        ValueError: it is not the description of a cache, was truncated or altered, or has another version.
     """
     try:
         signed = json.loads(path.read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
-    """Raise `ValueError` where the cache was saved for another model; names what differs."""
+    """Raise `ValueError` if the cache was saved for another model. The message names the difference."""
     if (reason := difference(description["fingerprint"], fingerprint_of(model))) is not None:
         raise ValueError(f"{path} was saved for another model: {reason}")
 
@@ -213,7 +213,7 @@ def check_expected(
     cache: Any,
     path: Path,
 ) -> None:
-    """Raise `ValueError` where the cache has not the preset or the calibration that the caller expects."""
+    """Raise `ValueError` if the cache does not have the preset or the calibration that the caller expects."""
     if preset not in (None, description["preset"]):
         raise ValueError(f"{path} holds a cache of preset={description['preset']!r}, not of preset={preset!r}")
     if calibration is None:
@@ -241,7 +241,7 @@ def read(
 
 
 def parameters_in(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """By layer, the calibration's tensors, as `LowBitCache` takes them."""
+    """The calibration's tensors by layer, as `LowBitCache` takes them."""
     by_layer: dict[int, dict[str, torch.Tensor]] = {}
     for full, tensor in tensors.items():
         if full.startswith("parameters."):
@@ -261,7 +261,7 @@ def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
 
 
 def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> CacheContents:
-    """What the cache held."""
+    """The contents of the saved cache."""
     layers = {
         int(index): _layer_contents(said, f"layers.{index}", tensors) for index, said in description["layers"].items()
     }

@@ -1,4 +1,4 @@
-"""Which models a low-bit cache can serve, what it needs to know of them, and what users wrap models in."""
+"""Which models a low-bit cache can serve, facts about them, and wrappers around models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
     Raises:
         TypeError: there is no transformers model inside.
-        ValueError: a PEFT adapter that puts keys and values of its own in front of the prompt (prompt learning).
+        ValueError: a PEFT adapter puts its own keys and values in front of the prompt (prompt learning).
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
@@ -37,7 +37,8 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def generates(model: Any) -> Any:
-    """The object whose `generate` to call: the outermost PEFT model (it may switch adapters), else the model inside."""
+    """The object whose `generate` to call: the outermost PEFT model, because it may switch adapters; otherwise the
+    model inside."""
     while isinstance(model, torch.nn.Module) and hasattr(model, "_orig_mod"):
         model = model._orig_mod
     return model
@@ -67,7 +68,7 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
 
 
 def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]) -> None:
-    """Raise where a layer is read in another way than `reading`."""
+    """Raise if a layer has another reading than `reading`."""
     if reading is None or all(model_side.reading == parse_reading(reading) for model_side in model_sides.values()):
         return
     if reading == "latent":
@@ -82,16 +83,16 @@ def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: di
 
 
 def uses_attention_interface(cls: type) -> bool:
-    """Whether the architecture calls the registered attention function. The host's flag says so of most that do, but of
-    few with linear layers (Qwen 3.5, Jamba), whose code tells."""
+    """Whether the architecture calls the registered attention function. transformers' flag says so for most of these
+    architectures, but not for some with linear layers (Qwen 3.5, Jamba); their code is inspected."""
     return getattr(cls, "_supports_attention_backend", False) or hasattr(
         sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
 
 
 def tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:
-    """Ranks that tensor parallelism splits the model's heads over; 1 without, whatever else is distributed. The host notes it
-    in the configuration of a model that it has loaded so."""
+    """The number of tensor-parallel ranks; 1 without tensor parallelism. transformers writes it into the configuration
+    of a model that it loads with a plan."""
     config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
@@ -101,11 +102,11 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads: int | None) -> None:
-    """Raise where tensor parallelism would cut a KV head in two. transformers splits the output channels of the key
-    projection evenly over ranks, whatever the heads are, and the model's forward pass then fails at a shape.
+    """Raise if tensor parallelism would split a KV head. transformers divides the output channels of the key projection
+    evenly among ranks without regard to heads, and the model's forward pass would then fail because of a shape.
 
     Args:
-        heads: KV heads of a layer, of all ranks together; `None`: not known.
+        heads: KV heads of a layer, all ranks together; `None`: not known.
 
     Raises:
         ValueError: the number of ranks does not divide `heads`, and the model's plan splits the key projection.

@@ -1,4 +1,4 @@
-"""What a cache says of itself: the rows of `summary()`, as text and as HTML."""
+"""The rows of `summary()`, as text and as HTML."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How many tokens a layer has seen and may see, where that is counted, and which positions were padding.
+"""How many tokens a layer has seen and can hold, and which positions were padding.
 
-A growing layer counts in Python. A preallocated one counts on the device, because compiled and recorded steps advance the count
-there, and knows a lower bound in Python. What a layer does with a length (pages, windows, steps) is the same for both.
+A growing layer counts in Python. A preallocated layer counts on the device, because compiled and recorded steps advance
+the count there; Python knows a lower bound. Everything that depends on a length (pages, windows, steps) is the same for
+both.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ import torch
 
 #: first position, and a mask, bool `[B, n]`
 Noted = tuple[int | torch.Tensor, torch.Tensor]
-#: masks of single tokens are put together by so many
+#: this many masks of single tokens are joined into one
 BLOCK = 128
 
 
 class Padding:
-    """Masks of the passes that had one, against the positions of all tokens seen, padding counted.
+    """Masks of the passes that had one, with the positions of all tokens seen, padding included.
 
     Nothing waits for the device until `real_among_last` asks, or a block of single tokens' masks is full.
     """
 
     def __init__(self):
         self._noted: list[Noted] = []
-        self._singles = 0  # how many of the last of these are of one token
+        self._singles = 0  # how many of the last masks are of one token
 
     def __copy__(self) -> Padding:
-        """With a list of its own: what is noted in one is not noted in the other."""
+        """A copy with its own list."""
         new = Padding()
         new._noted, new._singles = list(self._noted), self._singles
         return new
@@ -39,7 +40,7 @@ class Padding:
             self._singles = 0
 
     def real_among_last(self, count: int, end: int) -> int | torch.Tensor:
-        """How many of the last `count` positions before `end` were no padding: a number, or int32 `[B, 1]`."""
+        """How many of the last `count` positions before `end` were not padding: a number, or int32 `[B, 1]`."""
         padding: int | torch.Tensor = 0
         for first, mask in self._noted:
             start = int(first)
@@ -55,8 +56,8 @@ class Padding:
         self._singles = 0
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row `b` becomes what row `rows[b]` was."""
-        # beams are chosen in every step: one mask to choose from, not one a token
+        """Row `b` gets the masks of row `rows[b]`."""
+        # beams are chosen in every step: indexing one joined mask is faster than one for each token
         known = _put_together(self._noted)
         if len(known) < len(self._noted):
             self._singles = 0
@@ -64,7 +65,7 @@ class Padding:
 
 
 def _put_together(noted: list[Noted]) -> list[Noted]:
-    """Masks that follow each other as one, where it is known that they do."""
+    """Join masks that are known to follow each other."""
     runs: list[tuple[int | torch.Tensor, list[torch.Tensor]]] = []
     end: int | None = None
     for start, mask in noted:
@@ -77,15 +78,15 @@ def _put_together(noted: list[Noted]) -> list[Noted]:
 
 
 class Length:
-    """Of a growing layer: no bound, and the count is known."""
+    """The count of a growing layer: it has no bound and is known."""
 
-    #: tokens that a row may have, or `None`
+    #: tokens that a row can hold, or `None`
     capacity: int | None = None
     #: whether tensors stay where they are, so that compiled and recorded steps can use the layer
     fixed = False
-    #: padded tokens seen: a number, or a tensor int64 `[]` on the layer's device
+    #: tokens seen, padding included: a number, or a tensor int64 `[]` on the layer's device
     seen: int | torch.Tensor
-    #: how many of them Python knows of
+    #: how many of them Python knows about
     at_least: int
 
     def __init__(self):
@@ -99,26 +100,27 @@ class Length:
         self.seen = self.at_least = self.at_least + tokens
 
     def set(self, tokens: int) -> None:
-        """So many have been seen. Waits for nothing."""
+        """Set the count. Waits for nothing."""
         self.seen = self.at_least = tokens
 
     def fork(self, capacity: int | None) -> Length:
-        """Another count of the same tokens, for another layer with room for `capacity` (`None`: it grows)."""
+        """A count of the same tokens for another layer with room for `capacity` tokens (`None`: it grows)."""
         new = Length()
         new.set(self.at_least)
         return new
 
     def ask(self) -> int:
-        """How many have been seen; waits for the device where only the device knows."""
+        """The number of tokens seen. Waits for the device if only the device knows it."""
         self.at_least = int(self.seen)
         return self.at_least
 
     def check(self, tokens: int, wait: bool) -> None:
-        """Raise `ValueError` where there is no room for so many more. wait: for the device, where only that can tell."""
+        """Raise `ValueError` if there is no room for this many more tokens. wait: wait for the device if only it
+        knows."""
 
 
 class FixedLength(Length):
-    """Of a preallocated layer."""
+    """The count of a preallocated layer."""
 
     fixed = True
     capacity: int
@@ -130,7 +132,7 @@ class FixedLength(Length):
         self.seen, self.at_least = torch.tensor(0), 0
 
     def __copy__(self) -> FixedLength:
-        """With a bound of its own; the count is the same tensor."""
+        """A count with its own bound; it uses the same tensor."""
         new = FixedLength(self.capacity)
         new.__dict__.update(self.__dict__)
         return new
