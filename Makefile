@@ -6,6 +6,7 @@
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md, its excerpts and docs/benchmarks.md from the records, in seconds
 # make docs    the site of these pages, into build/docs
+# make release  builds the wheel and the source distribution into dist/, and checks both; uploads nothing
 # make lint    ruff, mypy, and clang-format of the CUDA sources
 # make gpu-test  the tests that need a GPU
 # make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
@@ -29,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: calibrations demo docs test test-all notebooks gpu-test bench measure results lint clean
+.PHONY: calibrations demo docs release test test-all notebooks gpu-test bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -68,6 +69,16 @@ results: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
+
+# the wheel is built from the source distribution, so nothing of the checkout can slip in; without isolation: offline
+release: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-index --target build/release dist/*.whl
+	cd build/release && PYTHONPATH=. ../../$(BIN)/python -c 'import hf_lowbit_kv as lb; print(lb.__file__, len(lb.preset_names()), "presets")'
+	rm -rf build/release
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
