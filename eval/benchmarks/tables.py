@@ -40,7 +40,6 @@ from hf_lowbit_kv.presets import PRESETS
 ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
-    "docs/accuracy.md",
     "docs/dev/own-formats.md",
     "docs/protocols.md",
     "docs/quantized-weights.md",
@@ -149,37 +148,6 @@ def presets_table(rows: list[PresetRow]) -> str:
     return markdown_table(head, body)
 
 
-#: presets of the short table, one for each purpose
-SHORT = (
-    "kv8",
-    "kv6",
-    "kivi-4-sink",
-    "eigen-4",
-    "k4v2-sink",
-    "eigen-3",
-    "kitty-pro",
-    "kitty",
-    "kivi-2-sink",
-    "kivi-2",
-    "eigen-2",
-)
-
-
-def short_table(rows: list[PresetRow]) -> str:
-    by_preset = {row.preset: row for row in rows}
-    head = "preset", "bits", "smaller", "KL", "top-1"
-    body = (
-        [
-            f"`{name}`",
-            f"{by_preset[name].bits:.2f}",
-            f"{16 / by_preset[name].bits:.1f}x",
-            *_cells(by_preset[name].essays, "kl", "top1"),
-        ]
-        for name in SHORT
-    )
-    return markdown_table(head, body)
-
-
 #: own presets, and those of about their size
 OWN = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kitty-pro-variance", "kitty-pro", "eigen-2")
 
@@ -253,7 +221,6 @@ def positions_table(rows: list[PresetRow]) -> str:
 
 TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "presets": presets_table,
-    "short": short_table,
     "kitty": kitty_table,
     "boost": boost_table,
     "positions": positions_table,
@@ -331,7 +298,7 @@ BENCHMARKS_INTRO = """# Benchmarks
 
 `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`) writes this page from the records in `eval/results/`.
 Do not edit it by hand.
-`eval/benchmarks/README.md` says how each figure is measured. `docs/accuracy.md` has the accuracy of the presets.
+`eval/benchmarks/README.md` says how each figure is measured. `docs/results.md` has the accuracy of the presets.
 
 `make bench` repeats all of it on a GPU, the most wanted first.
 `python -m hf_lowbit_kv.eval.benchmarks.bench_all --minutes 30` keeps to a time, `--only decode,start` chooses, `--list`

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from hf_lowbit_kv import Calibration, cli
+from hf_lowbit_kv.eval import protocols
 
 NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
 
@@ -46,7 +47,11 @@ def arguments(model_folder, tmp_path, monkeypatch):
     text.write_text(NUMBERS, encoding="utf-8")
     (tmp_path / "kept.safetensors").write_bytes(b"")
     sentences = tmp_path / "sentences.txt"
-    sentences.write_text("Some words stand here. Others stand there. " * 200, encoding="utf-8")
+    sentences.write_text("Some words stand here. Others stand there. " * 400, encoding="utf-8")
+    data = tmp_path / "documents.jsonl"
+    data.write_text(json.dumps({"text": NUMBERS}) + "\n")
+    monkeypatch.setattr(protocols, "CONTEXT", 400)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     small = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
     grid = ["--formats", "int2-channel/int2-token", "--transform", "none", "--sink", 0, "--residual", 128]
     out = tmp_path / "made.safetensors"
@@ -67,6 +72,8 @@ def arguments(model_folder, tmp_path, monkeypatch):
         "eval layers": [*model, *short, "--preset", "kivi-2"],
         "eval sweep": [*model, *short, *grid],
         "eval needle": [*model, "--text", sentences, "--length", 700, "--depth", 0.5, "--preset", "kivi-2", *small],
+        "eval baselines": [*model, *short, "-b", "oscar-2", "-p", "kv8", "--calibration-text", sentences, "--samples", 2],
+        "eval protocol": [*model, "--name", "wikitext", "-p", "kv4", "--dataset", data, "--windows", 1],
         "eval lm-eval": [*model, "--tasks", "numbers", "--preset", "kivi-2", "--include_path", tmp_path],
     }  # fmt: skip
 
@@ -78,7 +85,7 @@ def test_one_document_on_standard_output(run, arguments, name, tmp_path, monkeyp
     if name == "serve":
         uvicorn = pytest.importorskip("uvicorn")
         monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
-    if name == "eval lm-eval":
+    if name in ("eval lm-eval", "eval protocol"):
         pytest.importorskip("lm_eval.models.huggingface")
         write_task(tmp_path)
     code, out, err = run(*name.split(), *arguments[name], "--json")

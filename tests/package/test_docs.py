@@ -26,9 +26,7 @@ def bits(preset: str) -> float:
     return lb.get_preset(preset).spec().bits_per_value(32768, 128)
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", *(f"docs/{name}.md" for name in ("choose", "dev/recording", "accuracy"))]
-)
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in ("choose", "dev/recording"))])
 def test_every_preset_that_a_page_names_is_listed(document):
     """A preset is any word that `get_preset` knows: suffixes make names that nobody listed."""
     named = {word for word in re.findall(r"\w[\w.-]*\w", page(document)) if is_preset(word)}

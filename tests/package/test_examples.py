@@ -20,7 +20,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv import cli
 
 #: pages that take more than some seconds
-LONG = {"docs/several-gpus.md", "docs/measure.md", "docs/lm-eval.md", "docs/calibrate.md"}
+LONG = {"docs/protocols.md", "docs/several-gpus.md", "docs/measure.md", "docs/lm-eval.md", "docs/calibrate.md"}
 LONG |= {f"docs/dev/{name}.md" for name in ("own-formats", "vecinfer", "mla")}
 NAME = "Qwen/Qwen3-8B"
 NAMES = [name for name in lb.__all__ if name != "ATTENTION_NAME"]

@@ -116,6 +116,8 @@ class Page:
         takes_model = any("--model" in each.opts for each in command.params)
         if "wikitext" in options:
             write_dataset(self.folder / "wikitext", options[options.index("--config") + 1])
+        if path == ["eval", "protocol"]:
+            options += small_protocol(self.folder, options[options.index("--name") + 1])
         if path == ["serve"]:
             self.server.start(options if "--device" in options else [*options, "--device", self.device])
             return
@@ -193,6 +195,19 @@ def on_offline_tasks(options: list[str]) -> list[str]:
         words[words.index("--limit") + 1] = "2"
         return words
     return [*words, "--limit", "2"]
+
+
+def small_protocol(folder: Path, name: str) -> list[str]:
+    """Options that let a protocol run on local data, little of it."""
+    if name == "wikitext":
+        write_dataset(folder / "wikitext", "wikitext-2-raw-v1")
+        return ["--dataset", str(folder / "wikitext" / "test.jsonl"), "--windows", "1"]
+    data = folder / "papers"
+    (data / "gsm8k").mkdir(parents=True, exist_ok=True)
+    row = {"question": "How many tokens has a page? " * 40, "answer": "A page has 128. #### 128"}
+    for split in ("train", "test"):
+        (data / "gsm8k" / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
+    return ["--dataset", str(data), "--tasks", "gsm8k", "--limit", "2", "--gen_kwargs", "max_gen_toks=4"]
 
 
 def check_install(arguments: list[str]) -> None:
