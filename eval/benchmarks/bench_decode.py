@@ -30,7 +30,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -174,9 +174,11 @@ def runs(
         if cell.backend == "cuda":
             assert compilers is not None
             sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
-            begun[cell] = compilers.begin(
-                partial(tiny, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
-            )
+            # another tree may not know a format: the measurement of that cell will say so
+            with suppress(Exception):
+                begun[cell] = compilers.begin(
+                    partial(tiny, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
+                )
     peers: dict[str, Any] = {}
     last = None
     for cell in resolved:
