@@ -54,7 +54,7 @@ notebooks: $(VENV)/.ready
 
 # neighbours of a file stay in one process, which shares what it compiled; other processes find it on disk
 gpu-test: $(VENV)/.ready
-	$(PYTEST_ALL_CORES) --dist worksteal -m gpu
+	$(PYTEST_ALL_CORES) --dist worksteal -p as_they_end -m gpu
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all

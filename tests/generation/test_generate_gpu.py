@@ -6,6 +6,8 @@ long as the tokens are the same; where they part, the logits that they were chos
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cases import FAMILIES, FORMATS, cache_of, left_padded, tiny_models
@@ -26,10 +28,21 @@ MODES = {
 }
 #: rounding to fp16 in two layers, seen 1e-3 to 6e-3; a token or a mask that is wrong gives 0.1 and more
 TOLERANCE = 2e-2
-PREALLOCATED = pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+#: kind of cache and backend
+PLACES = list(itertools.product((None, 400), ("triton", "cuda")))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def families(every, *others):
+    """For each family of models the arguments `every` in each place, and each of `others` in one, another one from family to
+    family: what a place does to a mode does not depend on the family."""
+    cases = []
+    for number, family in enumerate(FAMILIES):
+        cases += [(family, *every, *place) for place in PLACES]
+        cases += [(family, *other, *PLACES[(number + i) % 4]) for i, other in enumerate(others)]
+    return cases
+
+
+@pytest.fixture(scope="module")
 def models(request):
     return [model.half().cuda() for model in tiny_models(request.param)]
 
@@ -82,10 +95,18 @@ def _made(cache, backend):
     assert int(cache.packed_layers[0].store.state.paged.min()) > 0  # something was packed
 
 
-@PREALLOCATED
 @pytest.mark.parametrize(
-    ("mode", "batch"),
-    [(mode, batch) for mode in MODES for batch in (1, 4) if (mode, batch) != ("prompt_lookup", 4)],
+    ("models", "mode", "batch", "max_cache_len", "backend"),
+    families(
+        ("greedy", 4),
+        *(
+            (mode, batch)
+            for mode in MODES
+            for batch in (1, 4)
+            if (mode, batch) not in (("greedy", 4), ("prompt_lookup", 4))
+        ),
+    ),
+    indirect=["models", "backend"],
 )
 def test_gpu_dense_gives_the_logits_of_the_stock_cache(models, mode, batch, max_cache_len, backend):
     ours, theirs = models
@@ -103,8 +124,9 @@ def test_gpu_dense_gives_the_logits_of_the_stock_cache(models, mode, batch, max_
     _made(cache, backend)
 
 
-@PREALLOCATED
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("models", "batch", "max_cache_len", "backend"), families((4,), (1,)), indirect=["models", "backend"]
+)
 def test_gpu_beams(models, batch, max_cache_len, backend):
     """Beams as good as the stock cache's: which of two equally good ones wins is rounding."""
     ours, theirs = models
@@ -117,8 +139,9 @@ def test_gpu_beams(models, batch, max_cache_len, backend):
     _made(cache, backend)
 
 
-@PREALLOCATED
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("models", "batch", "max_cache_len", "backend"), families((4,), (1,)), indirect=["models", "backend"]
+)
 def test_gpu_second_turn(models, batch, max_cache_len, backend):
     ours, theirs = models
     ids, mask = _prompt(batch)
@@ -137,7 +160,7 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
-@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 400}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8, "max_cache_len": 400}], ids=str)
 def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backend):
     ids, mask = _prompt(3)
     cache = cache_of(llama, formats, backend=backend, **options)
