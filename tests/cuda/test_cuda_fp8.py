@@ -86,6 +86,7 @@ ATTENDS = [
 
 
 @needs_emulator
+@pytest.mark.fast_if(wanted=lambda p: p["launch"] == "convert" or p["case"] == ATTENDS[0])
 @pytest.mark.parametrize("case", ATTENDS, ids=str)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))

@@ -24,8 +24,8 @@ from hf_lowbit_kv.triton_kernels.cuda.nvrtc import SOURCES, joined
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / f"hf-lowbit-kv-emulated-{os.getuid() if hasattr(os, 'getuid') else 0}"
-#: -O1: a second level takes the compiler longer than it saves kernels of a few hundred blocks
-OPTIONS = ("-std=c++17", "-O1", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
+#: -Og: further levels take the compiler longer than they save kernels of a few hundred blocks
+OPTIONS = ("-std=c++17", "-Og", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
 #: every use of memory is a call (into races.h)
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
 #: file of the kernels -> what stands in its place
@@ -57,12 +57,10 @@ def translated(name: str) -> str:
     return KERNEL.sub(r'extern "C" void \1(\2); LAUNCHED(\1) \g<0>', text)
 
 
-def full_text(name: str, defines: tuple[tuple[str, str], ...], without: str | None = None) -> str:
-    """What g++ gets. without: name of a `BARRIER` in the file that is left out."""
-    text = translated(name)
-    assert without is None or f"BARRIER({without}, " in text, f"{name} has no barrier of the name {without!r}"
+def full_text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
+    """What g++ gets."""
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
-    return f'#include "machine.h"\nconstexpr char LEFT_OUT[] = "{without or ""}";\n{macros}{text}\n'
+    return f'#include "machine.h"\n{macros}{translated(name)}\n'
 
 
 @contextlib.contextmanager
@@ -119,10 +117,12 @@ def complaints(text: str) -> str:
 
 
 class Module:
-    """In place of `nvrtc.Module`. without: name of a `BARRIER` that is left out of the source, to see what that does."""
+    """In place of `nvrtc.Module`. without: name of a `BARRIER` in the source that launches leave out, to see what that does."""
 
     def __init__(self, name: str, defines: tuple[tuple[str, str], ...], without: str | None = None):
-        self.text = full_text(name, defines, without)
+        self.text = full_text(name, defines)
+        assert without is None or f"BARRIER({without}, " in self.text, f"{name} has no barrier of the name {without!r}"
+        self.without = without or ""
         self.launched = 0
 
     @functools.cached_property
@@ -137,6 +137,9 @@ class Module:
         more = (ctypes.c_longlong * max(len(args) - 1, 1))(*(arg.value for arg in args[1:]))
         # blocks run one after the other, every other time from the last to the first: their order must not matter
         self.launched += 1
+        (ctypes.c_char * 64).in_dll(
+            self.library, "left_out"
+        ).value = self.without.encode()  # others have this library, too
         run = getattr(self.library, f"run_{name}")
         done = run(ctypes.byref(args[0]), more, (ctypes.c_int * 3)(*grid), threads, self.launched % 2)
         assert done != 1, "threads wait for each other"

@@ -77,6 +77,10 @@ struct Barrier {
   }
 };
 static Barrier warps[32], barriers[17];
+// Name of a `BARRIER` that launches leave out, to see what that does. Set from outside; empty: none.
+extern "C" char left_out[64];
+char left_out[64];
+UNWATCHED static bool is_left_out(const char* name) { return *left_out && !strcmp(name, left_out); }
 static void __syncthreads() { barriers[0].wait(threads); }
 static int __syncthreads_or(int p) {
   static int any[2], turn[1024];                      // by turns: one is cleared while the other is in use
@@ -152,6 +156,7 @@ static int run_grid(void (*entry)(), const void* a, const long long* more, const
   static char* stacks = (char*)aligned_alloc(16, 1024 * STACK);
   const int x = grid[0], y = grid[1], z = grid[2];
   argument = a; integers = more;
+  races::found = 0;
   gridDim = {(unsigned)x, (unsigned)y, (unsigned)z}; blockDim = {(unsigned)count, 1, 1}; threads = count;
   for (int n = 0; n < x * y * z; n++) {
     const unsigned i = backwards ? x * y * z - 1 - n : n;

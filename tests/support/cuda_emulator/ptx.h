@@ -1,7 +1,6 @@
 // In place of `ptx.cuh`.
 #define DYNAMIC_SHARED(name) u8* name = shared_memory
-constexpr bool same_text(const char* a, const char* b) { return *a == *b && (!*a || same_text(a + 1, b + 1)); }
-#define BARRIER(name, wait) do { if constexpr (!same_text(#name, LEFT_OUT)) wait; } while (0)
+#define BARRIER(name, wait) do { if (!is_left_out(#name)) wait; } while (0)
 template <int COUNT> static void named_barrier(int name) { barriers[name].wait(COUNT); }
 
 static void fault(const char* what, u32 address) { printf("%s at byte %u of shared memory\n", what, address); abort(); }
