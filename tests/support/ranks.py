@@ -14,6 +14,8 @@ from torch import multiprocessing
 
 #: seconds after which processes that do not end count as hanging
 PATIENCE = 60
+#: what ranks find imported
+IMPORTED = ["torch", "torch.distributed", "transformers.modeling_utils", "hf_lowbit_kv", "cases"]
 
 
 def run_ranks(function: Callable[..., None], count: int, *args: Any, patience: float = PATIENCE) -> list[int]:
@@ -28,8 +30,13 @@ def run_ranks(function: Callable[..., None], count: int, *args: Any, patience: f
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_as_rank, args=(function, rank, count, port, args)) for rank in range(count)]
+    # forks of one process that has imported everything: an import takes a rank longer than most of what it is started for
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    processes = [
+        context.Process(target=_as_rank, args=(function, rank, count, port, dict(os.environ), args))
+        for rank in range(count)
+    ]
     for process in processes:
         process.start()
     end = time.monotonic() + patience
@@ -42,8 +49,9 @@ def run_ranks(function: Callable[..., None], count: int, *args: Any, patience: f
     return [process.exitcode or 0 for process in processes]
 
 
-def _as_rank(function: Callable[..., None], rank: int, count: int, port: int, args: tuple) -> None:
-    os.environ |= launcher_environment(rank, count, port)
+def _as_rank(function: Callable[..., None], rank: int, count: int, port: int, environment: dict, args: tuple) -> None:
+    os.environ.clear()  # it is that of the process that was forked
+    os.environ |= environment | launcher_environment(rank, count, port)
     torch.set_num_threads(1)
     function(rank, *args)
 
