@@ -20,6 +20,7 @@ from packaging.version import Version
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import decoding_loop, recording
+from hf_lowbit_kv.machine import determinism
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates
@@ -256,6 +257,20 @@ def test_padding_and_other_outputs_are_other_recordings(model, graphs):
     # transformers 5.23 drops a mask of ones, which makes another step; 5.17 hands it on
     drops = Version(transformers.__version__) >= Version("5.23")
     assert replays(graphs) == ([10, 21, 10] if drops else [10, 32])
+
+
+def test_what_decides_which_kernels_run_is_recorded_anew(model, graphs, monkeypatch):
+    """The environment and torch's switches are asked while a step is recorded, not by its replays."""
+    ids, mask = left_padded(2, 60)
+    for _ in range(2):
+        ours(model, ids, mask)
+    assert len(graphs) == 1
+    monkeypatch.setenv(determinism.VARIABLE, "1")
+    ours(model, ids, mask)
+    assert len(graphs) == 2
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
+    ours(model, ids, mask)
+    assert len(graphs) == 3
 
 
 def test_recordings_end_with_the_cache(model, graphs):
