@@ -58,12 +58,21 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"random data of TEST_SEED={os.environ['TEST_SEED']}; set it to repeat this run")
 
 
+def _wanted(mark, item):
+    return mark.kwargs["wanted"](item.callspec.params)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark in item.iter_markers("fast_if"):
-            if not mark.kwargs["wanted"](item.callspec.params):
+            if not _wanted(mark, item):
                 item.add_marker("slow")
+    if "host" in config.getoption("markexpr"):  # they are chosen for another transformers
+        kept = [item for item in items if all(_wanted(mark, item) for mark in item.iter_markers("host_if"))]
+        names = {item.nodeid for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+        items[:] = kept
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

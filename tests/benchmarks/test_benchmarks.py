@@ -92,7 +92,10 @@ def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
     assert done == [("", False, [torch.Tensor]), 0, 1, 2, ("ours", True, [tuple] * 3)]
 
 
-@pytest.mark.parametrize(("preset", "transform"), [("kitty-hadamard", "hadamard"), ("eigen-2", "eigen")])
+@pytest.mark.parametrize(
+    ("preset", "transform"),
+    [pytest.param("kitty-hadamard", "hadamard", marks=pytest.mark.slow), ("eigen-2", "eigen")],
+)
 def test_bench_decode_counts_the_transform(preset, transform, tmp_path):
     out = tmp_path / "decode.jsonl"
     done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", preset)
@@ -190,6 +193,7 @@ def test_the_matrix_has_every_shape():
     assert len(cells) == len(set(cells))
 
 
+@pytest.mark.slow
 def test_another_tree_is_timed_on_the_same_layers(tmp_path):
     """This checkout's own folders stand for it: results agree, and both are recorded."""
     out, tree = tmp_path / "decode.jsonl", str(RESULTS.parents[1])

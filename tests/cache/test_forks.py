@@ -36,6 +36,7 @@ def _memory(caches) -> int:
 
 
 @pytest.mark.host
+@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[0])
 @LENGTHS
 @pytest.mark.parametrize("residual", [32, 0])
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)

@@ -13,8 +13,8 @@ import pytest
 from sequence_operations import KINDS, Append, Crop, Setting, sequences
 from sequences import run
 
-#: sequences of each kind; all together take less than a minute of a CPU
-COUNT = int(os.environ.get("SEQUENCES") or 12)
+#: sequences of each kind; all together take some fifteen seconds of a CPU
+COUNT = int(os.environ.get("SEQUENCES") or 8)
 #: kinds whose transforms are matrix products: their sums, and so their bytes, may differ between devices
 PRODUCTS = [kind for kind in KINDS if kind.startswith(("matrix", "eigen"))]
 no_limit_of_long_runs = pytest.mark.timeout(0 if "SEQUENCES" in os.environ else 600)

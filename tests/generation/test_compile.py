@@ -30,9 +30,15 @@ def _decode(model, step, cache, ids, mask, steps):
     return torch.cat(tokens, dim=1)
 
 
+#: tokens that go straight into pages: of formats that encode token by token alone
+OPEN_PAGES = ("dense", "bitdecoding-kt-4", "kv8")
+
+
+@pytest.mark.fast_if(wanted=lambda p: (p["residual"] == 0) == (p["preset"] in OPEN_PAGES))
+@pytest.mark.host
+@pytest.mark.host_if(wanted=lambda p: p["preset"] in ("dense", "kivi-2-sink"))
 @pytest.mark.parametrize("residual", [32, 0])
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.host
 def test_one_graph_equal_to_eager(preset, residual):
     model, _ = tiny_models("llama")
     ids, mask = left_padded(2, 80)

@@ -13,11 +13,12 @@ import pytest
 from interpreted import PARTS, run_part
 
 TESTS = Path(__file__).parents[1]
-#: of which `test_isolation` takes minutes, and has a slow test of its own
+#: `test_isolation` takes minutes, and has a slow test of its own; `test_fusing` runs on the oldest transformers, too
+ELSEWHERE = ("test_isolation", "test_fusing")
 FILES = [
     str(path)
     for path in sorted(TESTS.rglob("test_*.py"))
-    if re.search(r"^def test_small", path.read_text(encoding="utf-8"), re.MULTILINE) and path.stem != "test_isolation"
+    if re.search(r"^def test_small", path.read_text(encoding="utf-8"), re.MULTILINE) and path.stem not in ELSEWHERE
 ]
 
 
@@ -26,7 +27,7 @@ FILES = [
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_interpreted(slow, part):
-    run_part(FILES, part, slow)
+    run_part(FILES, part, slow=slow)
 
 
 def test_every_file_of_kernels_has_small_cases():

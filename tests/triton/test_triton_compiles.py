@@ -78,11 +78,18 @@ STATIC = [
 ]
 
 
-#: their kernels are those of other formats, or are compiled for a minute: `STATIC` has a smaller one of that family
-SLOW = [("static-44422000", "static-3-t"), ("int4-token", "int4-token"), ("int8-token", "int8-token")]
+#: one pair of each family of kernels; others share them, or are compiled for half a minute
+FAST = [
+    ("int2-channel", "int2-token"),
+    ("int4-channel", "dense"),
+    ("boosted2-r0.125", "int2-token"),
+    ("vq-d4b6", "vq-d8b5"),
+    ("static-44422000", "static-2-t"),
+    ("fp8", "fp8"),
+]
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["formats"] not in SLOW)
+@pytest.mark.fast_if(wanted=lambda p: p["formats"] in FAST)
 @pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
 def test_every_format(formats, compiled):
     run_all(Case(*formats))
@@ -107,7 +114,7 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
-        ("vq-d4b8", "vq-d4b8", {}),
+        pytest.param("vq-d4b8", "vq-d4b8", {}, marks=pytest.mark.slow),
         pytest.param("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
         pytest.param("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}, marks=pytest.mark.slow),
         pytest.param("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}, marks=pytest.mark.slow),
