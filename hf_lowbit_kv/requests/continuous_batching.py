@@ -1,12 +1,12 @@
 """transformers' continuous batching on packed pages: its scheduler and sampling, our rows and steps.
 
-transformers keeps requests, decides which of them are in the next batch, and draws tokens. This file gives it three classes.
-`PackedCache` answers whether a request fits, and finds shared prefixes. `PackedRunner` runs a batch on a pool of rows.
-`PackedManager` puts them together. Nothing global is replaced.
+transformers keeps the requests, chooses the next batch, and samples tokens. This file gives it three classes.
+`PackedCache` says whether a request fits, and finds shared prefixes. `PackedRunner` runs a batch on a pool of rows.
+`PackedManager` connects the two. Nothing global is replaced.
 
-A request gets a row only where its prompt and all tokens that it may write fit, so no request is ever put out again.
+A request gets a row only if its prompt and all tokens that it may write fit. So no request is ever preempted.
 
-Written for the versions in `paged_calls.SUPPORTED`, whose sources were read: `import` this file on no other.
+The file was written for the versions in `paged_calls.SUPPORTED`, from their sources. Import it with no other version.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from .row_pool import Row
 from .sampling import on_device
 from .shared_prefixes import SharedPrefixes
 
-#: tokens of a batch, where the caller does not say: prompts are read in pieces of at most this
+#: default for the tokens of a batch: prompts are read in pieces of at most this many tokens
 BATCH_TOKENS = 2048
 
 
 class _NoSectors:
-    """Stands where transformers keeps memory in sectors."""
+    """Takes the place of transformers' memory sectors."""
 
     def try_to_free_sectors(self) -> None:
-        """Pages of the pool are free as soon as nobody holds them."""
+        """Does nothing: a page of the pool is free as soon as nobody holds it."""
 
 
 class PackedCache(PagedAttentionCache):
-    """What transformers' scheduler asks for room, on a pool of rows.
+    """Answers transformers' scheduler, which asks for room, with the room in a pool of rows.
 
     Args:
-        steps: of the model and its pool. batch_tokens: of a batch, at most. prefixes: where full pages are shared, or `None`.
+        steps: steps of the model on its pool. batch_tokens: largest number of tokens of a batch. prefixes: shares full
+            pages; `None`: pages are not shared.
     """
 
     def __init__(self, steps: PoolSteps, batch_tokens: int, prefixes: SharedPrefixes | None):
         self.steps, self.prefixes = steps, prefixes
         self.rows: dict[str, Row] = {}
         self._limits: dict[str, int] = {}
-        # what the other classes of transformers read
+        # attributes that other classes of transformers read
         self.config, self.device, self.dtype = steps.model.config, steps.device, steps.model.dtype
         self.max_batch_tokens, self.num_blocks = batch_tokens, next(iter(steps.pool.ledgers.values())).count
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
@@ -70,7 +71,7 @@ class PackedCache(PagedAttentionCache):
     # ---- room -----------------------------------------------------------------------------------------------------
 
     def check(self, state: Any) -> None:
-        """Raise `ValueError` where a request can never be served; called before it waits for a row."""
+        """Raise `ValueError` if a request can never be served. Called before the request waits for a row."""
         if not state.initial_tokens:
             raise ValueError("the prompt is empty: give it at least one token")
         if state.max_new_tokens is None:
@@ -84,7 +85,7 @@ class PackedCache(PagedAttentionCache):
         self._limits[state.request_id] = limit
 
     def _enter(self, request_id: str, ids: Sequence[int]) -> Row | None:
-        """A row for a request that begins with what is known of its prompt, or `None` where there is no room now."""
+        """A row for a request, which begins with the known prefix of its prompt; `None` if there is no room now."""
         pool, limit = self.steps.pool, self._limits[request_id]
         if not pool.free_slots:
             return None
@@ -92,7 +93,7 @@ class PackedCache(PagedAttentionCache):
         missing = pool.missing(limit, 0 if prefix is None else prefix.length)
         if missing > 0 and self.prefixes is not None:
             self.prefixes.make_room(missing)
-            prefix = self.prefixes.find(ids)  # some of its pages may be gone
+            prefix = self.prefixes.find(ids)  # some of the prefix's pages may have been freed
             missing = pool.missing(limit, 0 if prefix is None else prefix.length)
         if missing > 0:
             return None
@@ -126,7 +127,7 @@ class PackedCache(PagedAttentionCache):
         self.free_all_requests(clear_ledgers=True)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Never low: requests that are let in have all the room that they will need."""
+        """Memory is never low, because admitted requests have all the room that they will need."""
         return 1.0
 
     # ---- forks and shared prefixes --------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class PackedCache(PagedAttentionCache):
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
-        """The pool has copied what a fork does not share."""
+        """Does nothing: the pool has copied the parts that a fork does not share."""
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         if self.prefixes is None:
@@ -164,20 +165,21 @@ class PackedCache(PagedAttentionCache):
         self.prefixes.clear()
         return True
 
-    # ---- what transformers' own attention would need --------------------------------------------------------------
+    # ---- methods that only transformers' own attention needs ------------------------------------------------------
 
     def extend_read_and_write_indices(self, request_id, past_length, query_length, read_index, write_index) -> None:
-        """No index is made: a row's tables say where its pages are."""
+        """Makes no index, because a row's tables say where its pages are."""
 
     def fill_block_table(self, request_id, past_length, query_length, block_table) -> None:
-        """As `extend_read_and_write_indices`."""
+        """Like `extend_read_and_write_indices`."""
 
     def update(self, *args, **kwargs):
         raise RuntimeError("packed pages are read by attn_implementation='lowbit_kv' alone; nothing was stored")
 
 
 class PackedRunner(ModelRunner):
-    """Runs a batch of transformers' on the pool: each chunk of a prompt by itself, and all rows that decode in one step."""
+    """Runs one of transformers' batches on the pool: each chunk of a prompt separately, and all rows that decode in one
+    step."""
 
     cache: PackedCache
     inputs_and_outputs: Any
@@ -185,7 +187,7 @@ class PackedRunner(ModelRunner):
     _running: frozenset[str] = frozenset()
 
     def compute_batch(self, model: Any, batch_data: dict) -> None:
-        """Logits of the batch, and from them new tokens, as transformers draws them."""
+        """Compute the batch's logits, and sample new tokens as transformers does."""
         # `_forward_process_and_sample` reads this: the logits are those of the new tokens alone
         batch_data["logits_to_keep"] = batch_data["logits_indices"]
         before = self._running
@@ -193,9 +195,9 @@ class PackedRunner(ModelRunner):
         with kept_caches(model).lock, selected(model), torch.inference_mode(False):
             if (
                 not self._running <= before
-            ):  # a look at all of the model takes longer than a step, so not in each of them
+            ):  # checking the whole model takes longer than a step, so this is not done in each step
                 self.cache.steps.begin()
-            forward: Any = self._forward  # in the place of the model
+            forward: Any = self._forward  # takes the place of the model
             self._forward_process_and_sample(forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs())
 
     def _forward(self, input_ids: torch.Tensor, **inputs: Any) -> SimpleNamespace:
@@ -230,7 +232,7 @@ class PackedRunner(ModelRunner):
 
 
 class _Checking:
-    """Put before one of transformers' schedulers: requests that can never be served get an error of their own."""
+    """A mixin for transformers' schedulers: a request that can never be served gets its own error."""
 
     cache: PackedCache
 
@@ -240,8 +242,8 @@ class _Checking:
 
 
 def _check_ranks(model: Any) -> None:
-    """Raise `RuntimeError` where another process of tensor parallelism has died. Every manager makes a new group of processes,
-    and would wait for that one until `cpu_group_timeout` is over."""
+    """Raise `RuntimeError` if another tensor-parallel process has died. Every manager makes a new process group, and
+    would otherwise wait for that process until `cpu_group_timeout` is over."""
     mesh = DistributedHelper.extract_tp_mesh(getattr(model, "_device_mesh", None))
     if mesh is not None:
         torch.distributed.all_reduce(torch.zeros(1, device=model.device), group=mesh.get_group())
@@ -251,8 +253,8 @@ class PackedManager(ContinuousBatchingManager):
     """transformers' manager with packed pages.
 
     Args:
-        model: unwrapped. enabled: what is in force for it. make_cache: makes an empty cache for so many tokens. The others:
-            transformers' own.
+        model: unwrapped. enabled: the settings of `lb.enable` for it. make_cache: makes an empty cache for this many
+            tokens. All others: transformers' own.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class PackedManager(ContinuousBatchingManager):
         super().__init__(model=model, continuous_batching_config=config, **others)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Nothing is switched: the model attends with `lowbit_kv`, or the first batch raises."""
+        """Switches nothing: the model attends with `lowbit_kv`, or the first batch raises."""
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.batch_processor is not None:
@@ -301,7 +303,7 @@ class PackedManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        # rows are moved and pages given between batches: all of it in the order of one stream
+        # between batches rows are moved and pages are given; a single stream keeps the order
         processor.inputs_and_outputs.compute_stream = None
         processor.model_runner = PackedRunner(
             logit_processor=self.logit_processor,
@@ -314,7 +316,7 @@ class PackedManager(ContinuousBatchingManager):
         return processor
 
     def _make_cache(self) -> PackedCache:
-        """Find out how much memory there is, and allocate the pool."""
+        """Measure the free memory, and allocate the pool."""
         model, batching, hints = self.model, self._batching, self._hints
         batch_tokens, limits = batching.max_batch_tokens or BATCH_TOKENS, None
         if hints is not None and hints.num_requests and hints.max_prompt_length and hints.max_generated_length:

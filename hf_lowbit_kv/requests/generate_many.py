@@ -1,4 +1,5 @@
-"""`generate_many`: many requests on one model, each with its own length and options, on a pool of rows with packed pages."""
+"""`generate_many`: many requests on one model, each with its own length and options. They run on a pool of rows with
+packed pages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .row_pool import RowPool
 from .scheduler import Scheduler
 from .shared_prefixes import SharedPrefixes
 
-#: tokens of a prompt that are read at a time, where nothing else is said
+#: default for the tokens of a prompt that are read at a time
 CHUNK_SIZE = 2048
 
 
@@ -46,7 +47,7 @@ def generate_many(
     cache_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Answer many requests at once. A request that has ended makes room for the next one at the next step.
+    """Answer many requests at once. When a request ends, the next one takes its place at the next step.
 
         results = lb.generate_many(model, prompts, tokenizer=tokenizer, max_new_tokens=256)
         print(results[0].text)
@@ -54,35 +55,37 @@ def generate_many(
     Args:
         model: a causal language model whose every layer is packed; PEFT or `torch.compile` may wrap it.
         requests: a list or an iterator. A request is a text, token ids, a list of messages, or a dict with one of
-            `"prompt"`, `"messages"`, `"input_ids"`, perhaps an `"id"`, and options of its own. An iterator is asked for a
-            request whenever a row is free; it may give `None` while it has none.
+            `"prompt"`, `"messages"`, `"input_ids"`, optionally an `"id"`, and its own options. The iterator is asked
+            for a request whenever a row is free. It may yield `None` while it has none.
         preset: see `preset_names`; `None`: `kivi-4-sink`.
         tokenizer: for texts, messages and `stop_strings`; without it results have no text.
-        memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`; by default 90 % of
-            what is free once the model has read one chunk. A pool takes no more than the requests can use.
-        max_rows: sequences at once, at most; by default as many as fit, up to 128.
-        prefill_chunk_size: prompts are read in chunks that end at multiples of it, whatever else goes on; `0`: whole. A row
-            that decodes waits at most one chunk for its next token. By default 2048.
-        prefixes: a `PrefixStore` of prompts that other calls have read; prompts of this call are added to it.
-        share_prefixes: whether prompts that begin alike share full pages. Tokens behind a shared prefix attend to packed pages
-            where they would have attended to their own chunk, so a text may differ a little; `False` for texts that do not
-            depend on what else is asked.
+        memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
+            the memory that is free after the model has read one chunk. A pool is never larger than the requests need.
+        max_rows: largest number of sequences at once. Default: as many as fit, up to 128.
+        prefill_chunk_size: prompts are read in chunks that end at multiples of this number; `0`: whole prompts. A
+            decoding row waits at most one chunk for its next token. Default: 2048.
+        prefixes: a `PrefixStore` of prompts that other calls have read. Prompts of this call are added to it.
+        share_prefixes: whether prompts with the same beginning share full pages. Tokens behind a shared prefix attend
+            to packed pages instead of their own chunk, so a text may differ a little. With `False`, texts do not depend
+            on other requests.
         as_completed: return an iterator over results in the order in which they end. Its `close()` frees all rows.
-        progress: show a bar on stderr, where that is a terminal.
+        progress: show a bar on stderr, if that is a terminal.
         calibration: for presets that need one, as for `LowBitCache`.
         cache_options: for `from_preset`: `residual`, `backend`, ...
-        **options: of all requests; a request's own come first. What `model.generate` takes: `max_new_tokens`, `do_sample`,
-            `temperature`, `stop_strings`, `logits_processor`, `stopping_criteria`, `num_return_sequences`, ... And `seed`: what
-            a request draws follows from it alone; `logprobs=True`; `chat_template_kwargs`; `streamer` (of one request).
+        **options: options of all requests; a request's own options override them. Those of `model.generate`:
+            `max_new_tokens`, `do_sample`, `temperature`, `stop_strings`, `logits_processor`, `stopping_criteria`,
+            `num_return_sequences`, ... Also `seed`, which alone determines a request's random draws; `logprobs=True`;
+            `chat_template_kwargs`; `streamer` (for a single request).
 
     Returns:
         A list of `Result`, in the order of the requests; `num_return_sequences` of one request follow each other.
 
     Raises:
-        ValueError: a request or an option that cannot be served (beams, assistants, images, unknown names), a model with
-            layers that are not packed or whose rotary embeddings look at the longest row, too little memory. Nothing is
-            allocated then. A request of an iterator, or one too long for the memory, gets a result with an error instead.
-        Interrupted: Ctrl-C; its `results` have what was written.
+        ValueError: a request or an option cannot be served (beams, assistants, images, unknown names); the model has
+            layers that are not packed, or rotary embeddings that depend on the longest row; or there is too little
+            memory. Nothing is allocated then. A bad request of an iterator, or one that is too long for the memory,
+            gets a result with an error instead.
+        Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.
 
     Example:
         >>> requests = ["one", {"prompt": "two", "max_new_tokens": 2}]
@@ -146,7 +149,7 @@ def _as_completed(run: _Run) -> Iterator[Result]:
 
 
 def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | Result | None]:
-    """The requests of an iterator. One that is not in order becomes a result with an error."""
+    """The requests of an iterator. A bad request becomes a result with an error."""
     index = 0
     for request in requests:
         if request is None:
@@ -161,7 +164,7 @@ def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | 
 
 
 class _Run:
-    """One call of `generate_many`. Its pool lives as long as it; between results nothing of the model is changed."""
+    """One call of `generate_many`. It owns its pool. Between results the model is left unchanged."""
 
     def __init__(
         self,
@@ -186,17 +189,17 @@ class _Run:
 
     @property
     def _total(self) -> int:
-        """Sequences that are known of."""
+        """Number of sequences known so far."""
         if self._known is not None:
             return sum(request.sequences for request in self._known)
         return self._counted + (0 if self._scheduler is None else len(self._scheduler.sequences))
 
     def results(self, all_of_them: bool = False, report: Report | None = None) -> list[Result]:
-        """Results of the next requests that end, or of all; empty: there are no more. Calls of several threads follow each
-        other, each as far as it goes.
+        """Results of the next requests that end, or of all requests; empty if there are no more. Calls from several
+        threads run one after the other.
 
         Args:
-            report: called with how many have ended.
+            report: called with the number of ended requests.
         """
         if self._over:
             return []
@@ -228,7 +231,8 @@ class _Run:
         return results
 
     def _cancelled(self) -> list[Result]:
-        """Of an interrupted call, results of all that has not ended: also of requests of a list that had not begun."""
+        """For an interrupted call: results of all requests that have not ended, and of requests of a list that have not
+        begun."""
         scheduler, rest = self._scheduler, self._known or []
         results: list[Result] = []
         if scheduler is not None:
@@ -248,7 +252,7 @@ class _Run:
         if known is not None:
             chunk = min(chunk, max(len(each.prompt_ids) for each in known))
         on_gpu = model.device.type == "cuda"
-        # on a CPU nothing is to be learned from reading a whole chunk
+        # on a CPU, reading a whole chunk would show nothing about memory
         tokens = max(chunk, 2) if on_gpu else 2
         template = self._make_template(tokens)
         needed = activation_bytes(model.device, lambda: read_once(model, template, tokens))
@@ -267,7 +271,7 @@ class _Run:
         return Scheduler(steps, self._source, self._chunk_size, prefixes, self._tokenizer, kept)
 
     def free(self) -> None:
-        """Give back the memory of the pool."""
+        """Free the memory of the pool."""
         self._over = True
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:

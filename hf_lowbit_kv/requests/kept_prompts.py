@@ -14,32 +14,33 @@ from .row_pool import Row, RowPool
 
 @runtime_checkable
 class PromptStore(Protocol):
-    """What is asked of a `PrefixStore`."""
+    """The methods of a `PrefixStore` that are used here."""
 
     def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Any:
-        """Let an empty cache hold the longest kept prefix of these texts. Its `tokens`: how many of each it holds."""
+        """Put the longest kept prefix of these texts into an empty cache. The result's `tokens`: how many tokens of
+        each text."""
 
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
-        """Keep what a cache holds, the tokens of these texts."""
+        """Keep the contents of a cache, which are the tokens of these texts."""
 
 
 class KeptPrompts:
-    """A store, and how a prompt gets from there into a row and back. The bytes of the store are its own.
+    """Moves prompts between a store and rows. The memory of the store does not belong to the pool.
 
     Args:
-        make_cache: makes an empty cache of the pool's kind for so many tokens.
+        make_cache: makes an empty cache of the pool's kind for this many tokens.
     """
 
     def __init__(self, store: PromptStore, make_cache: Callable[[int], LowBitCache]):
         self._store, self._make_cache = store, make_cache
 
     def restore(self, pool: RowPool, row: Row, ids: list[int]) -> None:
-        """Let an empty row begin with the longest prefix of these tokens that is kept. Waits for the device."""
+        """Put the longest kept prefix of these tokens into an empty row. Waits for the device."""
         cache = self._make_cache(len(ids))
         match = self._store.restore(cache, [torch.tensor(ids)])
         if match.tokens:
             pool.load(row, [layer.store for layer in cache.packed_layers if layer.store is not None], match.tokens)
 
     def add(self, steps: PoolSteps, row: Row, ids: list[int]) -> None:
-        """Keep a row that holds these tokens. Waits for the device."""
+        """Keep the contents of a row that holds these tokens. Waits for the device."""
         self._store.add(steps.as_cache(row), [torch.tensor(ids)])

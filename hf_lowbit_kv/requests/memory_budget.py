@@ -12,11 +12,11 @@ from ..generation.prefill import GpuMemory
 from ..machine.byte_sizes import parse_size
 from .slot_memory import StoredLayer
 
-#: share of the free memory that a pool takes where the caller does not say how much
+#: default for the share of the free memory that a pool takes
 USABLE = 0.9
-#: rows at once, unless `max_rows` says more
+#: default for the largest number of rows
 MOST_ROWS = 128
-#: tokens of a row for which there are pages at least, where the requests are not known beforehand
+#: if requests are not known beforehand: a row gets pages for at least this many tokens
 EXPECTED_TOKENS = 4096
 
 
@@ -29,7 +29,8 @@ class PoolSize(NamedTuple):
 
 
 def memory_in_bytes(memory: Any) -> int | None:
-    """`"24GB"` -> 24e9; a number of bytes as it is; `None` for `None`. Raises `ValueError` for anything else."""
+    """`"24GB"` -> 24e9; a number of bytes is returned unchanged, and so is `None`. Raises `ValueError` for anything
+    else."""
     if memory is None:
         return None
     size = parse_size(memory) if isinstance(memory, str) else memory
@@ -46,11 +47,11 @@ def free_memory(device: torch.device) -> int:
         return GpuMemory(device).free_at_once()
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 4 * 2**30  # a machine that does not tell
+    return 4 * 2**30  # this machine does not say how much memory is free
 
 
 def slot_bytes(layers: Sequence[StoredLayer], sinks: bool) -> int:
-    """Bytes of a slot without its page table: window and counters. sinks: one more sink, of a kept prefix."""
+    """Bytes of a slot without its page table: window and counters. sinks: add one more sink, for a kept prefix."""
     total = 0
     for layer in layers:
         sink = layer.heads * sum(layer.head_dims) * layer.spec.sink * layer.dtype.itemsize
@@ -63,12 +64,12 @@ def _token_bytes(layers: Sequence[StoredLayer]) -> float:
 
 
 def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:
-    """Tokens of the pages that a row of so many tokens takes."""
+    """Tokens of the pages that a row of this many tokens takes."""
     return max(max(layer.spec.pages_for(tokens), 1) * layer.spec.page_size for layer in layers)
 
 
 def _table_bytes(layers: Sequence[StoredLayer], max_length: int) -> int:
-    """Of a slot. An entry is a page's number and an address for each size of a page."""
+    """Bytes of a slot's page table. An entry is a page's number, and an address for each size of a page."""
     kinds = {(layer.paging, layer.device, layer.page_bytes): layer.spec for layer in layers}
     return sum(12 * (spec.pages_for(max_length) + 4) for spec in kinds.values())
 
@@ -81,11 +82,11 @@ def pool_size(
     max_rows: int | None,
     sinks: bool,
 ) -> PoolSize:
-    """Slots and pages for this memory.
+    """The number of slots and pages for this memory.
 
     Args:
-        memory: bytes. limits: of every row to come the tokens that it may hold; `None`: not known beforehand.
-        longest: tokens of the longest text that the model is made for, where that is known. sinks: whether prefixes are kept.
+        memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand.
+        longest: tokens of the longest text that the model was made for, if known. sinks: whether prefixes are kept.
 
     Raises:
         ValueError: there is no room for the window and a page of a single row.
@@ -94,7 +95,7 @@ def pool_size(
     page = max(layer.spec.page_size for layer in layers)
     needs = None if limits is None else sorted((_rounded(layers, limit) for limit in limits), reverse=True)
     typical = max(sum(needs) / len(needs), page) if needs else EXPECTED_TOKENS
-    # the longest row that any split of the memory could serve; its table is counted in every slot
+    # the longest row that any division of the memory could serve; every slot has a table for it
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
     max_length = min(possible + page, max(limits) if limits else longest or possible + page)
     fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
@@ -112,7 +113,7 @@ def pool_size(
 
 
 def activation_bytes(device: torch.device, read: Any) -> int:
-    """Bytes that reading one chunk allocates at once, at most; 0 where that cannot be told. read: reads one."""
+    """Peak of the bytes that reading one chunk allocates; 0 if that cannot be measured. read: reads a chunk."""
     if device.type == "cuda":
         return GpuMemory(device).peak(read)
     read()

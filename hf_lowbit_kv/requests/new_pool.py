@@ -26,20 +26,23 @@ def new_pool(
     record: bool = True,
     agree: Callable[[list[int]], list[int]] = list,
 ) -> tuple[PoolSteps, SharedPrefixes | None]:
-    """Find out how much memory there is, and allocate a pool.
+    """Measure the free memory, and allocate a pool.
 
     Args:
-        model: unwrapped, with our attention implementation selected. make_cache: makes an empty cache for so many tokens.
+        model: unwrapped, with our attention implementation selected. make_cache: makes an empty cache for this many
+        tokens.
         chunk_size: tokens of a prompt that are read at a time.
-        memory: bytes; `None`: the part `share` of what is free once a chunk was read.
-        limits, max_rows: see `pool_size`. tokens: for which there are pages, instead of what `memory` has room for.
-        record: whether decode steps are recorded where the device has graphs.
-        agree: under tensor parallelism, the least of these numbers over all ranks: all must have the same pool.
+        memory: bytes; `None`: the part `share` of the memory that is free after a chunk was read.
+        limits, max_rows: see `pool_size`. tokens: allocate pages for this many tokens, instead of as many as fit into
+        `memory`.
+        record: whether decode steps are recorded if the device has CUDA graphs.
+        agree: under tensor parallelism, returns the minimum of these numbers over all ranks, so that all have the same
+        pool.
 
     Raises:
         ValueError: there is no room for a single row.
     """
-    # on a CPU nothing is to be learned from reading a whole chunk
+    # on a CPU, reading a whole chunk would show nothing about memory
     read = max(chunk_size, 2) if model.device.type == "cuda" else 2
     template = make_cache(read)
     needed = activation_bytes(model.device, lambda: read_once(model, template, read))

@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, and how many hold each of the others."""
+"""Which pages of a pool are free, and how many holders each of the others has."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class PageLedger:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages that nobody holds."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free page, with one holder from here on. Raises `IndexError` where there is none."""
+        """Take a free page; it then has one holder. Raises `IndexError` if there is none."""
         page = self._free.pop()
         self._holders[page] = 1
         return page
 
     def hold(self, page: int) -> None:
-        """One more holder of a page that is not free."""
+        """Add a holder to a page that is not free."""
         assert self._holders[page] > 0, f"page {page} is free"
         self._holders[page] += 1
 
     def drop(self, page: int) -> bool:
-        """One holder fewer. Whether the page is free now."""
+        """Remove a holder. Returns whether the page is free now."""
         assert self._holders[page] > 0, f"page {page} is free"
         self._holders[page] -= 1
         if self._holders[page] == 0:

@@ -1,6 +1,6 @@
-"""`generate_batch` and `init_continuous_batching` of a model that `lb.enable` is in force for: on packed pages, or refused.
+"""`generate_batch` and `init_continuous_batching` of a model under `lb.enable`: they run on packed pages, or are refused.
 
-transformers drops some options of these calls without an error. Here they raise, before anything is allocated.
+transformers ignores some options of these calls silently. Here they raise, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .pool_models import empty_caches
 
 #: releases of transformers whose continuous batching `continuous_batching.py` was written for
 SUPPORTED = ("5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
-#: options of `generate` that continuous batching does not have, and the values at which they do nothing
+#: options of `generate` that continuous batching does not support, and the values at which they have no effect
 _WITHOUT = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -37,7 +37,7 @@ _WITHOUT = {
     "output_scores": (None, False),
     "output_logits": (None, False),
 }
-#: settings of transformers' own memory and graphs, and the values that packed pages have
+#: settings of transformers' own memory and graphs, and their values for packed pages
 _NOT_SET = {
     "use_async_batching": (None, False),
     "varlen_compile_config": (None,),
@@ -48,7 +48,7 @@ _NOT_SET = {
 
 
 def check_version() -> None:
-    """Raise `RuntimeError` on a release of transformers whose continuous batching cannot have packed pages."""
+    """Raise `RuntimeError` for a release of transformers whose continuous batching cannot use packed pages."""
     release = ".".join(transformers.__version__.split(".")[:2])
     if release not in SUPPORTED:
         raise RuntimeError(
@@ -98,11 +98,11 @@ def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args:
             "attention_mask has padding, which continuous batching would read as text: give prompts of their own lengths, "
             "model.generate_batch([[1, 2, 3], [4, 5]])"
         )
-    kwargs.pop("cache_implementation", None)  # 'paged': `generate` was called
+    kwargs.pop("cache_implementation", None)  # `generate` was called with "paged"
     for name in [name for name in kwargs if name not in (*call_options, "max_new_tokens")]:
         if not hasattr(wanted, name) or getattr(wanted, name) != kwargs[name]:
             raise TypeError(f"generate_batch takes no {name}: put it into generation_config, if it belongs there")
-        del kwargs[name]  # `generate` has put it into the configuration
+        del kwargs[name]  # `generate` wrote it into the configuration
     limit = kwargs.get("max_new_tokens")
     if limit is None and wanted.max_new_tokens is None:
         raise ValueError("max_new_tokens is not given: a row is kept free for all tokens that it may write")
@@ -129,7 +129,7 @@ def _check_generation(model: Any, config: Any) -> None:
                 "lb.generate_many or lb.generate"
             )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what is warned of here is refused
+        warnings.simplefilter("ignore", UserWarning)  # options that cause this warning are refused
         processors = model._get_logits_processor(config)
     for processor in processors:
         if getattr(processor, "supports_continuous_batching", None) is not True:

@@ -11,20 +11,21 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..presets import DEFAULT_PRESET
 
-#: rotary embeddings that look at the longest row of a batch
+#: rotary embeddings that depend on the longest row of a batch
 BATCH_ROPE = ("dynamic", "longrope")
 
 
 def empty_caches(
     model: Any, preset: str | None, cache_options: Mapping[str, Any] | None
 ) -> Callable[[int], LowBitCache]:
-    """What makes an empty cache for so many tokens, after checking that a pool can serve the model. Allocates nothing.
+    """A function that makes an empty cache for a number of tokens. Checks first that a pool can serve the model;
+    allocates nothing.
 
     Args:
         model: unwrapped. preset: `None`: the default one. cache_options: for `from_preset`.
 
     Raises:
-        ValueError: it cannot; the message names the layer or the reason.
+        ValueError: a pool cannot serve the model. The message names the layer or the reason.
     """
     options = dict(cache_options or {})
     if "max_cache_len" in options:
@@ -57,7 +58,7 @@ def empty_caches(
 
 
 def _batch_rope(config: Any) -> str | None:
-    """The kind of rotary embedding that looks at the longest row, if the model has one."""
+    """The kind of the model's rotary embedding if it depends on the longest row, otherwise `None`."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
         kind = parameters.get("rope_type", parameters.get("type"))

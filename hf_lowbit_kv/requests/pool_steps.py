@@ -1,7 +1,8 @@
-"""A model run on the rows of a pool: chunks of one row's prompt, and decode steps of any of the rows.
+"""Runs a model on the rows of a pool: chunks of one row's prompt, and decode steps of any rows.
 
-A decode step of all rows in use is one call of the model, and on a GPU one CUDA graph per padded number of rows. Rows that take
-no part (they are still reading their prompt, or their slot is empty) are masked: they store nothing, and attend to nothing new.
+A decode step of all rows in use is one call of the model; on a GPU there is one CUDA graph for each padded number of
+rows. Rows that take no part (they are still reading their prompt, or their slot is empty) are masked: they store
+nothing, and attend to nothing new.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .slot_memory import StoredLayer
 
 
 def padded_rows(slots: int) -> list[int]:
-    """Numbers of rows that steps run with: powers of two, and all slots."""
+    """The numbers of rows that steps run with: powers of two, and all slots."""
     sizes = [1]
     while sizes[-1] * 2 < slots:
         sizes.append(sizes[-1] * 2)
@@ -29,14 +30,14 @@ def padded_rows(slots: int) -> list[int]:
 
 @torch.no_grad()
 def read_once(model: Any, cache: LowBitCache, tokens: int) -> None:
-    """Let the model read a text of `tokens` tokens, so that the layers of an empty cache learn their sizes."""
+    """Let the model read a text of `tokens` tokens, so that the layers of an empty cache know their sizes."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(tokens, device=model.device)[None]
     model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
 
 
 def stored_layers(cache: LowBitCache) -> list[StoredLayer]:
-    """What the layers of a cache store that has read tokens."""
+    """What the layers of a cache store. The cache must have read tokens."""
     return [StoredLayer.of(layer) for layer in cache.packed_layers]
 
 
@@ -57,17 +58,18 @@ class PoolSteps:
         self._make_graph = recording.graphs_for(self.device) if record else None
         self._recorders: dict[int, recording.Recorder] = {}
         self._steps: dict[int, recording.RecordedStep] = {}
-        #: int64 `[slots]`: of every row the newest token, which is not stored yet
+        #: int64 `[slots]`: the newest token of every row, which is not stored yet
         with torch.inference_mode(False):
             self.newest = torch.zeros(pool.slots, dtype=torch.long, device=self.device)
         self.taken = 0
         """decode steps that were run"""
 
     def begin(self) -> None:
-        """The model may have changed since the last call: recordings are checked against it before they are used again."""
+        """Called if the model may have changed since the last call: recordings are checked against it before they are
+        used again."""
         self._steps.clear()
         for cache in self._batches.values():
-            cache.get_mask_sizes(1, 0)  # MLA layers look whether weights have changed
+            cache.get_mask_sizes(1, 0)  # MLA layers check whether weights have changed
 
     def leave(self, row: Row) -> None:
         """The row leaves the pool."""
@@ -91,7 +93,7 @@ class PoolSteps:
             ids: int64 `[n]`, on any device.
 
         Returns:
-            logits of the token behind them, `[vocabulary]`.
+            logits of the next token, `[vocabulary]`.
         """
         tokens = len(ids)
         self.pool.extend(row, tokens)
@@ -109,7 +111,7 @@ class PoolSteps:
         """Store the newest token of each of these rows, and attend with it.
 
         Returns:
-            logits of the tokens behind them by slot, `[padded rows, vocabulary]`; those of other slots mean nothing.
+            logits of the next tokens by slot, `[padded rows, vocabulary]`; those of other slots are meaningless.
         """
         used = len(self.pool.rows)
         padded = next(size for size in padded_rows(self.pool.slots) if size >= used)
@@ -141,7 +143,7 @@ class PoolSteps:
         return self._batches[rows]
 
     def _step(self, rows: int) -> recording.RecordedStep | None:
-        """What takes the place of the model for a step of so many rows; `None`: nothing does."""
+        """The recorded step that replaces the model for this many rows; `None`: there is none."""
         if self._make_graph is None:
             return None
         if rows not in self._steps:
@@ -150,7 +152,7 @@ class PoolSteps:
         return self._steps[rows]
 
     def free(self) -> None:
-        """Give back the memory of the pool and of recorded steps, even where somebody still refers to this object."""
+        """Free the memory of the pool and of recorded steps, even if something still refers to this object."""
         self._steps.clear()
         self._recorders.clear()
         for cache in (self._chunk, *self._batches.values()):

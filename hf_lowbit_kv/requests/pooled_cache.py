@@ -1,7 +1,7 @@
-"""Some rows of a pool as a cache that a model can be called with.
+"""Some rows of a pool as a cache, with which a model can be called.
 
-The model and the attention function see an ordinary preallocated cache. What differs: rows have different lengths, which the
-pool knows; so nothing is counted on the device, and the pool answers for the room.
+The model and the attention function see an ordinary preallocated cache. But its rows have different lengths, which the
+pool knows. So nothing is counted on the device, and the pool checks for room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .row_pool import RowPool
 
 
 class RowLength(Length):
-    """Of rows in a pool: at fixed addresses, so that steps can be recorded, and counted in Python alone."""
+    """The count of rows in a pool. Their addresses are fixed, so steps can be recorded; the count is kept only in
+    Python."""
 
     fixed = True
 
@@ -28,7 +29,7 @@ class RowLength(Length):
         self.capacity = capacity
 
     def __copy__(self) -> RowLength:
-        """With a count of its own."""
+        """A copy has its own count."""
         new = RowLength(self.capacity or 0)
         new.__dict__.update(self.__dict__)
         return new
@@ -38,7 +39,7 @@ class PooledLayer(LowBitLayer):
     """A layer whose rows belong to a pool.
 
     Args:
-        like: the layer of a cache that has read tokens. store: of the rows.
+        like: the layer of a cache that has read tokens. store: the store of the rows.
     """
 
     def __init__(self, like: LowBitLayer, store: PagedStore, capacity: int):
@@ -47,12 +48,12 @@ class PooledLayer(LowBitLayer):
         self._forget()
 
     def begin(self, length: int) -> None:
-        """A pass over rows of `length` tokens begins, whatever became of the last one."""
+        """A pass over rows of `length` tokens begins, no matter how the last one ended."""
         self.length.set(length)
         self.taken, self.storing = length, False
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
-        """Rows of a pool are not cropped, so nothing is kept of their padding."""
+        """Does nothing: rows of a pool are not cropped, so their padding need not be remembered."""
 
     def crop(self, tokens_to_remove: int) -> None:
         if self.check_crop(tokens_to_remove):
@@ -60,11 +61,11 @@ class PooledLayer(LowBitLayer):
 
 
 class PooledCache(LowBitCache):
-    """A number of rows of a pool, from a slot on.
+    """Some consecutive rows of a pool.
 
     Args:
         template: a cache of the same model that has read tokens.
-        rows: how many.
+        rows: number of rows.
     """
 
     def __init__(self, template: LowBitCache, pool: RowPool, rows: int):
@@ -81,16 +82,16 @@ class PooledCache(LowBitCache):
         self._overrun, self._ledger = OverrunWatch(), Ledger()
 
     def place(self, slot: int) -> None:
-        """From here on its rows are those from this slot on."""
+        """Use the rows from this slot on."""
         for layer, state in zip(self.packed_layers, self._pool.memory.states, strict=True):
             assert layer.store is not None
             layer.store.state = state.rows(slice(slot, slot + self._rows))
 
     def begin(self, length: int) -> None:
-        """A pass over rows of `length` tokens begins; of rows of different lengths any length will do."""
+        """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""
         self._ledger = Ledger()
         for layer in self.layers:
             layer.begin(length)
 
     def check_overrun(self, wait: bool = True) -> None:
-        """The pool gives every row its pages before a token comes, so there is nothing to ask the device for."""
+        """Does nothing: the pool gives every row its pages before a token comes, so the device need not be asked."""

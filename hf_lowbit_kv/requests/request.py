@@ -1,4 +1,4 @@
-"""What a request may be, and what it asks for: checked against the model's `generate` before anything is allocated."""
+"""Requests, and their options. They are checked against the model's `generate` before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..generation.call_options import check_options, new_tokens_of
 
-#: keys of a request that say what the model reads; one of them is given
+#: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
 #: options that are not settings of transformers' generation configuration
 OWN_OPTIONS = (
@@ -27,7 +27,7 @@ OWN_OPTIONS = (
     "max_length",
     "generation_config",
 )
-#: settings that ask for something that a `Result` does not have, or that a pool of rows cannot do
+#: settings for outputs that a `Result` does not have, or for features that a pool of rows does not have
 REFUSED = {
     "output_scores": "logprobs=True gives those of the tokens",
     "output_logits": "logprobs=True gives those of the tokens",
@@ -38,13 +38,13 @@ REFUSED = {
     "cache_implementation": "rows have packed pages; preset= chooses them",
     "compile_config": "steps are recorded; use lb.generate(step='compiled')",
 }
-#: arguments of `generate` that mean another cache
+#: arguments of `generate` that select another cache
 CACHES = ("cache", "past_key_values", "max_cache_len", "use_cache")
 
 
 @dataclass(eq=False)
 class Request:
-    """A request that is known to be in order."""
+    """A request that has been checked."""
 
     index: int
     id: str
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Tokens that a row may have to hold."""
+        """Largest number of tokens that a row may have to hold."""
         return len(self.prompt_ids) + self.new_tokens
 
 
@@ -71,11 +71,11 @@ class RequestReader:
     """Reads requests for one model.
 
     Args:
-        model: unwrapped. tokenizer: for texts, messages and stop strings; may be `None`. options: of the call; a request's own
-            come first.
+        model: unwrapped. tokenizer: for texts, messages and stop strings; may be `None`. options: options of the call,
+            which a request's own options override.
 
     Raises:
-        ValueError: an option that no request may have.
+        ValueError: no request may have this option.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
@@ -88,7 +88,8 @@ class RequestReader:
         """A request from what the caller gave.
 
         Raises:
-            TypeError, ValueError: it is none, or asks for what cannot be done. The message begins with the request's place.
+            TypeError, ValueError: it is not a request, or it cannot be served. The message begins with the request's
+            index.
         """
         try:
             request = dict(user_request) if isinstance(user_request, Mapping) else {_kind(user_request): user_request}
@@ -110,7 +111,7 @@ class RequestReader:
         except (TypeError, ValueError) as error:
             raise type(error)(f"request {index}: {error}") from error
 
-    # ---- what is read ---------------------------------------------------------------------------------------------
+    # ---- prompts --------------------------------------------------------------------------------------------------
 
     def _ids(self, kind: str, prompt: Any, mask: Any, options: Mapping[str, Any]) -> list[int]:
         if kind != "messages" and options.get("chat_template_kwargs") and "chat_template_kwargs" not in self.options:
@@ -150,10 +151,10 @@ class RequestReader:
         encoded = self.tokenizer.apply_chat_template(list(prompt), tokenize=True, return_dict=True, **more)
         return _flat("input_ids", encoded["input_ids"])
 
-    # ---- what is asked for ----------------------------------------------------------------------------------------
+    # ---- options --------------------------------------------------------------------------------------------------
 
     def _config(self, ids: Sequence[int], options: Mapping[str, Any]) -> tuple[GenerationConfig, int]:
-        """The generation configuration of a request as `generate` would prepare it, and how many tokens to write."""
+        """The generation configuration of a request as `generate` would prepare it, and the number of tokens to write."""
         model: Any = self.model
         request = dict(options)
         check_options(model, request)
@@ -182,7 +183,7 @@ class RequestReader:
                 f"these options ask for {config.get_generation_mode().value}, and rows of a pool are decoded greedily or "
                 "sampled; use model.generate with a growing cache"
             )
-        config.validate()  # as `generate` does; of several sequences that would be one text, too
+        config.validate()  # as in `generate`; also for several sequences that would be the same text
         sequences = config.num_return_sequences or 1
         if sequences > 1 and request.get("streamer") is not None:
             raise ValueError(f"num_return_sequences={sequences} and a streamer: a streamer shows one sequence")

@@ -1,4 +1,4 @@
-"""A thread that answers requests on a pool of rows as they come, for as long as it is wanted: what a server is built on."""
+"""A thread that answers requests on a pool of rows as they come, until it is stopped. The server is built on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .scheduler import Scheduler
 
 
 class LoopEndedError(RuntimeError):
-    """The thread has ended: nothing is answered any more."""
+    """The thread has ended and answers no more requests."""
 
 
 class Ticket:
@@ -31,7 +31,7 @@ class Ticket:
         self.request, self.done, self.cancelled = request, done, False
 
     def cancel(self) -> None:
-        """End it at its next token, or before it begins."""
+        """End the request at its next token, or before it begins."""
         self.cancelled = True
 
 
@@ -39,10 +39,11 @@ class RequestLoop:
     """Requests on one model, each with its own options.
 
     Args:
-        model: as for `generate_many`, which explains the others too. The attention implementation is ours until `stop`.
+        model: as for `generate_many`, which explains the other arguments too. Our attention implementation is selected
+        until `stop`.
 
     Raises:
-        ValueError: a model that a pool cannot serve, or too little memory.
+        ValueError: a pool cannot serve the model, or there is too little memory.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class RequestLoop:
         """Take a request.
 
         Args:
-            given: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's thread.
+            given: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's
+            thread.
 
         Raises:
-            ValueError: it asks for what cannot be done, or can never fit. LoopEndedError: nothing is answered any more.
+            ValueError: it cannot be served, or can never fit. LoopEndedError: the thread has ended.
         """
         number = next(self._numbers)
         request = self._reader.read({**options, "id": str(number)}, number)
@@ -109,7 +111,8 @@ class RequestLoop:
         return self.error is None and self._thread.is_alive()
 
     def stop(self, patience: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for `patience` seconds, and cancel the rest. Frees the pool."""
+        """Take no more requests, let running ones continue for `patience` seconds, and cancel the rest. Frees the
+        pool."""
         with self._guard:
             self._closing.set()
         self._thread.join(patience)
@@ -129,7 +132,8 @@ class RequestLoop:
         return stack
 
     def _source(self) -> Iterator[Request | Result | None]:
-        """What the scheduler asks whenever a row is free. It waits here while nothing else is to be done."""
+        """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
+        else to do."""
         while True:
             idle = not self._scheduler.sequences
             try:
@@ -173,7 +177,7 @@ class RequestLoop:
         self._tickets.pop(result.id).done(result)
 
     def _fail_the_rest(self) -> None:
-        """Requests that have no result yet get one."""
+        """Give a result to each request that has none yet."""
         for ticket in list(self._tickets.values()):
             request = ticket.request
             result = Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled")

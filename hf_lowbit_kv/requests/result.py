@@ -1,4 +1,4 @@
-"""What `generate_many` returns for a request, and what it raises when it is interrupted."""
+"""The result of a request of `generate_many`, and the exception that it raises when it is interrupted."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 @dataclass
 class Result:
-    """What became of one sequence of a request. Names are those of transformers' `GenerationOutput`.
+    """One finished sequence of a request. Names are those of transformers' `GenerationOutput`.
 
     Attributes:
-        id: what the request was called; by default its index as text.
-        index: the request's place among all requests, from 0.
-        prompt_ids: the tokens that the model read. generated_tokens: those that it wrote, an end-of-text token included.
+        id: the request's id; by default its index as text.
+        index: the request's position among all requests, from 0.
+        prompt_ids: the tokens that the model read. generated_tokens: the tokens that it wrote, including an end-of-text
+        token.
         text: the generated tokens as text, without special tokens; `None` without a tokenizer.
-        logprobs: of every generated token the logarithm of the probability that it was drawn with, behind all logits
-            processors; empty unless `logprobs=True` asked for it.
-        finish_reason: `"stop"`: an end-of-text token, a stop string or a stopping criterion; `"length"`: the most tokens
-            or seconds that it might take; `"error"`: see `error`; `"cancelled"`.
-        error: what went wrong, with the name of the exception; else `None`.
-        cached_tokens: tokens of the prompt that were not read, because a kept prefix had them.
-        timestamps: `time.perf_counter()` when the CPU knew of each generated token.
-        sequence: which of the request's `num_return_sequences` it is, from 0.
+        logprobs: for every generated token, the logarithm of the probability with which it was drawn, after all logits
+            processors; empty without `logprobs=True`.
+        finish_reason: `"stop"`: an end-of-text token, a stop string or a stopping criterion; `"length"`: the limit of
+            tokens or seconds; `"error"`: see `error`; `"cancelled"`.
+        error: the error, with the name of the exception; otherwise `None`.
+        cached_tokens: tokens of the prompt that were taken from a kept prefix instead of being read.
+        timestamps: `time.perf_counter()` when each generated token arrived on the CPU.
+        sequence: index among the request's `num_return_sequences`, from 0.
 
     Example:
         >>> results = lb.generate_many(model, ["one", "two"], tokenizer=tokenizer, max_new_tokens=4)
@@ -52,8 +53,9 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C came while `generate_many` ran. The memory of its rows is free.
 
     Attributes:
-        results: in order; of requests that had not ended what was written by then, with `finish_reason="cancelled"`. Results
-            that a generator (`as_completed=True`) had already yielded are not among them.
+        results: all results in order. Requests that had not ended have the tokens so far, and
+            `finish_reason="cancelled"`. Results that a generator (`as_completed=True`) had already yielded are not
+            included.
 
     Example:
         >>> try:

@@ -1,10 +1,11 @@
-"""A pool of rows: sequences that come and go, share one block of packed pages, and stay dense.
+"""A pool of rows: sequences that come and go, and share one block of packed pages. Rows in use are always contiguous.
 
-Rows that are in use stand in slots 0 to n - 1. When one leaves, the last one moves into its slot, so a decode step of all of
-them runs on `state.rows(slice(0, n))` with the kernels of an ordinary batch.
+Rows in use stand in slots 0 to n - 1. When a row leaves, the last row moves into its slot. So a decode step of all rows
+runs on `state.rows(slice(0, n))`, with the kernels of an ordinary batch.
 
-A row enters with the most tokens it may ever hold, and only where pages for all of them are left, so no row is ever put out
-again. It gets each page when the page is due, and until then pages may keep prefixes that were read before.
+A row states the largest number of tokens that it may ever hold, and enters only if pages for all of them are left. So
+no row is ever preempted. It gets each page when the page is due. Until then pages may keep prefixes that were read
+before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Full pages that begin a text, and the sink in front of them. Whoever keeps one holds its pages."""
+    """The full pages at the beginning of a text, and the sink in front of them. A kept prefix holds its pages."""
 
     length: int
     """tokens: the sink's and the pages'"""
@@ -49,7 +50,7 @@ class Prefix:
 
 
 def pages_needed(layers: Iterable[StoredLayer], tokens: int) -> dict[Hashable, int]:
-    """By paging, pages of a row of `tokens` tokens."""
+    """For each paging, the number of pages of a row of `tokens` tokens."""
     return {layer.paging: layer.spec.pages_for(tokens) for layer in layers}
 
 
@@ -57,10 +58,10 @@ class RowPool:
     """Slots and pages, and which row has which. Nothing here waits for the device.
 
     Args:
-        layers: the packed layers of a model, all of them.
-        slots: rows at once, at most.
-        tokens: tokens for which there are pages, of all rows together.
-        max_length: tokens that a single row may hold, at most.
+        layers: all packed layers of a model.
+        slots: largest number of rows at once.
+        tokens: tokens for which there are pages, all rows together.
+        max_length: largest number of tokens of a single row.
     """
 
     def __init__(self, layers: Sequence[StoredLayer], slots: int, tokens: int, max_length: int):
@@ -79,7 +80,7 @@ class RowPool:
     # ---- room -----------------------------------------------------------------------------------------------------
 
     def missing(self, limit: int, shared: int = 0, rows: int = 1) -> int:
-        """How many pages are missing for `rows` more rows of up to `limit` tokens; 0: they fit. Slots are not counted.
+        """How many pages are missing for `rows` more rows of up to `limit` tokens; 0: they fit. Slots are not considered.
 
         Args:
             shared: tokens of a prefix whose pages each of these rows shares.
@@ -91,13 +92,13 @@ class RowPool:
         return most
 
     def missing_for_fork(self, row: Row, limit: int) -> int:
-        """As `missing`, for a fork of a row that is in the pool."""
+        """Like `missing`, for a fork of a row that is in the pool."""
         return self.missing(
             limit, min(self.full_tokens(row, paging) + spec.sink for paging, spec in self._specs.items())
         )
 
     def _promised(self, paging: Hashable) -> int:
-        """Free pages that rows will get yet."""
+        """Number of free pages that rows in the pool will still get."""
         spec = self._specs[paging]
         return sum(max(spec.pages_for(row.limit) - len(row.pages[paging]), 0) for row in self.rows)
 
@@ -123,7 +124,7 @@ class RowPool:
         """A new row for up to `limit` tokens, in the slot behind the last one.
 
         Args:
-            prefix: what it begins with.
+            prefix: the prefix with which the row begins.
 
         Raises:
             ValueError: no slot or too few pages are left. Nothing has changed then.
@@ -144,7 +145,7 @@ class RowPool:
         return row
 
     def adopt(self, row: Row, prefix: Prefix) -> None:
-        """An empty row begins with a prefix, whose pages it shares."""
+        """Let an empty row begin with a prefix, whose pages it shares."""
         assert row.length == 0
         self._share(row, prefix.pages)
         self.memory.set_sinks(row.slot, prefix.sinks)
@@ -152,10 +153,10 @@ class RowPool:
         row.length = row.prefix_length = prefix.length
 
     def load(self, row: Row, stores: Sequence[PagedStore], length: int) -> None:
-        """An empty row gets copies of what a row of another cache holds.
+        """Copy the contents of a row of another cache into an empty row. Waits for the device.
 
         Args:
-            stores: of the layers, in their order, each with one row. length: its tokens. Waits for the device.
+            stores: the stores of the layers, in order, each with one row. length: the row's tokens.
         """
         assert row.length == 0
         for layer, store in zip(self.layers, stores, strict=True):
@@ -187,7 +188,7 @@ class RowPool:
         row.room = min(spec.room(len(row.pages[paging])) for paging, spec in self._specs.items())
 
     def flush(self) -> None:
-        """Write the pages that were given into the tables, all at once. A step or a chunk needs that before it runs."""
+        """Write all new pages into the tables, in one go. Needed before a step or a chunk runs."""
         for paging, entries in self._due.items():
             if entries:
                 self.memory.write_table(paging, entries)
@@ -197,7 +198,7 @@ class RowPool:
         """A new row with the tokens of another one. Full pages are shared; the window and an open page are copied.
 
         Raises:
-            ValueError: as `enter`.
+            ValueError: as for `enter`.
         """
         if not self.free_slots or self.missing_for_fork(row, limit) > 0:
             raise ValueError(
@@ -231,7 +232,7 @@ class RowPool:
         return paged // spec.page_size * spec.page_size
 
     def leave(self, row: Row) -> Row | None:
-        """Take back a row's slot and pages. The row that has moved into its slot, if one has."""
+        """Free a row's slot and pages. Returns the row that has moved into the slot, if any."""
         self.flush()
         last = self.rows.pop()
         if last is not row:
@@ -249,8 +250,9 @@ class RowPool:
     # ---- prefixes -------------------------------------------------------------------------------------------------
 
     def prefix_lengths(self, tokens: int) -> list[int]:
-        """Lengths of the prefixes that a text of `tokens` tokens may share: at least one token and the residual ones are left
-        to read, so that the window is computed anew. Ascending; empty where the layers' pages do not end at the same tokens."""
+        """Lengths of the prefixes that a text of `tokens` tokens may share, ascending. At least one token and the
+        residual tokens remain to be read, so that the window is computed again. Empty if the layers' pages do not end
+        at the same tokens."""
         if len(self._specs) > 1:
             return []
         (spec,) = self._specs.values()
@@ -261,7 +263,7 @@ class RowPool:
         """The first `length` tokens of a row, one of `prefix_lengths`. Holds their pages until `drop`.
 
         Args:
-            sinks: copies of the row's sink, where there are some already.
+            sinks: copies of the row's sink, if there are some already.
         """
         ((paging, spec),) = self._specs.items()
         pages = row.pages[paging][: (length - spec.sink) // spec.page_size]
@@ -270,7 +272,7 @@ class RowPool:
         return Prefix(length, {paging: pages}, self.memory.sinks(row.slot) if sinks is None else sinks)
 
     def full_lengths(self, tokens: int) -> list[int]:
-        """Lengths at which the full pages end of a row that holds `tokens` tokens; empty as for `prefix_lengths`."""
+        """Lengths at which full pages end, for a row of `tokens` tokens. Empty as for `prefix_lengths`."""
         if len(self._specs) > 1:
             return []
         (spec,) = self._specs.values()
@@ -284,11 +286,11 @@ class RowPool:
         return Prefix(length, {paging: [pages[place]]}, [])
 
     def drop(self, prefix: Prefix) -> int:
-        """Give up a prefix. How many pages are free now that were not."""
+        """Release a prefix. Returns how many pages that frees."""
         return sum(self.ledgers[paging].drop(page) for paging, pages in prefix.pages.items() for page in pages)
 
     def free(self) -> None:
-        """Give back all memory. The pool cannot be used any more."""
+        """Free all memory. The pool cannot be used afterwards."""
         self.memory.groups.clear()
         self.memory.states.clear()
         self.memory.tables.clear()

@@ -1,7 +1,8 @@
 """How the next tokens of rows are chosen: transformers' logits processors, and a draw from each row's own generator.
 
-A token is drawn as `argmax(p / e)`, where `e` is exponentially distributed (the exponential race). That is what
-`torch.multinomial` does for one draw, so a row with a seed writes what `generate` writes after `torch.manual_seed` of it.
+A token is drawn as `argmax(p / e)`, where `e` is exponentially distributed (the exponential race). `torch.multinomial`
+does the same for one draw. So a row with a seed writes the same text as `generate` after `torch.manual_seed` with that
+seed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from transformers.generation import logits_process
 
 from .request import Request
 
-#: processors that look at each row's scores alone, and have plain attributes: rows with equal ones go through them together
+#: processors that only look at a row's scores and have plain attributes: rows with equal processors are processed
+#: together
 _BY_SCORES = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -31,7 +33,8 @@ BY_SCORES = tuple(getattr(logits_process, name) for name in _BY_SCORES if hasatt
 
 
 def seed_of_sequence(seed: int, sequence: int) -> int:
-    """The seed of one of a request's sequences: the request's own for the first, others that follow from it."""
+    """The seed of one of a request's sequences: the request's own seed for the first, seeds derived from it for the
+    others."""
     if sequence == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{sequence}".encode(), digest_size=8).digest()
@@ -49,7 +52,7 @@ class Sampler:
 
     @classmethod
     def of(cls, model: Any, request: Request, sequence: int, seed: int) -> Sampler:
-        """As `generate` does it for this request."""
+        """The sampler that `generate` would use for this request."""
         config, options = request.config, request.options
         processors = model._get_logits_processor(
             generation_config=config,
@@ -67,7 +70,8 @@ class Sampler:
 
     @property
     def kind(self) -> Hashable | None:
-        """Sequences of one kind go through their processors together; `None`: this one goes alone, with its tokens."""
+        """The kind of the processors: sequences of one kind are processed together. `None`: this one is processed
+        alone, with its tokens."""
         if not all(type(processor) in BY_SCORES for processor in self.processors):
             return None
         return tuple((type(each).__name__, tuple(sorted(vars(each).items()))) for each in self.processors)
@@ -77,7 +81,7 @@ class Sampler:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether its processors look at the text so far."""
+        """Whether the processors look at the text so far."""
         return self.kind_known is None
 
 

@@ -1,8 +1,8 @@
-"""Prefixes that requests have in common: full pages that were read once, found again by their tokens.
+"""Prefixes that several requests share: full pages that were read once, and are looked up by their tokens.
 
-A page is known by the hash of all tokens up to its end. What stands in it depends on these tokens alone (and on where the
-prompt was cut into chunks). Pages that no row needs any more stay until their memory is needed; those used longest ago go
-first.
+A page's key is the hash of all tokens up to its end. Its contents depend only on these tokens, and on where the prompt
+was divided into chunks. Pages that no row needs stay until their memory is needed. The least recently used ones are
+dropped first.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class SharedPrefixes:
     """The known pages of one pool.
 
     Args:
-        most_sinks: beginnings of texts that are kept, at most: each has a copy of its sink.
+        most_sinks: largest number of beginnings of texts that are kept; each has a copy of its sink.
     """
 
     def __init__(self, pool: RowPool, most_sinks: int):
         self._pool, self._most_sinks = pool, most_sinks
         self._pages: OrderedDict[bytes, _Page] = (
             OrderedDict()
-        )  # the one used last stands last, a page behind its followers
-        self._roots: dict[bytes, list] = {}  # the sinks of a text's beginning
+        )  # ordered by last use, and a page comes behind the pages that follow it in a text
+        self._roots: dict[bytes, list] = {}  # the sinks of the beginnings of texts
 
     def _keys(self, ids: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
         digest, start = hashlib.blake2b(digest_size=16), 0
@@ -81,7 +81,7 @@ class SharedPrefixes:
             self._pages.move_to_end(key)
 
     def make_room(self, pages: int) -> int:
-        """Give up pages until so many more are free than were, or nothing is kept. How many are."""
+        """Release pages until this many more are free, or nothing is kept. Returns how many were freed."""
         freed = 0
         while freed < pages and self._pages:
             freed += self._drop_oldest()
@@ -101,5 +101,5 @@ class SharedPrefixes:
         return len(self._pages)
 
     def kept(self) -> Iterator[Prefix]:
-        """The pages that are kept, each alone."""
+        """The kept pages, one by one."""
         return (page.part for page in self._pages.values())

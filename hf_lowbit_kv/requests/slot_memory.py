@@ -1,7 +1,7 @@
-"""The tensors of a pool: for every slot a window, counters and a page table, and pages that all slots share.
+"""The tensors of a pool: every slot has a window, counters and a page table, and all slots share the pages.
 
-Layers of one shape lie in one tensor, `[layers, slots, ...]`, so that a row is moved or emptied in a few launches. A layer's
-own part of it is what a cache for `slots` rows has: the kernels see no difference.
+Layers of one shape lie in one tensor, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's
+part of it looks like the state of a cache with `slots` rows, so kernels see no difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE_STEP = 4
 
 
 class StoredLayer(NamedTuple):
-    """What one layer stores, and in which sizes."""
+    """The spec and the sizes of one layer."""
 
     spec: LayerSpec
     """as its backend stores it"""
@@ -35,7 +35,7 @@ class StoredLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: LowBitLayer) -> StoredLayer:
-        """Of a layer that has read some tokens."""
+        """The shape of a layer that has read some tokens."""
         store = layer.store
         assert store is not None, "the layer has read no token"
         sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype, store.device
@@ -43,22 +43,22 @@ class StoredLayer(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Of all KV heads."""
+        """Bytes of a page, for all KV heads."""
         return self.heads * sum(self.spec.part_bytes(*self.head_dims, self.dtype))
 
     @property
     def window_bytes(self) -> int:
-        """Of sink and tail of a row."""
+        """Bytes of a row's sink and tail."""
         return self.heads * sum(self.head_dims) * (self.spec.sink + self.spec.tail_size) * self.dtype.itemsize
 
     @property
     def counter_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row's counters."""
         return 4 * self.heads * (3 + SCRATCH)
 
     @property
     def paging(self) -> Hashable:
-        """Layers that agree in this have the same tokens in pages at any length, and share page numbers."""
+        """Layers with the same paging have the same tokens in pages at any length, so they share page numbers."""
         return self.spec.sink, self.spec.residual, self.spec.page_size, self.spec.direct
 
 
@@ -82,11 +82,11 @@ class _Table(NamedTuple):
 
 
 class SlotMemory:
-    """Allocates and addresses. Which slot and which page belongs to whom is not known here.
+    """Allocates memory and computes addresses. It does not know which slot and which page belongs to which row.
 
     Args:
-        layers: in the order of the model. slots: rows at once. pages: by paging, how many. entries: by paging, pages that a
-            single row may have.
+        layers: in the order of the model. slots: number of rows. pages: number of pages, by paging. entries: pages that
+            a single row may have, by paging.
     """
 
     @torch.inference_mode(False)
@@ -127,7 +127,7 @@ class SlotMemory:
                     scratch[first.device],
                     self.layers[index].records,
                 )
-        #: by place of the layer, the state of all slots
+        #: for each layer, in order: the state of all slots
         self.states = [states[index] for index in range(len(self.layers))]
 
     def _group(self, like: StoredLayer, count: int, pages: int) -> _Group:
@@ -159,7 +159,7 @@ class SlotMemory:
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def move(self, source: int, target: int) -> None:
-        """The row of slot `source` stands in slot `target` from here on."""
+        """Move the row of slot `source` to slot `target`."""
         self.copy_window(source, target)
         for table in self.tables.values():
             for tensor in (table.pages, *table.addresses.values()):
@@ -173,18 +173,18 @@ class SlotMemory:
             group.counters[:, :, target] = group.counters[:, :, source]
 
     def copy_page(self, paging: Hashable, source: int, target: int) -> None:
-        """Copy the bytes of a page, of all layers that share its number."""
+        """Copy the bytes of a page, in all layers that share its number."""
         for group in self.groups:
             if group.paging == paging:
                 group.pages[:, target] = group.pages[:, source]
 
     def empty(self, slot: int) -> None:
-        """The slot holds no token. A row of length 0 attends to nothing, whatever its window and table hold."""
+        """Empty the slot. A row of length 0 attends to nothing, whatever its window and table hold."""
         for group in self.groups:
             group.counters[:, :, slot] = 0
 
     def set_length(self, slot: int, length: int) -> None:
-        """The slot holds so many tokens, all of them in the sink and in pages."""
+        """Set the slot's length to this many tokens, all of them in the sink and in pages."""
         for group in self.groups:
             sink = group.windows[0].shape[3]
             group.counters[0, :, slot] = length
@@ -201,7 +201,7 @@ class SlotMemory:
                 addresses[slots, places] = pages * size
 
     def sinks(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of a row's sink, `[layers, heads, sink, head_dim]` of keys and values by group."""
+        """Copies of a row's sink, by group: `[layers, heads, sink, head_dim]` for keys and for values."""
         return [(group.windows[0][:, slot].clone(), group.windows[1][:, slot].clone()) for group in self.groups]
 
     def set_sinks(self, slot: int, sinks: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -213,7 +213,7 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Everything allocated here; the layers' parameters belong to the model's calibration."""
+        """Bytes allocated here. The layers' parameters belong to the model's calibration and are not counted."""
         sizes = {}
         for state in self.states:
             for tensor in state._replace(parameters=[]).tensors():
@@ -223,5 +223,5 @@ class SlotMemory:
 
     @property
     def lost(self) -> int:
-        """Tokens that came to a row without room. Waits for the device."""
+        """Number of tokens that came to a full row. Waits for the device."""
         return max(int(group.counters[2].max()) for group in self.groups)

@@ -1,4 +1,5 @@
-"""What transformers' server asks to generate, on a request loop: sampling, `stop` and `seed` hold for each request alone."""
+"""The generation manager of transformers' server, on a request loop. Each request has its own sampling, `stop` and
+`seed`."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from ..request_loop import LoopEndedError, RequestLoop, Ticket
 from ..result import Result
 from .stop_text import StopText, cut
 
-#: attributes of a request's generation configuration, for what transformers' has no name for
+#: attributes of a request's generation configuration for fields that transformers does not have
 SEED, MAY_SHORTEN = "_lowbit_seed", "_lowbit_may_shorten"
 
 
 class PoolStreamer(DirectStreamer):
-    """Text of one answer, as it is written. Its end comes with the result, or with the first of `stops`."""
+    """The text of one answer while it is written. It ends with the result, or with the first of `stops`."""
 
     def __init__(self, *args: Any, stops: list[str], **kwargs: Any):
         self._stop = StopText(stops)
@@ -42,7 +43,7 @@ class PoolStreamer(DirectStreamer):
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text was found. Tokens behind it are neither shown nor counted."""
+        """Whether a stop text has come. Tokens behind it are neither shown nor counted."""
         return self._stop.reached
 
     def put(self, value: Any) -> None:
@@ -58,10 +59,10 @@ class PoolStreamer(DirectStreamer):
             super()._enqueue(item)
 
     def end(self) -> None:
-        """The scheduler's word that the row has ended; why comes with `complete`."""
+        """Called by the scheduler when the row has ended. The reason comes with `complete`."""
 
     def complete(self, result: Result) -> None:
-        """The result is there."""
+        """The result has arrived."""
         if result.error is not None:
             super()._enqueue(_StreamError(result.error.replace('"', "'")))
         elif rest := self._stop.end():
@@ -74,10 +75,10 @@ class PoolStreamer(DirectStreamer):
 
 
 class PoolGenerateManager(BaseGenerateManager):
-    """One model's.
+    """The generation manager of one model.
 
     Args:
-        requests: where they are answered.
+        requests: the loop that answers requests.
     """
 
     def __init__(self, requests: RequestLoop):
@@ -106,7 +107,7 @@ class PoolGenerateManager(BaseGenerateManager):
             loop.call_soon_threadsafe(settle, result)
 
         stops, streamer = _stops(gen_config), None
-        if stops:  # the text is watched while it is written
+        if stops:  # the text is searched for stops while it is written
             streamer = _streamer(processor, asyncio.Queue(), gen_config)
             streamer.watch(self._submit(inputs, gen_config, request_id, done, streamer=streamer))
         else:
@@ -155,7 +156,7 @@ class PoolGenerateManager(BaseGenerateManager):
         return ticket
 
     def cancel(self, request_id: str) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         for ticket in self._running.get(request_id, []):
             ticket.cancel()
 
@@ -164,7 +165,7 @@ class PoolGenerateManager(BaseGenerateManager):
 
 
 class PoolState(GenerationState):
-    """transformers' choice among managers: there is one."""
+    """Takes the place of transformers' choice among managers: there is only one."""
 
     def __init__(self, manager: PoolGenerateManager):
         super().__init__(continuous_batching=True)

@@ -1,4 +1,4 @@
-"""transformers' handlers of requests, with fields that cannot be honoured refused by name instead of ignored."""
+"""transformers' request handlers. Fields that cannot be honoured are refused by name instead of being ignored."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ HONOURED = {
     *("model", "messages", "prompt", "suffix", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
     *("stop", "seed", "logit_bias", "tools", "chat_template_kwargs", "generation_config"),
 }
-#: fields of OpenAI's that change no answer. The usage is always told, at the end of a stream too
+#: fields of OpenAI's API that change no answer. The usage is always reported, at the end of a stream too
 WITHOUT_EFFECT = {
     *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
-#: values at which a field asks for what is done anyway
+#: values at which a field has no effect
 USUAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
     "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),  # transformers takes it for another kind of penalty
+    "frequency_penalty": (0, 0.0),  # transformers would use it as another kind of penalty
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tool_choice": ("auto",),
 }
-#: fields that OpenAI lacks and this server has
+#: fields of this server that OpenAI's API does not have
 OWN = {"top_k", "repetition_penalty"}
 
 
 class _Strict:
-    """Put before a handler of transformers'."""
+    """A mixin for transformers' handlers."""
 
     _valid_params_class: Any
 
@@ -45,7 +45,7 @@ class _Strict:
         known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
         for name, value in list(body.items()):
             if value is None or (name in WITHOUT_EFFECT and name in known):
-                del body[name]  # as if it had not been given
+                del body[name]  # treated as not given
             elif name in USUAL and value in USUAL[name]:
                 del body[name]
             elif name not in known:
@@ -90,7 +90,7 @@ class _Strict:
 
 
 def _check_messages(messages: Any) -> None:
-    """transformers leaves out what is not text."""
+    """Raise for content that is not text, which transformers would drop silently."""
     if messages is None:
         return
     if not isinstance(messages, list) or not messages:
@@ -126,7 +126,7 @@ class TextHandler(_Strict, CompletionHandler):
 
 
 class NotServed:
-    """Endpoints of transformers' that run the model by themselves, without packed pages."""
+    """transformers' endpoints that run the model without packed pages."""
 
     async def handle_request(self, *args: Any) -> Any:
         raise HTTPException(404, "this server has /v1/chat/completions, /v1/completions, /v1/models and /health")

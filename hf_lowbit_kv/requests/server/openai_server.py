@@ -1,7 +1,7 @@
 """transformers' OpenAI-compatible server with a low-bit cache: its routes, its handlers, its model loading.
 
-What is our own: rows of a pool generate (`generation_manager.py`), fields that cannot be honoured are refused (`handlers.py`),
-and a client that leaves frees its row (`Departures`).
+Our own parts: rows of a pool generate (`generation_manager.py`), fields that cannot be honoured are refused
+(`handlers.py`), and a client that disconnects frees its row (`Departures`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from ..request_loop import RequestLoop
 from .generation_manager import PoolGenerateManager, PoolState
 from .handlers import ChatHandler, NotServed, TextHandler
 
-#: routes that would take the model away while rows run on it, or load another one
+#: routes that would unload the model while rows run on it, or load another one
 DROPPED = {"/reset", "/load_model", "/v1/audio/transcriptions", "/v1/systemone", "/v1/responses"}
 REQUEST_ID = b"x-request-id"
 
 
 class OneModel(ModelManager):
-    """transformers' loading of models, for the one that is served."""
+    """transformers' model manager, for the single model that is served."""
 
     def list_models(self, cache_dir: str | None = None) -> list[dict]:
-        """What `/v1/models` shows. Older releases list what lies in the hub's cache, and fail where there is none."""
+        """The answer of `/v1/models`. Older releases list the hub's cache, and fail if there is none."""
         name = str(self.force_model)
         return [{"id": name, "object": "model", "created": 0, "owned_by": "local"}]
 
-    get_gen_models = list_models  # as older releases call it
+    get_gen_models = list_models  # its name in older releases
 
 
 class Departures:
-    """ASGI middleware: a client that leaves before its answer is complete frees its row.
+    """ASGI middleware: a client that disconnects before its answer is complete frees its row.
 
     Args:
-        app: the server. manager: told which request is not wanted any more.
+        app: the server. manager: told which request to cancel.
     """
 
     def __init__(self, app: Any, manager: PoolGenerateManager):
@@ -52,7 +52,7 @@ class Departures:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        name = f"{uuid.uuid4()}"  # of our own: two clients may send the same one
+        name = f"{uuid.uuid4()}"  # our own id, because two clients may send the same one
         headers = [(key, value) for key, value in scope["headers"] if key != REQUEST_ID]
         scope = {**scope, "headers": [*headers, (REQUEST_ID, name.encode())]}
         messages, gone = await _whole_body(receive), asyncio.Event()
@@ -94,7 +94,7 @@ def build_app(models: ModelManager, requests: RequestLoop) -> Any:
         "transcription_handler": NotServed(),
         "systemone_handler": NotServed(),
     }
-    known = inspect.signature(build_server).parameters  # not every release has all of them
+    known = inspect.signature(build_server).parameters  # not every release has all these routes
     app = build_server(models, **{name: x for name, x in handlers.items() if name in known}, generation_state=state)  # type: ignore[arg-type]
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in DROPPED]
     return Departures(app, manager)
@@ -115,11 +115,13 @@ def serve(
     say: Callable[[str], Any] = print,
     ready: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. Answers that are being written then have `patience` seconds.
+    """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Args:
-        name: hub name or folder. memory, max_rows: see `generate_many`. say: called with one line when all is ready.
-        ready: called then too, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (at most) and `bytes` of the pool.
+        name: hub name or folder. memory, max_rows: see `generate_many`. say: called with one line when the server is
+        ready.
+        ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
+            `bytes` of the pool.
     """
     models = OneModel(device=device, dtype=dtype, force_model=name)
     model, processor = models.load_model_and_processor(models.process_model_name(name))
@@ -143,7 +145,7 @@ def serve(
             timeout_graceful_shutdown=int(patience),
         )
     )
-    # uvicorn shuts down at SIGTERM, and then sends the signal once more to whoever was there before
+    # uvicorn shuts down at SIGTERM, and then raises the signal again for the earlier handler
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
     try:

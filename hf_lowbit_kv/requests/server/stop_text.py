@@ -1,4 +1,4 @@
-"""Texts that end an answer (`stop`) are no part of it."""
+"""Removes the texts that end an answer (`stop`) from it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Passes on a text piece by piece, up to the first of some texts. What may be the beginning of one waits.
+    """Passes on a text piece by piece, up to the first stop text. A piece that may be the beginning of one is held back.
 
     Args:
-        stops: none of them empty.
+        stops: the stop texts; none is empty.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -18,7 +18,7 @@ class StopText:
         self.reached = False
 
     def feed(self, text: str) -> str:
-        """What of the text so far can be passed on, and was not."""
+        """The new part of the text that can be passed on."""
         if self.reached:
             return ""
         self._unsent += text
@@ -32,12 +32,12 @@ class StopText:
         return out
 
     def end(self) -> str:
-        """The text has ended: what is left of it."""
+        """The rest of the text, after its end."""
         out, self._unsent = self._unsent, ""
         return out
 
     def _overlap(self, stop: str) -> int:
-        """Letters at the end of what is held that may begin this text."""
+        """Number of characters at the end of the held text that may begin this stop text."""
         most = min(len(stop) - 1, len(self._unsent))
         return next((count for count in range(most, 0, -1) if stop.startswith(self._unsent[-count:])), 0)
 
