@@ -31,17 +31,19 @@ def test_the_code_runs(monkeypatch, capsys, tokenizer):
     """As it stands, with a tiny model in place of the one from the hub."""
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
 
-    def from_pretrained(name, dtype, attn_implementation):
-        model, _ = tiny_models("llama")
-        model.set_attn_implementation(attn_implementation)
-        return model
+    def from_pretrained(name, dtype):
+        return tiny_models("llama")[1]
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    assert "LowBitCache kivi-4-sink" in out
-    assert "lowbit_kv (reads packed pages)" in out
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert capsys.readouterr().out.count(" ") > 60  # the text
+    output = names["model"].generate(**names["inputs"], max_new_tokens=2, return_dict_in_generate=True)
+    summary = str((output.get("cache") or output["past_key_values"]).summary())
+    lb.disable(names["model"])
+    assert "LowBitCache kivi-4-sink" in summary
+    assert "lowbit_kv (reads packed pages)" in summary
 
 
 def test_links_lead_somewhere():
