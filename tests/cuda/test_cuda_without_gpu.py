@@ -9,14 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import FORMATS
 from cuda_cases import fragment
 from kernel_cases import Case
 
 from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import parse_format
+from hf_lowbit_kv.formats.fragment import LAYOUTS
+from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import LayerSpec
 from hf_lowbit_kv.storage.transforms import Fused
+from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry, nvrtc
 
 
 @pytest.fixture
@@ -153,11 +157,28 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
 
 
 def test_source_is_one_text():
-    from hf_lowbit_kv.triton_kernels.cuda.nvrtc import source
+    """With the files of the layer's own formats, each once, and of no others."""
+    spec = ops.storage_spec(get_preset("kivi-4").spec(), "cuda")
+    choice = geometry.choose(spec, 128, 128, torch.float16, rows=4)
+    defines = geometry.attend_defines(spec, 128, 128, torch.float16, choice, False, 0, False, fused=True)
+    source = nvrtc.text("attend.cu", defines)
+    assert "#include" not in source
+    for struct in ("AffineKeys", "AffineValues", "AffineEncoder"):
+        assert source.count(f"struct {struct} {{") == 1
+    for other in ("Codebook", "Boosted", "Fp8", "StaticKeys"):
+        assert f"struct {other}" not in source
 
-    text = source("attend.cu")
-    assert "#include" not in text
-    assert text.count("struct AffineKeys {") == 1
+
+def test_no_other_source_includes_a_formats_files():
+    sides = [(fmt, i) for pair in FORMATS for i, fmt in enumerate(map(parse_format, pair))]
+    stored = [(fmt.with_layout(LAYOUTS[i]), bool(i)) for fmt, i in sides if format_structs.covered(fmt, bool(i))]
+    needed = [format_structs.needs(fmt, 128, 128, torch.float16, transposed) for fmt, transposed in stored]
+    files = {name for side in needed for name in (side.header, side.encoder_header)}
+    assert len(files) > 10
+    for path in [*nvrtc.SOURCES.glob("*.cu"), *nvrtc.SOURCES.glob("*.cuh")]:
+        if path.name not in files:
+            included = set(re.findall(r'#include "(.*)"', path.read_text(encoding="utf-8")))
+            assert not included & files, path.name
 
 
 @pytest.mark.slow  # test_cuda_compiles.py has fast ones

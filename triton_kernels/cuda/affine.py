@@ -1,4 +1,4 @@
-"""`formats.affine` on the CUDA kernels: `affine_keys.cuh`, `affine_values.cuh`, `encode.cuh`."""
+"""`formats.affine` on the CUDA kernels: `affine_keys.cuh`, `affine_values.cuh`, `encode_affine.cuh`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
         return 4 * head_dim * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
 
     return Needs(
+        "affine_values.cuh" if transposed else "affine_keys.cuh",
         f"Affine{'Values' if transposed else 'Keys'}<{arguments}>",
+        "encode_affine.cuh",
         f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
         4 * head_dim * fmt.bits,  # of 32 tokens
         meta,

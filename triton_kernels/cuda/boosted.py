@@ -16,7 +16,9 @@ def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, trans
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     arguments = f"{columns}, {head_dim}, {at['high']}, {at['scale']}, {at['zero']}, {at['map']}"
     return Needs(
+        "boosted.cuh",
         f"BoostedKeys<{arguments}>",
+        "encode_boosted.cuh",
         f"BoostedEncoder<{count}, {arguments}, {SCORES.index(fmt.score)}, {fmt.seed}u>",
         8 * (head_dim + columns),
         lambda piece: 4 * head_dim + columns,

@@ -18,7 +18,9 @@ def needs(fmt: Codebook, head_dim: int, page_size: int, dtype: torch.dtype, tran
     copies = max(min(LANES_BYTES, MOST_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
     arguments = f"{fmt.dim}, {fmt.bits}"
     return Needs(
+        "codebook.cuh",
         f"Codebook{'Values' if transposed else 'Keys'}<{arguments}, {copies}, {head_dim}>",
+        "encode_codebook.cuh",
         f"CodebookEncoder<{arguments}, {head_dim}, {str(transposed).lower()}>",
         4 * head_dim * fmt.bits // fmt.dim,
         lambda piece: 0,

@@ -1,4 +1,4 @@
-"""`formats.dense` on the CUDA kernels: `dense.cuh`."""
+"""`formats.dense` on the CUDA kernels: `dense.cuh`, `encode_dense.cuh`."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ SIDES = (True, True)
 
 def needs(fmt: Dense, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     struct = f"Dense{'Values' if transposed else 'Keys'}<{head_dim}>"
-    return Needs(struct, f"DenseEncoder<{head_dim}>", 64 * head_dim, lambda piece: 0, queries=1)
+    encoder = f"DenseEncoder<{head_dim}>"
+    return Needs("dense.cuh", struct, "encode_dense.cuh", encoder, 64 * head_dim, lambda piece: 0, queries=1)

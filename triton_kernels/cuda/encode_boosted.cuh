@@ -1,5 +1,7 @@
 // Packing a page of boosted keys (`formats/boosted.py`): score, choose, quantize and pack, a crew of threads a page.
 #pragma once
+#include "affine.cuh"
+#include "encode.cuh"
 
 enum Score { MAGNITUDE, VARIANCE, RANGE, RANDOM };
 

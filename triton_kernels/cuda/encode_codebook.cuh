@@ -1,5 +1,6 @@
 // Packing with a codebook: the nearest entry, as `formats/codebook.py` defines it. See encode.cuh.
 #pragma once
+#include "encode.cuh"
 
 // Tensor cores compare entries up to rounding: x . c - |c|^2 / 2 is largest for the nearest entry c. They do so for classes of entries; a
 // class is a lane's share of TILES products. Then distances are computed exactly as defined, for the class of the nearest entry. If

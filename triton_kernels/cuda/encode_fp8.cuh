@@ -1,6 +1,7 @@
 // Packing tokens as FP8 (`formats/fp8.py`) in layouts `fragment-1` / `fragment-1t`: see encode.cuh.
 #pragma once
 #include "e4m3.cuh"
+#include "encode.cuh"
 
 template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
   struct Space {

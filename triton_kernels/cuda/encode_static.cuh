@@ -1,5 +1,6 @@
 // Packing a page in static codes, as `formats/static.py` defines them: means, a scale a token, codes, planes. See encode.cuh.
 #pragma once
+#include "encode.cuh"
 #include "static.cuh"
 
 // Sums of squares, as bits of floats, at which a token's scale goes up by one.

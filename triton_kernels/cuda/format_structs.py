@@ -6,6 +6,7 @@ Such a module has:
 - `needs(fmt, head_dim, page_size, dtype, transposed)`, see `needs.Needs` (transposed: values);
 - `covers(fmt)`, if it does not serve every format of the class.
 
+`Needs` names the format's C++ files too. Kernels include them by macros, so no other source names a format.
 Importing this needs neither a GPU nor a compiler.
 """
 

@@ -23,7 +23,9 @@ def needs(fmt: Fp8, head_dim: int, page_size: int, dtype: torch.dtype, transpose
         )
     arguments = f"{head_dim}, {fmt.fields(head_dim, page_size, dtype)[-1].offset}"
     return Needs(
+        "fp8.cuh",
         f"Fp8{'Values' if transposed else 'Keys'}<{arguments}>",
+        "encode_fp8.cuh",
         f"Fp8Encoder<{arguments}, {str(transposed).lower()}>",
         32 * head_dim,
         lambda piece: 4 * piece,

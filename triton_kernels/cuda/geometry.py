@@ -241,6 +241,8 @@ def attend_defines(
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
         | {
+            "KEY_HEADER": f'"{keys.header}"',
+            "VALUE_HEADER": f'"{values.header}"',
             "KEY_FORMAT": keys.struct,
             "VALUE_FORMAT": values.struct,
             "PT": choice.piece,
@@ -278,6 +280,8 @@ def append_defines(
 
 def _encoder_macros(keys: Needs, values: Needs) -> dict[str, object]:
     return {
+        "KEY_ENCODER_HEADER": f'"{keys.encoder_header}"',
+        "VALUE_ENCODER_HEADER": f'"{values.encoder_header}"',
         "KEY_ENCODER": keys.encoder,
         "VALUE_ENCODER": values.encoder,
         "APPEND_ARGUMENT_BYTES": ctypes.sizeof(AppendArgs),

@@ -13,8 +13,12 @@ from typing import NamedTuple
 class Needs(NamedTuple):
     """The needs of one format on one side (keys or values), for one head size and page size."""
 
+    header: str
+    """file with `struct`"""
     struct: str
     """C++ struct that attends"""
+    encoder_header: str
+    """file with `encoder`"""
     encoder: str
     """C++ struct that packs pages"""
     codes: int

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,22 @@ def _checked(result: tuple) -> Any:
 
 
 @functools.cache
-def source(name: str) -> str:
-    """The text of a source file, with each included file's text put in place of its first include."""
-    return joined(name, lambda name: (SOURCES / name).read_text(encoding="utf-8"))
+def source(name: str, headers: tuple[tuple[str, str], ...] = ()) -> str:
+    """The text of a source file, with each included file's text put in place of its first include. headers: see `joined`."""
+    return joined(name, lambda name: (SOURCES / name).read_text(encoding="utf-8"), dict(headers))
 
 
-def joined(name: str, read: Callable[[str], str]) -> str:
-    """The same for any files; `read` returns a file's text."""
+def headers_in(defines: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The macros that name a file to include: `"name"`, with its quotes."""
+    return tuple((macro, value) for macro, value in defines if macro.endswith("_HEADER"))
+
+
+def joined(name: str, read: Callable[[str], str], headers: Mapping[str, str] | None = None) -> str:
+    """The same for any files; `read` returns a file's text.
+
+    Args:
+        headers: by macro, a file's name in quotes, for `#include MACRO`. The line stays as it is where the macro is not there.
+    """
     seen: set[str] = set()
 
     def expand(name: str) -> str:
@@ -65,8 +74,9 @@ def joined(name: str, read: Callable[[str], str]) -> str:
         seen.add(name)
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate(read(name).splitlines(), 1):
-            if include := re.fullmatch(r'#include "(.*)"', line):
-                lines += [expand(include[1]), f'#line {number + 1} "{name}"']
+            if include := re.fullmatch(r'#include ("?\w.*)', line):
+                file = (headers or {}).get(include[1], include[1])
+                lines += [expand(file.strip('"')), f'#line {number + 1} "{name}"'] if file[0] == '"' else [line]
             elif line != "#pragma once":
                 lines.append(line)
         return "\n".join(lines)
@@ -76,7 +86,8 @@ def joined(name: str, read: Callable[[str], str]) -> str:
 
 def text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
     """The text that NVRTC compiles for the file `name` with these macros."""
-    return "".join(f"#define {macro} {value}\n" for macro, value in defines) + source(name)
+    macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
+    return macros + source(name, headers_in(defines))
 
 
 def binary(

@@ -245,5 +245,3 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
   }
   __device__ __forceinline__ float offset(int n, int, int e) const { return bias[n][e]; }
 };
-
-#include "static_values.cuh"

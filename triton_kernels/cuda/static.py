@@ -20,7 +20,9 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
     values = f"StaticValues<{scaled}, {groups[0]}>"
     thresholds = ", ".join(f"{_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
     return Needs(
+        "static_values.cuh" if transposed else "static.cuh",
         values if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
+        "encode_static.cuh",
         f"StaticEncoder<{str(transposed).lower()}, {scaled}, Thresholds<{thresholds}>, {', '.join(groups)}>",
         128 * words(fmt.planes(head_dim), fmt.layout),
         lambda piece: (head_dim if fmt.page_mean else 0) + (piece // 2 if fmt.token_scale else 0),

@@ -4,6 +4,7 @@
 // Sums are kept in units of step x gain; a token's scale t goes into the exponent of its weight, so that products are with p t, and
 // weights of tokens are divided by t again where they are summed. Means are added behind a page, in float32.
 #pragma once
+#include "static.cuh"
 
 template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;

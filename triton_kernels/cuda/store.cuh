@@ -1,6 +1,8 @@
 // Storing tokens of a row (sequence x KV head): shared by `append.cu` and `attend.cu`.
 #pragma once
 #include "encode.cuh"
+#include KEY_ENCODER_HEADER
+#include VALUE_ENCODER_HEADER
 
 struct AppendArgs {
   const u8 *k, *v, *mask;

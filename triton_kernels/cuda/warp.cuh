@@ -1,13 +1,10 @@
 // What a warp holds while it attends, and how shared memory and work are counted.
 #pragma once
 #include "common.cuh"
-#include "affine_keys.cuh"
-#include "affine_values.cuh"
-#include "boosted.cuh"
-#include "dense.cuh"
-#include "codebook.cuh"
-#include "fp8.cuh"
-#include "static.cuh"
+#include "model_tokens.cuh"
+// of the two formats; which files these are, `format_structs.py` says
+#include KEY_HEADER
+#include VALUE_HEADER
 
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_lowbit_kv.triton_kernels.cuda.nvrtc import SOURCES, joined
+from hf_lowbit_kv.triton_kernels.cuda.nvrtc import SOURCES, headers_in, joined
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir()) / f"hf-lowbit-kv-emulated-{os.getuid() if hasattr(os, 'getuid') else 0}"
@@ -44,14 +44,14 @@ def available() -> bool:
 
 
 @functools.cache
-def translated(name: str) -> str:
-    """The text of a source file with all that it includes, for g++."""
+def translated(name: str, headers: tuple[tuple[str, str], ...]) -> str:
+    """The text of a source file with all that it includes, for g++. headers: see `nvrtc.joined`."""
 
     def read(name: str) -> str:
         path = HERE / STAND_INS[name] if name in STAND_INS else SOURCES / name
         return path.read_text(encoding="utf-8")
 
-    text = joined(name, read)
+    text = joined(name, read, dict(headers))
     assert not re.search(r"\basm\b", text), re.findall(r".*\basm\b.*", text)
     # where a kernel is defined, it gets a function that launches it: some are defined for some macros alone
     return KERNEL.sub(r'extern "C" void \1(\2); LAUNCHED(\1) \g<0>', text)
@@ -60,7 +60,7 @@ def translated(name: str) -> str:
 def full_text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
     """What g++ gets."""
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines)
-    return f'#include "machine.h"\n{macros}{translated(name)}\n'
+    return f'#include "machine.h"\n{macros}{translated(name, headers_in(defines))}\n'
 
 
 @contextlib.contextmanager
