@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +17,66 @@ from ..storage.layer_spec import check_count
 STEPS = ("recorded", "compiled", "eager")
 
 
-def prompt_of(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The prompt, as keyword arguments; those among `options` are taken out of them."""
-    named: dict[str, Any] = {name: options.pop(name) for name in ("input_ids", "inputs_embeds") if name in options}
+#: names under which a prompt may stand among the options
+PROMPTS = ("input_ids", "inputs_embeds")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `generate`: made once, after all checks, and the same until its end.
+
+    Attributes:
+        model: unwrapped. prompt: as keyword arguments of `model.generate`. tokens: of the prompt, a row.
+        rows: of the cache: those of the prompt, times the texts that are written for each.
+        new_tokens: to write, at most. step: one of `STEPS`. fuse: see `generate`.
+        options: the caller's own, for `model.generate`.
+    """
+
+    model: Any
+    prompt: Mapping[str, Any]
+    rows: int
+    tokens: int
+    new_tokens: int
+    step: str
+    fuse: bool
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        inputs: Any,
+        max_new_tokens: int | None,
+        step: str | None,
+        fuse: bool,
+        options: Mapping[str, Any],
+    ) -> Call:
+        """From the arguments of `generate`. Raises for what cannot run on a preallocated cache."""
+        prompt = prompt_of(inputs, options)
+        options = {name: value for name, value in options.items() if name not in PROMPTS}
+        step = which_step(model, step, options)
+        check_fuse(fuse)
+        check_options(model, options)
+        rows, tokens = prompt_shape(prompt)
+        new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)
+        options.pop("max_length", None)  # `new_tokens` has it
+        rows *= return_sequences(model, options)
+        return cls(model, MappingProxyType(prompt), rows, tokens, new_tokens, step, fuse, MappingProxyType(options))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row at the end, at most."""
+        return self.tokens + self.new_tokens
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `model.generate` is called with, but for the cache and what the way of running adds."""
+        return {**self.prompt, "max_new_tokens": self.new_tokens, **self.options}
+
+
+def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt, as keyword arguments: `inputs`, or what stands among the options."""
+    named: dict[str, Any] = {name: options[name] for name in PROMPTS if name in options}
     if inputs is None:
         return named
     if named:
@@ -25,9 +84,8 @@ def prompt_of(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
     return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
 
 
-def cache_of(past_key_values: Any, options: dict[str, Any]) -> Any:
-    """The cache to go on with: `past_key_values`, or `cache`, as transformers calls it since 5.24; taken out of the options."""
-    cache = options.pop("cache", None)
+def cache_of(past_key_values: Any, cache: Any) -> Any:
+    """The cache to go on with: `past_key_values`, or `cache`, as transformers calls it since 5.24."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
     return past_key_values if cache is None else cache
@@ -100,9 +158,9 @@ def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
     return setting(model, options, "num_return_sequences") or 1
 
 
-def new_tokens_of(model: Any, max_new_tokens: int | None, options: dict[str, Any], tokens: int) -> int:
-    """Tokens to write, at most. The call's `max_length` is taken out of the options, and becomes this."""
-    length = options.pop("max_length", None)
+def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, Any], tokens: int) -> int:
+    """Tokens to write, at most. `max_length` among the options stands for it."""
+    length = options.get("max_length")
     if max_new_tokens is not None and length is not None:
         raise ValueError(f"max_new_tokens={max_new_tokens} and max_length={length} are both given; give one of them")
     config = options.get("generation_config")

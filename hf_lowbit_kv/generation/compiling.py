@@ -16,6 +16,7 @@ from transformers import CompileConfig, GenerationConfig
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..machine.cache_argument import as_argument
+from .call_options import Call, setting
 from .kept_caches import capacity
 
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
@@ -49,6 +50,13 @@ def compile_config() -> CompileConfig:
     return CompileConfig(mode=None, options={key: value for key, value in STEP_OPTIONS.items() if key in known})  # type: ignore
 
 
+def arguments(call: Call) -> dict[str, Any]:
+    """What tells transformers whether to compile the steps, and how."""
+    if call.step != "compiled":
+        return {"disable_compile": True}
+    return {"compile_config": setting(call.model, call.options, "compile_config") or compile_config()}
+
+
 def forget(model: Any) -> None:
     """Drop what was compiled for this model. torch cannot forget that of one model alone: everything that was compiled in this
     process is compiled again when it is next used."""
@@ -77,7 +85,7 @@ def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -
     )
 
 
-def compile_first(model: Any, cache: LowBitCache, rows: int, options: dict[str, Any], progress: bool) -> None:
+def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[str, Any], progress: bool) -> None:
     """Compile the step for this cache, on a prompt of a few tokens, unless that has been done or the cache is in use.
 
     The host's step differs with padding in the prompt and with what it shall return; a step that was not compiled here

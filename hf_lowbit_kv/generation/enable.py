@@ -47,7 +47,7 @@ def also_override(*functions: Callable) -> None:
     _ADDED.extend(functions)
 
 
-class _Call(NamedTuple):
+class _EnabledCall(NamedTuple):
     """A `generate` call of an enabled model."""
 
     model: Any
@@ -60,7 +60,7 @@ class _Call(NamedTuple):
 
 
 #: the one that runs in this thread
-_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+_call: contextvars.ContextVar[_EnabledCall | None] = contextvars.ContextVar("call", default=None)
 
 
 class _Stack(list):
@@ -212,7 +212,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
         )
     with contextlib.ExitStack() as stack:
-        call = _Call(self, stack, _named(args, kwargs), [])
+        call = _EnabledCall(self, stack, _named(args, kwargs), [])
         token = _call.set(call)
         try:
             out = original(self, "generate")(*args, **kwargs)
@@ -255,7 +255,7 @@ def _prepare_cache_for_generation(
     _take_prefix(enabled, call, cache, generation_config)
 
 
-def _take_prefix(enabled: Enabled, call: _Call, cache: LowBitCache, generation_config: Any) -> None:
+def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:
     """Put what the store holds of this call's prompt into its cache, and have the rest stored when the call ends."""
     if enabled.prefixes is None:
         return

@@ -23,18 +23,7 @@ from ..machine.cache_argument import as_argument
 from ..presets import DEFAULT_PRESET
 from ..storage.layer_spec import check_count
 from . import compiling, recording
-from .call_options import (
-    cache_of,
-    check_fuse,
-    check_options,
-    new_tokens_of,
-    options_of_cache,
-    prompt_of,
-    prompt_shape,
-    return_sequences,
-    setting,
-    which_step,
-)
+from .call_options import Call, cache_of, options_of_cache, setting
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
@@ -112,24 +101,18 @@ def generate(
         >>> tokens.shape[1] <= inputs["input_ids"].shape[1] + 8
         True
     """
-    inner = unwrap(model)
-    inputs = prompt_of(inputs, options)
-    past_key_values = cache_of(past_key_values, options)
-    step_kind = which_step(inner, step, options)
-    check_fuse(fuse)
+    inner, cache = unwrap(model), options.pop("cache", None)
+    past_key_values = cache_of(past_key_values, cache)
+    call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     check_prefixes(prefixes)
-    check_options(inner, options)
-    check_chunk_size(setting(inner, options, "prefill_chunk_size"))
+    check_chunk_size(setting(inner, call.options, "prefill_chunk_size"))
     cache_options = options_of_cache(cache_options, calibration)
-    rows, tokens = prompt_shape(inputs)
-    new_tokens = new_tokens_of(inner, max_new_tokens, options, tokens)
-    wanted = tokens + new_tokens
     check_count("max_cache_len", max_cache_len, optional=True)
-    if max_cache_len is not None and max_cache_len < wanted:
+    if max_cache_len is not None and max_cache_len < call.length:
         raise ValueError(
-            f"max_cache_len={max_cache_len} is too small: the prompt has {tokens} tokens and max_new_tokens={new_tokens}"
+            f"max_cache_len={max_cache_len} is too small: the prompt has {call.tokens} tokens and "
+            f"max_new_tokens={call.new_tokens}"
         )
-    options = inputs | {"max_new_tokens": new_tokens} | options
     kept = kept_caches(inner)
     with kept.lock:
         if past_key_values is not None:
@@ -140,59 +123,42 @@ def generate(
                     "cache_options, calibration and max_cache_len describe a new cache: they are not allowed with "
                     "past_key_values"
                 )
-            cache = _check_cache(past_key_values, preset, options, tokens, wanted)
-            return _run(model, cache, rows, options, step_kind, fuse, progress)
-        cache = lend_cache(
-            *(inner, DEFAULT_PRESET if preset is None else preset, dict(cache_options or {})),
-            *(rows * return_sequences(inner, options), max(wanted, max_cache_len or 0)),
-        )
+            return _run(model, call, _check_cache(past_key_values, preset, call), progress)
+        preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
+        lent = lend_cache(inner, preset, dict(cache_options or {}), call.rows, length)
         try:
-            return _run(model, cache, rows, options, step_kind, fuse, progress, prefixes)
+            return _run(model, call, lent, progress, prefixes)
         except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
-            kept.give_back(cache)
+            kept.give_back(lent)
             raise
 
 
-def _run(
-    model: Any,
-    cache: LowBitCache,
-    rows: int,
-    options: dict[str, Any],
-    step: str,
-    fuse: bool,
-    progress: bool,
-    prefixes: Prefixes | None = None,
-) -> Any:
-    """`model.generate` on this cache, its steps run as `step` says."""
-    inner = unwrap(model)
-    options = options | as_argument(cache)
+def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: Prefixes | None = None) -> Any:
+    """`model.generate` on this cache, its steps run as the call says. model: perhaps wrapped."""
+    inner = call.model
     # inside inference mode, transformers would make layers that cannot be emptied outside it
     with (
         selected(inner),
         torch.inference_mode(False),
         torch.no_grad(),
         late_stop_check(cache, inner.device),
-        compiling.compile_limit(step),
+        compiling.compile_limit(call.step),
     ):
-        if step == "compiled":
-            if setting(inner, options, "compile_config") is None:
-                options["compile_config"] = compiling.compile_config()
-            if inner.device.type == "cuda":
-                compiling.check_compiles(inner, cache, options)
-                compiling.compile_first(inner, cache, rows * return_sequences(inner, options), options, progress)
-        else:
-            options["disable_compile"] = True
-        kept_prefix = None if prefixes is None else PrefixCall(inner, cache, options, prefixes)
+        arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
+        if call.step == "compiled" and inner.device.type == "cuda":
+            compiling.check_compiles(inner, cache, arguments)
+            compiling.compile_first(inner, cache, call.rows, arguments, progress)
+        kept_prefix = None if prefixes is None else PrefixCall(inner, cache, arguments, prefixes)
         if kept_prefix is not None:
             kept_prefix.begin()
-        read_prompt(inner, cache, options, _say if progress else lambda text: None)
-        recorded = recording.recorded_step(cache, inner.device, fuse) if step == "recorded" else None
-        if recorded is not None and fuse:
-            compile_ahead(inner, rows * return_sequences(inner, options))
+        reading = read_prompt(inner, cache, arguments, _say if progress else lambda text: None)
+        recorded = recording.recorded_step(cache, inner.device, call.fuse) if call.step == "recorded" else None
+        if recorded is not None and call.fuse:
+            compile_ahead(inner, call.rows)
         with decoding_with(inner, cache, recorded):
-            out = generates(model).generate(**options)
+            out = generates(model).generate(**{**arguments, **reading})
     cache.check_overrun()
-    _remember(cache, out, options)
+    _remember(cache, out, call)
     if kept_prefix is not None:
         kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out
@@ -232,9 +198,9 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
 
 
-def _check_cache(cache: Any, preset: str | None, inputs: Mapping[str, Any], tokens: int, wanted: int) -> LowBitCache:
-    """A cache that the caller brought, after checking that it has this preset, if one is named, and that it can take this turn:
-    a text of `tokens`, and what is `wanted`."""
+def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
+    """A cache that the caller brought, after checking that it has this preset, if one is named, and that it can take this
+    turn."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
@@ -244,17 +210,17 @@ def _check_cache(cache: Any, preset: str | None, inputs: Mapping[str, Any], toke
             f"preset={preset!r} is not that of past_key_values, which has preset={cache.preset!r}: leave preset= away, or "
             "leave past_key_values= away for a new cache"
         )
-    if capacity(cache) < wanted:
+    if capacity(cache) < call.length:
         raise ValueError(
-            f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {wanted} tokens: give the first "
+            f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {call.length} tokens: give the first "
             "turn a larger max_cache_len"
         )
-    if (seen := int(cache.packed_layers[0].get_seq_length())) >= tokens:
+    if (seen := int(cache.packed_layers[0].get_seq_length())) >= call.tokens:
         raise ValueError(
-            f"inputs have {tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored and "
-            "what is new, or reset() the cache first"
+            f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored "
+            "and what is new, or reset() the cache first"
         )
-    _check_text(cache, inputs, seen)
+    _check_text(cache, call.arguments, seen)
     return cache
 
 
@@ -280,9 +246,9 @@ def _check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> Non
     )
 
 
-def _remember(cache: LowBitCache, out: Any, options: Mapping[str, Any]) -> None:
+def _remember(cache: LowBitCache, out: Any, call: Call) -> None:
     """Keep the ids that the cache holds now, for the next turn."""
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.text = None
-    if options.get("input_ids") is not None and options.get("inputs_embeds") is None:
+    if call.prompt.get("input_ids") is not None and call.prompt.get("inputs_embeds") is None:
         cache.text = sequences[:, : int(cache.packed_layers[0].get_seq_length())].clone()

@@ -232,30 +232,31 @@ class Reader:
 def read_prompt(
     model: Any,
     cache: LowBitCache,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     tell: Callable[[str], None],
-) -> None:
+) -> dict[str, Any]:
     """Read the prompt but for its last chunk, where it is to be read in chunks and is nothing but tokens and their mask.
-    transformers would compile every chunk; all else is left to it. `prefill_chunk_size` of `options` becomes what transformers
-    knows.
+    transformers would compile every chunk; all else is left to it.
 
     Args:
         options: for `model.generate`, the prompt among them.
         tell: called with what was decided, where that is not what the caller said.
+
+    Returns:
+        What `model.generate` gets in place of some options: `prefill_chunk_size` as transformers knows it, and the mask.
     """
     size = setting(model, options, "prefill_chunk_size")
     reason = _why_whole(model, options, size)
-    if size in (0, AUTO):
-        options["prefill_chunk_size"] = None
+    changes: dict[str, Any] = {"prefill_chunk_size": None} if size in (0, AUTO) else {}
     if size == 0 or reason is not None:
         if size == AUTO:
             tell(f"The prompt is read whole: {reason}")
-        return
+        return changes
     ids, sequences = options["input_ids"], return_sequences(model, options)
     if (mask := options.get("attention_mask")) is None:
         padding = setting(model, options, "pad_token_id")
         if padding is not None and bool((ids == padding).any()):
-            return  # transformers may take these for padding
+            return changes  # transformers may take these for padding
         mask = torch.ones_like(ids)
     # transformers repeats each row for its sequences in the same order
     reader = Reader(model, cache, ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0))
@@ -264,15 +265,15 @@ def read_prompt(
         if isinstance(known, str):
             if size == AUTO:
                 tell(f"The prompt is read whole: {known}")
-            return
+            return changes
         if (size := reader.largest_chunk(known, ask_always=size == AUTO)) is None:
-            return
+            return changes
         tell(
             f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take more "
             "memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
         )
-    options["prefill_chunk_size"], options["attention_mask"] = None, mask
     reader.read_in_chunks(size)
+    return {"prefill_chunk_size": None, "attention_mask": mask}
 
 
 def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -> str | None:

@@ -164,6 +164,7 @@ class RequestReader:
             raise ValueError("negative_prompt_ids is not allowed: it runs the model twice a step; use model.generate")
         _check_own_options(request)
         new_tokens = new_tokens_of(model, request.get("max_new_tokens"), request, len(ids))
+        request.pop("max_length", None)  # `new_tokens` has it
         base = copy.deepcopy(request.get("generation_config"))
         if base is not None:
             base.max_length = None
