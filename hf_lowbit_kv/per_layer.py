@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "value_transform": "none"}
 
 
-class Calibration(Protocol):
+class LayerTensors(Protocol):
     """What `parameters=` takes besides a mapping: an object that knows the tensors of each layer."""
 
     def for_layer(self, index: int) -> Mapping[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def _by_options(spec: LayerSpec, choice: Mapping[str, Any]) -> LayerSpec:
 
 
 def layer_parameters(
-    parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None, specs: Mapping[int, LayerSpec]
+    parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None, specs: Mapping[int, LayerSpec]
 ) -> dict[int, Mapping[str, torch.Tensor]]:
     """Tensors by full name of each layer of `specs`.
 

@@ -21,7 +21,7 @@ from ..backends import operations as ops
 from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
 from ..machine.model_fingerprint import fingerprint_of
-from ..per_layer import Calibration, PerLayer, check_layer, layer_parameters, layer_specs
+from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.readings import DIRECT, model_sides_of
@@ -162,7 +162,7 @@ class LowBitCache(Cache, PushToHubMixin):
         backend: str | None = None,
         dense_layers: Sequence[int] = (),
         per_layer: PerLayer | None = None,
-        parameters: Mapping[int, Mapping[str, torch.Tensor]] | Calibration | None = None,
+        parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None = None,
         preset: str | None = None,
         reading: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,

@@ -197,10 +197,10 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
     """What a spec asks for: full name, side, names in the file, and dtype."""
     for side, role in (("keys", "key"), ("values", "value")):
         transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
-        for parameter in transform.parameters(64, 1):
-            yield f"{role}_transform.{parameter.name}", side, (transform.name, parameter.name), parameter.dtype
-        for parameter in fmt.parameters(64, 1):
-            yield f"{role}_format.{parameter.name}", side, (transform.name, fmt.name, parameter.name), parameter.dtype
+        for name, dtype in transform.parameter_kinds:
+            yield f"{role}_transform.{name}", side, (transform.name, name), dtype
+        for name, dtype in fmt.parameter_kinds:
+            yield f"{role}_format.{name}", side, (transform.name, fmt.name, name), dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
@@ -210,9 +210,9 @@ def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
         for side, role in (("keys", "key"), ("values", "value")):
             transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
             for part, names in ((transform, ()), (fmt, (fmt.name,))):
-                wanted = part.parameters(64, 1) if part.weighed else ()
+                wanted = part.parameter_kinds if part.weighed else ()
                 names = ("layers", str(layer), side, transform.name, *names)
-                if any(".".join((*names, parameter.name)) not in counted for parameter in wanted):
+                if any(".".join((*names, name)) not in counted for name, _ in wanted):
                     return "calibrated without attention"
     return None
 

@@ -66,11 +66,15 @@ def _aligned(offset: int) -> int:
     return -(-offset // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
 
 
+#: a head_dim that every format takes: names and dtypes of parameters are asked for with it
+_ANY_HEAD_DIM = 64
+
+
 class Parametrized:
     """What formats and transforms have in common: read-only tensors per layer, none by default.
 
     A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its
-    inverse), it overrides `held` and `prepare` as well.
+    inverse), it overrides `record_parameters` and `prepare` as well.
     """
 
     #: whether its calibration counts tokens by the attention that they get
@@ -90,6 +94,16 @@ class Parametrized:
 
     # The methods below are the same for all subclasses.
 
+    @property
+    def parameter_kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """Name and dtype of everything that `parameters` lists. They do not depend on the layer's sizes."""
+        return tuple((parameter.name, parameter.dtype) for parameter in self.parameters(_ANY_HEAD_DIM, 1))
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it needs a calibration."""
+        return bool(self.parameter_kinds)
+
     def record_fields(self, head_dim: int) -> tuple[Field, ...]:
         """The tensors that are held, of one KV head, with their byte offsets in its record."""
         return place(
@@ -106,7 +120,7 @@ class Parametrized:
         """The record, uint8 `[H or 1, bytes]`, on `device`; `None` where there are no parameters.
 
         Args:
-            given: tensor by name, checked with `check`.
+            tensors: by name, checked with `check`.
             num_kv_heads: of the layer. local: which of them this process has (tensor parallelism).
         """
         if not (parameters := self.parameters(head_dim, num_kv_heads)):

@@ -301,15 +301,19 @@ class Chain(Transform):
         prepared: list[torch.Tensor] = []
         tensors = list(tensors)
         for stage in self.stages:
-            count = len(stage.parameters(64, 1))
+            count = len(stage.parameter_kinds)
             prepared += stage.prepare(tensors[:count])
             del tensors[:count]
         return prepared
 
+    @functools.cached_property
+    def _tensor_counts(self) -> tuple[int, ...]:
+        """Tensors of each stage in a record; as many at every head_dim."""
+        return tuple(len(stage.record_parameters(64, 1)) for stage in self.stages)
+
     def _with_tensors(self, tensors: Tensors) -> list[tuple[Transform, Tensors]]:
         pairs, first = [], 0
-        for stage in self.stages:
-            count = len(stage.record_parameters(64, 1))
+        for stage, count in zip(self.stages, self._tensor_counts, strict=True):
             pairs.append((stage, tensors[first : first + count]))
             first += count
         return pairs
