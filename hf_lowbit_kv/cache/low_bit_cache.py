@@ -24,7 +24,7 @@ from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
-from ..storage.readings import DIRECT, model_sides_of
+from ..storage.readings import DIRECT, ModelSide, StreamSizes, model_sides_of
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .implementation import warn_if_dense
@@ -93,6 +93,37 @@ def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> 
             f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
         )
     return next((candidate for candidate in (value, other) if candidate is not None), default)
+
+
+def packed_sides(
+    model_or_config: PreTrainedModel | PreTrainedConfig, config: PreTrainedConfig, layers: Sequence[Any]
+) -> dict[int, ModelSide]:
+    """The model's side of each layer that is packed. layers: those that transformers itself would make."""
+    special = model_sides_of(model_or_config, config)
+    packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
+    if not packed:
+        raise ValueError(
+            f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
+        )
+    return {index: special.get(index, DIRECT) for index in packed}
+
+
+def _stream_sizes(config: PreTrainedConfig, sides: Mapping[int, ModelSide]) -> dict[int, StreamSizes]:
+    """KV heads and widths of each layer's streams; they may differ between layers (Gemma 4)."""
+    return {index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()}
+
+
+def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:
+    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values. Makes no cache.
+
+    Raises:
+        ValueError: a model that a low-bit cache cannot serve.
+    """
+    if isinstance(model, torch.nn.Module):
+        model = unwrap(model)
+    config = text_config(model)
+    sides = packed_sides(model, config, own_layers(config, None))
+    return {index: tuple(size) for index, size in _stream_sizes(config, sides).items()}
 
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
@@ -179,19 +210,12 @@ class LowBitCache(Cache, PushToHubMixin):
         formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
-        special_sides = model_sides_of(model_or_config, config)
         layers = own_layers(config, max_cache_len)
-        packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
-        if not packed:
-            raise ValueError(
-                f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
-            )
-        model_sides = {index: special_sides.get(index, DIRECT) for index in packed}
+        model_sides = packed_sides(model_or_config, config, layers)
+        packed = list(model_sides)
         check_reading(reading, config, model_sides)
         specs = layer_specs(spec, per_layer, dense_layers, config, model_sides)
-        sizes = {
-            index: model_side.sizes(config.per_layer_config[index]) for index, model_side in model_sides.items()
-        }  # may differ (Gemma 4)
+        sizes = _stream_sizes(config, model_sides)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
         self.calibration_remark: str | None = None
         if parameters is None:

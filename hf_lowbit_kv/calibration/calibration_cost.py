@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gradients
-from .calibrate import Plan, plan_for
+from .calibrate import plan_for
+from .calibration_plan import CalibrationPlan
 from .calibration_windows import TOKENS, longest_window
 from .calibrators import Calibrator
 
@@ -66,7 +67,7 @@ def _seconds_of_pass(model: Any, tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def _work(model: Any, plan: Plan) -> tuple[float, float]:
+def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
     """Multiplications of a token with weights, and with each token before it."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
@@ -80,7 +81,7 @@ def _slower(linear: float, attention: float, length: int, probe: int) -> float:
     return (linear + attention * length / 2) / (linear + attention * probe / 2)
 
 
-def _kept(plan: Plan, tokens: int, dtype: torch.dtype) -> int:
+def _kept(plan: CalibrationPlan, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the pages that are kept for fitting."""
     kept = 0
     for size in plan.page_sizes:
@@ -98,7 +99,7 @@ def _backward(model: Any, window: int) -> int:
     return layers + 3 * window * config.vocab_size * 4
 
 
-def _fitting(plan: Plan, tokens: int, device: torch.device) -> float:
+def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
     """Seconds that fitting takes: that of the first layer's calibrators on random tokens, for each layer."""
     first = min(plan.sizes)
     seconds = 0.0

@@ -21,11 +21,6 @@ from .attention_weights import CHUNK, PageGrid, weights_of
 See = Callable[[int, int, tuple, Mapping[PageGrid, torch.Tensor]], None]
 
 
-def packed_sizes(model: Any) -> dict[int, Any]:
-    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values."""
-    return LowBitCache(model, "dense", "dense").packed_sizes
-
-
 class WindowCache(DynamicCache):
     """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_cache import LowBitCache, packed_sizes
 from ..cache.method_caches import from_preset
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
 from ..calibration.steps_shown import Report
-from ..calibration.window_reading import packed_sizes
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..eval.preset_search import Budget, Size

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..cache.low_bit_cache import packed_sizes
 from ..calibration.calibrate import calibrate as run
 from ..calibration.calibration_target import add_to_file, try_file, try_user_files
 from ..calibration.steps_shown import log_line
-from ..calibration.window_reading import packed_sizes
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model

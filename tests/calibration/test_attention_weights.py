@@ -11,6 +11,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
 from hf_lowbit_kv.calibration import window_reading
 from hf_lowbit_kv.calibration.attention_weights import PageGrid, received, token_weights
 from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator
@@ -105,7 +106,7 @@ def test_a_model_hands_on_what_its_layers_get(family, plain_attention_kept):
         model, [window], lambda number, layer, x, weights: found.update({layer: weights[grid]}), grids=[grid]
     )
     assert model.config._attn_implementation == before
-    assert set(found) == set(window_reading.packed_sizes(model))
+    assert set(found) == set(packed_sizes(model))
     model.set_attn_implementation("kept")
     with torch.no_grad():
         model(window[None], past_key_values=DynamicCache(config=model.config))

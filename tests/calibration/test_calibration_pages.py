@@ -9,9 +9,9 @@ import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
 from hf_lowbit_kv.calibration import gradients
 from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator
-from hf_lowbit_kv.calibration.window_reading import packed_sizes
 
 PAGE_SIZES = (32, 64, 256)
 TEXT = " ".join(str(3 + i * i * 7 % 147) for i in range(6000))

@@ -1,0 +1,262 @@
+"""What is calibrated together, which pages of the texts are kept for it, and how calibrators get to see them.
+
+A `CalibrationPlan` says what each layer needs. It chooses pages: a `Sampling`. `KeptPages` of both takes what the model reads,
+and gives the tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..formats import Format
+from ..storage.transforms import Transform
+from .attention_weights import PageGrid
+from .calibrators import Calibrator, calibrator_for
+
+SIDES = ("keys", "values")
+
+
+class Job(NamedTuple):
+    """What is calibrated together: a format, and the transform in front of it."""
+
+    side: str
+    transform: Transform
+    format: Format
+    #: tokens at the start of a text that are not stored so
+    skip: int
+    page_size: int
+
+    @property
+    def first(self) -> int:
+        """The first page of a window without such tokens."""
+        return -(-self.skip // self.page_size)
+
+    @property
+    def grid(self) -> PageGrid:
+        """The pages of a text, as a cache packs them."""
+        return PageGrid(self.skip, self.page_size)
+
+    @property
+    def parts(self) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """The stages of the transform, then the format; each with its key, which begins with its names in the file."""
+        stages = getattr(self.transform, "stages", (self.transform,))
+        for stage in stages:
+            yield (self.side, self.transform.name, stage.name), stage
+        yield (self.side, self.transform.name, self.format.name, self.format.name), self.format
+
+
+def jobs_of(spec: Any) -> Iterator[Job]:
+    """What has parameters, of a `LayerSpec`."""
+    pairs = (spec.key_transform, spec.key_format), (spec.value_transform, spec.value_format)
+    for side, (transform, fmt) in zip(SIDES, pairs, strict=True):
+        if transform.has_parameters or fmt.has_parameters:
+            yield Job(side, transform, fmt, spec.sink, spec.page_size)
+
+
+class SampledPages(NamedTuple):
+    """Pages of one size: those of each window, all of them, and in which order they were drawn."""
+
+    by_window: list[list[int]]
+    pages: list[int]
+    order: list[int]
+
+    def for_job(self, job: Job) -> list[int]:
+        """Places in `pages` of those that the job stores, in the order in which they were drawn."""
+        return [at for at in self.order if self.pages[at] >= job.first]
+
+
+class Sampling(NamedTuple):
+    """Which pages are kept of each window, by page size."""
+
+    by_size: Mapping[int, SampledPages]
+
+    def for_job(self, job: Job) -> list[int]:
+        return self.by_size[job.page_size].for_job(job)
+
+
+class CalibrationPlan:
+    """The calibrators of all layers."""
+
+    def __init__(self, jobs: Sequence[Job], sizes: dict[int, Any], per_head: bool | None):
+        self.jobs = list({(job.side, job.transform, job.format, job.page_size): job for job in jobs}.values())
+        self.page_sizes = sorted({job.page_size for job in self.jobs})
+        self.sizes, self.per_head = sizes, per_head
+        self.calibrators: dict[tuple[Any, ...], Calibrator] = {}
+        for layer, (heads, *dims) in sizes.items():
+            for job in self.jobs:
+                head_dim = dims[SIDES.index(job.side)]
+                for key, part in job.parts:
+                    if not part.has_parameters:
+                        continue
+                    options = head_dim, heads, per_head, job.page_size
+                    calibrator = self.calibrators.setdefault((layer, *key), calibrator_for(part, *options))
+                    if calibrator.page_size != job.page_size:
+                        raise ValueError(
+                            f"{part} of {job.side} is asked for with pages of {calibrator.page_size} and of {job.page_size} "
+                            "tokens, and a calibration holds one of them: make two"
+                        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window that suit all calibrators."""
+        return max((calibrator.length for calibrator in self.calibrators.values()), default=512)
+
+    @property
+    def gradient_sides(self) -> dict[int, list[int]]:
+        """By page size, the sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
+        wanted = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
+        sides = {
+            size: [number for number, side in enumerate(SIDES) if (size, side) in wanted] for size in self.page_sizes
+        }
+        return {size: numbers for size, numbers in sides.items() if numbers}
+
+    def weighed(self, length: int) -> list[PageGrid]:
+        """The pages for which windows of `length` tokens are weighed by attention, for calibrators that want it. Warns where
+        windows are too short for that."""
+        wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
+        grids: list[PageGrid] = []
+        for job in self.jobs:
+            if not any(key in wanted for key, _ in job.parts) or job.grid in grids:
+                continue
+            if (reason := job.grid.why_not(length)) is None:
+                grids.append(job.grid)
+            else:
+                warnings.warn(f"tokens are not weighed by the attention that they get: {reason}", stacklevel=3)
+        return grids
+
+    def choose(self, windows: int, length: int, seed: int) -> Sampling:
+        """Which pages of each window to keep: as many as the calibrators want, drawn at random, or all. Each calibrator gets
+        the first of them in the order in which they were drawn, whatever else is calibrated."""
+        by_size = {}
+        for size in self.page_sizes:
+            pages = length // size
+            wanted = max(each.pages for each in self.calibrators.values() if each.page_size == size)
+            # the first pages of a window may be left out
+            spare = 1 + windows * max(job.first for job in self.jobs if job.page_size == size)
+            order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))[: wanted + spare]
+            chosen = order.sort().values.tolist()
+            by_window = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
+            places = order.argsort().argsort().tolist()  # in `chosen`, which is the order in which pages are kept
+            by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], places)
+        return Sampling(by_size)
+
+    def check(self, sampling: Sampling, device: str) -> None:
+        """Raise what fitting would raise for want of packages or of tokens, before anything is read."""
+        for layer in self.sizes:
+            for job in self.jobs:
+                pages = len(sampling.for_job(job))
+                for key, part in job.parts:
+                    if (calibrator := self.calibrators.get((layer, *key))) is not None:
+                        with _named(layer, job, part):
+                            calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
+
+    def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
+        """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`, read in pages of this size."""
+        for calibrator, _, part_of in self.watching_gradients(layer, SIDES[side], gradients):
+            if calibrator.page_size == page_size:
+                calibrator.observe_gradients(part_of)
+
+    def watching_tokens(self, layer: int, side: str, x: torch.Tensor) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
+        """The calibrators of a layer that see tokens `x`, `[1, H, S, D]`, before anything is fitted, each once. With the job
+        that asks for it, and what it sees: the tokens behind the job's first, through the transforms in front of it."""
+        return self._watching(layer, side, x, lambda part, tokens: part.map(tokens, ()))
+
+    def watching_gradients(
+        self, layer: int, side: str, gradients: torch.Tensor
+    ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
+        """The same of gradients, which transforms map as they map queries."""
+        return self._watching(layer, side, gradients, lambda part, tokens: part.map_queries(tokens, ()))
+
+    def _watching(
+        self, layer: int, side: str, x: torch.Tensor, mapped: Callable[[Transform, torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
+        shown: set[Calibrator] = set()  # jobs may share a transform
+        for job in self.jobs:
+            if job.side != side:
+                continue
+            tokens = x[:, :, job.skip :]
+            for key, part in job.parts:
+                if (calibrator := self.calibrators.get((layer, *key))) is not None:
+                    if calibrator not in shown:
+                        yield calibrator, job, tokens
+                    shown.add(calibrator)
+                    break  # what stands behind it sees what it gives in `KeptPages.fit`
+                if isinstance(part, Transform):
+                    tokens = mapped(part, tokens.float())
+
+
+class KeptPages:
+    """The sampled pages of keys and values, and weights of their tokens, until they are fitted.
+
+    Args:
+        storage: where they are kept; `None`: where the model makes them.
+    """
+
+    def __init__(self, plan: CalibrationPlan, sampling: Sampling, storage: torch.device | None = None):
+        self.plan, self.sampling, self.storage = plan, sampling, storage
+        self._pages: dict[tuple[int, int, str], list[torch.Tensor]] = {}
+        self._weights: dict[tuple[PageGrid, int], list[torch.Tensor]] = {}  # [H, page_size] each
+
+    def see(self, window: int, layer: int, x: tuple, weights: Mapping[PageGrid, torch.Tensor]) -> None:
+        """Keys and values of a window `[1, H, S, D]`, and weights of their tokens `[H, S]`: calibrators observe them, and
+        sampled pages are kept."""
+        if layer not in self.plan.sizes:
+            return
+        for side, tokens in zip(SIDES, x, strict=True):
+            for size, sampled in self.sampling.by_size.items():
+                pages = [tokens[0, :, size * page : size * (page + 1)] for page in sampled.by_window[window]]
+                self._pages.setdefault((size, layer, side), []).extend(map(self._copied, pages))
+            for calibrator, job, part_of in self.plan.watching_tokens(layer, side, tokens):
+                seen = weights.get(job.grid) if side == "keys" and calibrator.attention else None
+                calibrator.observe(part_of, None if seen is None else seen[:, job.skip :])
+        for grid, of_tokens in weights.items():
+            size = grid.page_size
+            sampled = self.sampling.by_size[size]
+            pages = [of_tokens[:, size * page : size * (page + 1)] for page in sampled.by_window[window]]
+            self._weights.setdefault((grid, layer), []).extend(map(self._copied, pages))
+
+    def _copied(self, page: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy, where pages are kept."""
+        return torch.empty_like(page, device=self.storage, memory_format=torch.contiguous_format).copy_(page)
+
+    def fit(self, layer: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The tensors of a layer, by their names in the file, computed on the device. Its pages are forgotten."""
+        fitted = {}
+        for job in self.plan.jobs:
+            places = self.sampling.for_job(job)
+            pages = self._pages[job.page_size, layer, job.side]
+            x = torch.stack([pages[at] for at in places], 1).to(device).float()
+            of_pages = self._weights.get((job.grid, layer))
+            weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1).to(device)
+            for key, part in job.parts:
+                tensors: Sequence[torch.Tensor] = ()
+                if (calibrator := self.plan.calibrators.get((layer, *key))) is not None:
+                    with _named(layer, job, part):
+                        first = slice(calibrator.pages or None)
+                        seen = weights[:, first] if weights is not None and calibrator.attention else None
+                        tensors = calibrator.fit(x[:, first], seed, seen)
+                    for (name, _), tensor in zip(part.parameter_kinds, tensors, strict=True):
+                        fitted[".".join(("layers", str(layer), *key[:-1], name))] = tensor.cpu()
+                if isinstance(part, Transform):
+                    prepared = part.prepare([tensor.float().to(x.device) for tensor in tensors])
+                    x = part.map(x.flatten(1, 2)[None], prepared)[0].view(x.shape)
+        for size, side in itertools.product(self.plan.page_sizes, SIDES):
+            self._pages.pop((size, layer, side), None)
+        for grid in {job.grid for job in self.plan.jobs}:
+            self._weights.pop((grid, layer), None)
+        return fitted
+
+
+@contextmanager
+def _named(layer: int, job: Job, part: Any) -> Iterator[None]:
+    """A `ValueError` of a calibrator says whose it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {layer}, {job.side}, {part}: {error}") from error
