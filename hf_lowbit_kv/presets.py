@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .formats import parse_format
 from .formats.boosted import SCORES
@@ -14,8 +14,47 @@ from .storage.paged_store import LayerSpec
 from .storage.readings import parse_reading
 from .storage.transforms import parse_transform
 
+#: presets that are listed, in the order of the documentation; `get_preset` knows every name with suffixes besides
+PresetName = Literal[
+    "dense",
+    "kivi-2",
+    "kivi-4",
+    "kivi-4-sink",
+    "kivi-2-sink",
+    "kivi-2-hadamard",
+    "kivi-2-hadamard-sink",
+    "bitdecoding-kc-4",
+    "bitdecoding-kc-2",
+    "bitdecoding-kt-4",
+    "kv8",
+    "kv6",
+    "kv5",
+    "kv4",
+    "kv4-hadamard",
+    "k4v2",
+    "k2v4",
+    "k8v4",
+    "k4v2-sink",
+    "k2v4-sink",
+    "kitty",
+    "kitty-pro",
+    "kitty-hadamard",
+    "vecinfer-4",
+    "vecinfer-3",
+    "vecinfer-2",
+    "vecinfer-1.5",
+    "vecinfer-1.25",
+    "million-2",
+    "eigen-2",
+    "eigen-3",
+    "eigen-4",
+    "fp8",
+    "snapmla",
+    "mla",
+]
+
 #: what `generate` and `enable` take where no preset is named
-DEFAULT_PRESET = "kivi-4-sink"
+DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: of keys, in the presets of VecInfer: what was measured best (docs/dev/vecinfer.md); the paper's is "smooth+hadamard"
@@ -136,17 +175,8 @@ def _derive(name: str) -> Preset | None:
     return dataclasses.replace(preset, name=name)
 
 
-_NAMES = (
-    *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
-    *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
-    *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
-    *("kitty", "kitty-pro", "kitty-hadamard"),
-    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
-    *("eigen-2", "eigen-3", "eigen-4"),
-    *("fp8", "snapmla", "mla"),
-)
-#: what is listed; `get_preset` knows every name with suffixes besides
-PRESETS = {name: preset for name in _NAMES if (preset := _derive(name)) is not None}
+#: what is listed: those of `PresetName`, and registered ones
+PRESETS = {name: preset for name in get_args(PresetName) if (preset := _derive(name)) is not None}
 
 
 def register_preset(

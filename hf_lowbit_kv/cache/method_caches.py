@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..calibration_files.calibration_file import Calibration
 from ..formats import Affine, Boosted, Format, parse_format
 from ..formats.boosted import Score
-from ..presets import SINK_TOKENS, VECINFER_TRANSFORM, get_preset
+from ..presets import SINK_TOKENS, VECINFER_TRANSFORM, PresetName, get_preset
+from ..storage.transforms import Transform
+from .cache_options import (
+    IntCacheOptions,
+    LatentCacheOptions,
+    MethodCacheOptions,
+    PresetCacheOptions,
+    VecInferCacheOptions,
+)
 from .low_bit_cache import LowBitCache, one_of
 
 #: arguments of `from_preset` that change a format's parameters, and these
@@ -15,7 +27,11 @@ KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio"
 VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
 
 
-def from_preset(name: str, model_or_config, **overrides) -> LowBitCache:
+def from_preset(
+    name: PresetName | str,
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    **overrides: Unpack[PresetCacheOptions],
+) -> LowBitCache:
     """A cache by name, e.g. `from_preset("kivi-2", model, sink=32)`.
 
     Args:
@@ -75,15 +91,15 @@ class KIVICache(LowBitCache):
 
     def __init__(
         self,
-        model_or_config,
-        bits=None,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        bits: int | None = None,
         *,
-        nbits=None,
-        bits_k=None,
-        bits_v=None,
-        group_size=None,
-        sink=SINK_TOKENS,
-        **options,
+        nbits: int | None = None,
+        bits_k: int | None = None,
+        bits_v: int | None = None,
+        group_size: int | None = None,
+        sink: int | None = SINK_TOKENS,
+        **options: Unpack[MethodCacheOptions],
     ):
         bits = one_of("bits", bits, "nbits", nbits, default=4)
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
@@ -106,7 +122,15 @@ class KittyCache(LowBitCache):
     """
 
     def __init__(
-        self, model_or_config, boost=0.125, *, score: Score = "magnitude", bits_v=2, group_size=None, sink=32, **options
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        boost: float = 0.125,
+        *,
+        score: Score = "magnitude",
+        bits_v: int = 2,
+        group_size: int | None = None,
+        sink: int | None = 32,
+        **options: Unpack[MethodCacheOptions],
     ):
         keys, values = Boosted(boost, score), Affine(bits_v, "token", group_size)
         super().__init__(model_or_config, keys, values, sink=sink, **options)
@@ -124,7 +148,17 @@ class IntCache(LowBitCache):
         >>> cache = lb.IntCache(model, bits_k=8, bits_v=4)
     """
 
-    def __init__(self, model_or_config, bits=None, *, nbits=None, bits_k=None, bits_v=None, group_size=None, **options):
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        bits: int | None = None,
+        *,
+        nbits: int | None = None,
+        bits_k: int | None = None,
+        bits_v: int | None = None,
+        group_size: int | None = None,
+        **options: Unpack[IntCacheOptions],
+    ):
         bits = one_of("bits", bits, "nbits", nbits, default=8)
         bits_k, bits_v = (bits if b is None else b for b in (bits_k, bits_v))
         keys, values = Affine(bits_k, "token", group_size), Affine(bits_v, "token", group_size)
@@ -152,7 +186,14 @@ class MLAFP8Cache(LowBitCache):
         >>> tokens = deepseek.generate(torch.arange(8)[None], past_key_values=cache, max_new_tokens=2)
     """
 
-    def __init__(self, model, *, residual=None, residual_length=None, **options):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        residual: int | None = None,
+        residual_length: int | None = None,
+        **options: Unpack[LatentCacheOptions],
+    ):
         residual = one_of("residual", residual, "residual_length", residual_length, default=0)
         super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)
 
@@ -175,14 +216,21 @@ class VecInferCache(LowBitCache):
 
     def __init__(
         self,
-        model_or_config,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
         *,
-        calibration=None,
-        key_format="vq-d4b8",
-        value_format="vq-d4b8",
-        transform=VECINFER_TRANSFORM,
-        sink=32,
-        **options,
+        calibration: Calibration | str | Path | None = None,
+        key_format: str | Format = "vq-d4b8",
+        value_format: str | Format = "vq-d4b8",
+        transform: str | Transform | None = VECINFER_TRANSFORM,
+        sink: int | None = 32,
+        **options: Unpack[VecInferCacheOptions],
     ):
-        options = {"calibration": calibration, "transform": transform, "sink": sink, **options}
-        super().__init__(model_or_config, key_format, value_format, **options)
+        super().__init__(
+            model_or_config,
+            key_format,
+            value_format,
+            calibration=calibration,
+            transform=transform,
+            sink=sink,
+            **options,
+        )

@@ -13,7 +13,7 @@ import torch
 from ..cache.low_bit_cache import packed_sizes
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
-from ..presets import get_preset
+from ..presets import PresetName, get_preset
 from ..storage.paged_store import LayerSpec
 from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
@@ -27,7 +27,7 @@ def calibrate(
     model: Any,
     tokenizer: Any,
     texts: Sequence[str],
-    preset: str | LayerSpec | Sequence[str | LayerSpec] = "vecinfer-2",
+    preset: PresetName | str | LayerSpec | Sequence[PresetName | str | LayerSpec] = "vecinfer-2",
     *,
     samples: int | None = None,
     length: int | None = None,

@@ -7,18 +7,19 @@ import contextvars
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
 from ..machine.cache_argument import NAME, cache_in
-from ..presets import DEFAULT_PRESET
+from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
 from .call_options import check_fuse
 from .decoding_loop import decoding_with, late_stop_check
@@ -105,11 +106,11 @@ class Enabled:
 
 def enable(
     model: Any,
-    preset: str = DEFAULT_PRESET,
+    preset: PresetName | str = DEFAULT_PRESET,
     *,
     fuse: bool = True,
     prefixes: Prefixes | None = None,
-    **cache_options: Any,
+    **cache_options: Unpack[PresetOptions],
 ) -> Enabled:
     """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
 

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import torch
 
 from ..backends import choice
+from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import generates, unwrap
 from ..calibration_files.calibration_lookup import Borrowed
 from ..machine.cache_argument import as_argument
-from ..presets import DEFAULT_PRESET
+from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import Call, cache_of, options_of_cache, setting
@@ -34,14 +35,14 @@ from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 def generate(
     model: Any,
     inputs: torch.Tensor | Mapping[str, Any] | None = None,
-    preset: str | None = None,
+    preset: PresetName | str | None = None,
     max_new_tokens: int | None = None,
     *,
     step: Literal["recorded", "compiled", "eager"] | None = None,
     fuse: bool = True,
     past_key_values: LowBitCache | None = None,
     max_cache_len: int | None = None,
-    cache_options: Mapping[str, Any] | None = None,
+    cache_options: PresetOptions | Mapping[str, Any] | None = None,
     calibration: Any = None,
     prefixes: Prefixes | None = None,
     progress: bool = True,

@@ -19,7 +19,7 @@ from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
 from ..generation.generate import generate
 from ..machine.model_fingerprint import fingerprint_of
-from ..presets import DEFAULT_PRESET
+from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.layer_spec import check_count
 from .prefix_store import PrefixStore
 
@@ -76,7 +76,7 @@ class Chat:
         self,
         model: Any,
         tokenizer: Any,
-        preset: str = DEFAULT_PRESET,
+        preset: PresetName | str = DEFAULT_PRESET,
         *,
         system: str | None = None,
         max_length: int = 32768,

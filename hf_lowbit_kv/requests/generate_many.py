@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import tp_size, unwrap
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
+from ..presets import PresetName
 from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import USABLE, activation_bytes, free_memory, memory_in_bytes, pool_size
@@ -33,7 +35,7 @@ CHUNK_SIZE = 2048
 def generate_many(
     model: Any,
     requests: Iterable[Any],
-    preset: str | None = None,
+    preset: PresetName | str | None = None,
     *,
     tokenizer: Any = None,
     memory: int | str | None = None,
@@ -44,7 +46,7 @@ def generate_many(
     as_completed: bool = False,
     progress: bool = True,
     calibration: Any = None,
-    cache_options: Mapping[str, Any] | None = None,
+    cache_options: PresetOptions | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Answer many requests at once. When a request ends, the next one takes its place at the next step.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import get_args
+
 import pytest
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends.choice import BACKENDS
+from hf_lowbit_kv.cache import cache_options
+from hf_lowbit_kv.cache.method_caches import KEY_PARAMETERS, VALUE_PARAMETERS
+from hf_lowbit_kv.presets import PRESETS, PresetName
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +51,35 @@ def test_nbits(make, default, model):
 def test_a_format_without_bits(model):
     with pytest.raises(ValueError, match="is not allowed: key_format 'dense'"):
         lb.from_preset("dense", model, nbits=2)
+
+
+# ---- what editors are told --------------------------------------------------------------------------------------------
+
+
+def test_names_that_editors_offer():
+    assert list(get_args(PresetName)) == [name for name in PRESETS if name in get_args(PresetName)]
+    assert set(get_args(cache_options.BackendName)) == set(BACKENDS)
+
+
+def test_typed_options_are_those_of_the_signature():
+    """`from_preset` takes what `LowBitCache` takes, and the parameters of formats. What a preset decides is not offered."""
+    parameters = set(inspect.signature(lb.LowBitCache).parameters) - {"model_or_config", "preset", "reading"}
+    of_formats = {*KEY_PARAMETERS, *VALUE_PARAMETERS, "nbits"}
+    assert cache_options.PresetCacheOptions.__optional_keys__ == parameters | of_formats
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (lb.KIVICache, cache_options.MethodCacheOptions),
+        (lb.KittyCache, cache_options.MethodCacheOptions),
+        (lb.IntCache, cache_options.IntCacheOptions),
+        (lb.VecInferCache, cache_options.VecInferCacheOptions),
+        (lb.MLAFP8Cache, cache_options.LatentCacheOptions),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_typed_options_of_methods(cls, options):
+    """They are options of `LowBitCache` that the method does not name itself."""
+    own = set(inspect.signature(cls).parameters)
+    assert options.__optional_keys__ <= set(inspect.signature(lb.LowBitCache).parameters) - own

@@ -1,0 +1,91 @@
+"""Types of a cache's options, for editors and type checkers. `LowBitCache` says what each option means.
+
+Nothing depends on them when code runs: a name that does not exist raises `TypeError`, as in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import torch
+
+from ..calibration_files.calibration_file import Calibration
+from ..formats import Format
+from ..formats.boosted import Score
+from ..per_layer import LayerTensors, PerLayer
+from ..storage.transforms import Transform
+
+#: names of `backends.choice.BACKENDS`
+BackendName = Literal["torch", "cpu", "triton", "cuda"]
+
+
+class LayerOptions(TypedDict, total=False):
+    """What every cache takes, whatever it stores, but for its length."""
+
+    page_size: int
+    value_transform: str | Transform | None
+    backend: BackendName | None
+    dense_layers: Sequence[int]
+    per_layer: PerLayer | None
+    parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None
+
+
+class WindowOptions(LayerOptions, total=False):
+    """And how many of the newest tokens stay in the model's dtype; transformers calls that `residual_length`."""
+
+    residual: int | None
+    residual_length: int | None
+
+
+class CalibratedOptions(WindowOptions, total=False):
+    """And how keys are mapped before they are stored."""
+
+    transform: str | Transform | None
+    calibration: Calibration | str | Path | None
+
+
+class PresetOptions(CalibratedOptions, total=False):
+    """What changes a preset. transformers calls `bits_k` and `bits_v` together `nbits`."""
+
+    sink: int | None
+    key_format: str | Format
+    value_format: str | Format
+    bits_k: int
+    bits_v: int
+    nbits: int
+    group_size: int | None
+    boost: float
+    score: Score
+
+
+class PresetCacheOptions(PresetOptions, total=False):
+    """Of `from_preset`."""
+
+    max_cache_len: int | None
+
+
+class LatentCacheOptions(LayerOptions, total=False):
+    """Of `MLAFP8Cache`."""
+
+    sink: int | None
+    max_cache_len: int | None
+
+
+class MethodCacheOptions(CalibratedOptions, total=False):
+    """Of `KIVICache` and `KittyCache`."""
+
+    max_cache_len: int | None
+
+
+class IntCacheOptions(MethodCacheOptions, total=False):
+    """Of `IntCache`."""
+
+    sink: int | None
+
+
+class VecInferCacheOptions(WindowOptions, total=False):
+    """Of `VecInferCache`."""
+
+    max_cache_len: int | None
