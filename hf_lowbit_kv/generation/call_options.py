@@ -15,8 +15,6 @@ from ..storage.layer_spec import check_count
 
 #: how a decoding step may run
 STEPS = ("recorded", "compiled", "eager")
-
-
 #: names under which a prompt may stand among the options
 PROMPTS = ("input_ids", "inputs_embeds")
 
@@ -53,15 +51,14 @@ class Call:
     ) -> Call:
         """From the arguments of `generate`. Raises for what cannot run on a preallocated cache."""
         prompt = prompt_of(inputs, options)
-        options = {name: value for name, value in options.items() if name not in PROMPTS}
         step = which_step(model, step, options)
         check_fuse(fuse)
         check_options(model, options)
         rows, tokens = prompt_shape(prompt)
-        new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)
-        options.pop("max_length", None)  # `new_tokens` has it
+        new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # `max_length` is in it
         rows *= return_sequences(model, options)
-        return cls(model, MappingProxyType(prompt), rows, tokens, new_tokens, step, fuse, MappingProxyType(options))
+        others = {name: value for name, value in options.items() if name not in (*PROMPTS, "max_length")}
+        return cls(model, MappingProxyType(prompt), rows, tokens, new_tokens, step, fuse, MappingProxyType(others))
 
     @property
     def length(self) -> int:
