@@ -246,7 +246,7 @@ def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitC
         ValueError: an unknown preset, or something else behind it than sink and residual.
     """
     preset, *changes = name.split(",")
-    window = {}
+    window: dict[str, Any] = {}
     for change in changes:
         if (match := re.fullmatch(r"(sink|residual)=(\d+)", change)) is None:
             raise ValueError(

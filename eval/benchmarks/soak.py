@@ -208,7 +208,7 @@ class Soak:
     def use_a_cache(self, preset: str, number: int) -> None:
         """A cache through all that may be done with one; every other one is preallocated."""
         model, ids = self.model(preset), self.prompt(self.tokens + 64)
-        room = {"max_cache_len": self.tokens + 128} if number % 2 else {}
+        room: dict[str, Any] = {"max_cache_len": self.tokens + 128} if number % 2 else {}
         cache = lb.from_preset(preset, model, **self.options[preset], **room)
         self.caches += 1
         model(ids[:, : self.tokens], **as_argument(cache))

@@ -26,7 +26,7 @@ class LayerOptions(TypedDict, total=False):
 
     page_size: int
     value_transform: str | Transform | None
-    backend: BackendName | None
+    backend: BackendName | str | None
     dense_layers: Sequence[int]
     per_layer: PerLayer | None
     parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None

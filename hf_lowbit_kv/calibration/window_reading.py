@@ -58,8 +58,8 @@ def read_windows(
             with selected(model):
                 model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
         else:
-            cache = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
-            model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
+            handing_on = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
+            model(ids, **as_argument(handing_on), use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)
 
