@@ -104,8 +104,8 @@ def generate(
     """
     inner, cache = unwrap(model), options.pop("cache", None)
     past_key_values = cache_of(past_key_values, cache)
-    call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     check_prefixes(prefixes)
+    call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     check_chunk_size(setting(inner, call.options, "prefill_chunk_size"))
     cache_options = options_of_cache(cache_options, calibration)
     check_count("max_cache_len", max_cache_len, optional=True)
