@@ -1,1 +1,1 @@
-"""What fits: memory of weights, cache and reading for any configuration, without weights."""
+"""What fits into memory: bytes of weights, cache and reading, for any configuration and without weights."""

@@ -1,6 +1,7 @@
-"""Bytes of a cache of any length and number of rows, and of reading a prompt, from a model's shape alone.
+"""Bytes of a cache of any length and number of rows, and of reading a prompt, from a model's shape only.
 
-Caches and layers are made on the meta device, and their tensors' bytes are summed: what is counted is what is allocated.
+Caches and layers are made on the meta device, and the bytes of their tensors are summed. So the count is exactly what
+is allocated.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from ..storage.readings import DIRECT
 from ..triton_kernels.config import BUFFER_BYTES
 from .model_shapes import Shape
 
-#: tokens of a prompt that are read at once
+#: tokens of a prompt that are read at a time
 CHUNK = 2048
 META = torch.device("meta")
 
 
 class CacheMemory:
-    """Counts the layers of a cache, those of one kind together.
+    """Counts the bytes of a cache. Layers of one kind are counted together.
 
     Args:
-        shape: of the model. layers: the layers' own caches, by index.
+        shape: the model's shape. layers: the layers' own caches, by index.
     """
 
     #: whether the cache needs a calibration of the model
     calibrated = False
-    #: of layers with full attention: KV heads and widths of the two streams, as far as the configuration tells
+    #: for layers with full attention: KV heads and widths of the two streams, as far as the configuration says
     packed_sizes: dict[int, tuple[int | None, ...]]
 
     def __init__(self, shape: Shape, layers: Iterable[Any]):
@@ -59,11 +60,11 @@ class CacheMemory:
         return sum(count * self._counters[kind](tokens, rows) for kind, count in self._kinds.items())
 
     def _kind(self, index: int, layer: Any) -> tuple[Any, ...]:
-        """What tells layers that take equally many bytes from others."""
+        """A key that is equal for layers that take equally many bytes."""
         raise NotImplementedError
 
     def _counter(self, kind: tuple[Any, ...], index: int) -> Callable[[int, int], int]:
-        """Bytes of such a layer, by tokens and rows. The state of a recurrent one does not grow."""
+        """Bytes of such a layer, by tokens and rows. The state of a recurrent layer does not grow."""
         if kind[0] is RECURRENT:
             return lambda tokens, rows: rows * kind[1]
         return lambda tokens, rows: self._nbytes(index, tokens, rows)
@@ -101,7 +102,7 @@ class FullMemory(CacheMemory):
     def _nbytes(self, index, tokens, rows):
         heads, first, second = self._widths(index)
         window = getattr(self.layers[index], "sliding_window", None)
-        kept = tokens if window is None else min(tokens, window - 1)  # the newest token is attended to where it arrives
+        kept = tokens if window is None else min(tokens, window - 1)  # the newest one is not stored
         return rows * heads * kept * (first + second) * self.shape.dtype.itemsize
 
 
@@ -143,7 +144,7 @@ class PresetMemory(CacheMemory):
 
 
 class _Placeholders:
-    """Parameters of the right sizes without values: what a calibration of the model would hold for a layer."""
+    """Parameters with the right sizes and without values, like those of a calibration of the model."""
 
     def __init__(self, spec: LayerSpec, sizes: Mapping[int, tuple[Any, ...]]):
         self.spec, self.sizes = spec, sizes
@@ -164,7 +165,8 @@ def _shared(part: Any, width: int, heads: int) -> bool:
 
 
 def _plain(shape: Shape) -> LowBitCache:
-    """A cache in the model's dtype, for the sizes of what is packed. Raises `ValueError` where no cache serves the model."""
+    """A cache in the model's dtype, which shows the sizes of the packed layers. Raises `ValueError` if no cache serves
+    the model."""
     try:
         return from_preset("dense", shape.model)
     except ValueError:
@@ -176,7 +178,7 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _recurrent_bytes(shape: Shape) -> dict[int, int]:
-    """Bytes of a row's state by layer: two tokens are read on the meta device."""
+    """Bytes of a row's state, by layer. Two tokens are read on the meta device to find them."""
     cache = DynamicCache(config=shape.config)
     shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take bfloat16 alone
     with torch.no_grad():
@@ -185,12 +187,12 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
 
 
 def chunk_bytes(shape: Shape, packed: bool) -> int:
-    """Bytes at work at once while a chunk of `CHUNK` tokens is read: the MLP's activations, or, behind packed tokens, the
-    buffer that attention unpacks into with its own inputs and outputs, whichever is more.
+    """Peak of temporary bytes while a chunk of `CHUNK` tokens is read. It is the larger of two: the MLP's activations;
+    or, behind packed tokens, the buffer that attention unpacks into, with attention's inputs and outputs.
 
-    Counted as transformers' code allocates them: of the MLP the activated gate, the other half and their product, and four
-    times the hidden states (residual, norm, and what goes in and out). An 8B shape took 120 kB a token on an H200, and this
-    says 119.
+    They are counted as transformers' code allocates them. For the MLP that is the activated gate, the other half and
+    their product, and four times the hidden states (residual, norm, input and output). An 8B shape took 120 kB for each
+    token on an H200; this function says 119.
     """
     config = shape.config
     hidden, itemsize = config.hidden_size, shape.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Does it fit? Bytes of weights, cache and reading for every preset, from a configuration alone.
+"""Does it fit? Bytes of weights, cache and reading for every preset, from a configuration only.
 
-Nothing here is a second way of counting: the model and its cache are made on the meta device, where tensors have sizes and no
-memory, and their bytes are summed. GB are 10^9 bytes.
+The model and its cache are made on the meta device, where tensors have sizes but no memory, and their bytes are summed.
+So there is no second way of counting. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .model_shapes import WEIGHT_KINDS, Shape, shape_of, weight_bytes
 
 #: bytes for CUDA's own context, loaded kernels and recorded graphs
 CUDA_BYTES = 10**9
-#: what a row of the table is called that is not a preset
+#: name of the table's row that is not a preset
 FULL = "16-bit"
 GB = 10**9
 
@@ -36,11 +36,11 @@ class Fit:
 
     Attributes:
         preset: name, or "16-bit" for transformers' own growing cache.
-        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one chunk, and
-            of CUDA with recorded steps.
-        memory: bytes that there are.
-        longest_context: tokens of a row that would fit, with this number of rows; 0: none does.
-        most_rows: rows of this context that would fit.
+        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one
+            chunk, and of CUDA with recorded steps.
+        memory: available bytes.
+        longest_context: largest number of tokens of a row that fits, with this number of rows; 0: none fits.
+        most_rows: largest number of rows with this context that fits.
         calibrated: whether the preset needs a calibration of the model.
     """
 
@@ -67,11 +67,11 @@ class Fit:
 
 
 class FitTable(Sequence[Fit]):
-    """One `Fit` a cache, the 16-bit one first. Prints as a table.
+    """One `Fit` for each cache, the 16-bit cache first. Prints as a table.
 
     Attributes:
-        name: of the model. context: tokens of a row. rows: number of rows. positions: tokens that the model was made for, or
-        `None` where its configuration does not say.
+        name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
+            made for, or `None` if its configuration does not say.
     """
 
     def __init__(self, rows_of_table: Sequence[Fit], name: str, context: int, rows: int, positions: int | None):
@@ -93,7 +93,7 @@ class FitTable(Sequence[Fit]):
 
     @property
     def notes(self) -> list[str]:
-        """What to know beside the figures."""
+        """Notes below the table."""
         notes = ["longest: tokens of a row that would fit; rows: so many rows of this length would fit"]
         if any(fit.calibrated for fit in self):
             notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
@@ -162,22 +162,23 @@ def fits(
     presets: Sequence[str] | None = None,
     report: Callable[[str, int, int], None] | None = None,
 ) -> FitTable:
-    """What a model and its cache take on a GPU, for every preset.
+    """The memory that a model and its cache take on a GPU, for every preset.
 
     Args:
-        model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work offline.
+        model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work
+        offline.
         context: tokens of a row.
-        memory: of the GPU, in bytes or as `"24GB"`.
-        rows: sequences at once.
+        memory: memory of the GPU, in bytes or as `"24GB"`.
+        rows: number of sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
         presets: names; `None`: all that serve the model.
-        report: called for each preset with its name, how many are done, and how many there are.
+        report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
-        ValueError: a number, name or size out of range, or a model that no cache serves.
+        ValueError: a number, name or size is out of range, or no cache serves the model.
 
-    Chunk: activations of 2048 tokens, or what attention unpacks into, whichever is more. Sliding and recurrent layers are
-    counted as transformers allocates them.
+    Chunk: activations of 2048 tokens, or the buffer that attention unpacks into, whichever is larger. Sliding and
+    recurrent layers are counted as transformers allocates them.
 
     Example:
         >>> table = lb.fits("Qwen/Qwen3-8B", context=65536, memory="24GB", presets=["kivi-4-sink"])
@@ -223,7 +224,7 @@ def _weights(shape: Shape, weights: str | None) -> int:
 def _preset_memory(
     shape: Shape, presets: Sequence[str] | None, report: Callable[[str, int, int], None] | None
 ) -> dict[str, PresetMemory]:
-    """What counts the caches of these presets; without names, of all that serve the model."""
+    """The counters of the caches of these presets; without names, of all presets that serve the model."""
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
     names = preset_names() if presets is None else presets
     for done, name in enumerate(names):
@@ -242,7 +243,7 @@ def _preset_memory(
 
 
 def largest_fitting(fitting: Callable[[int], bool], most: int = 2**31) -> int:
-    """The largest number up to `most` that fits, where every smaller one does too; 0: none."""
+    """The largest number up to `most` that fits; 0: none. Every smaller number must fit too."""
     low, high = 0, 1
     while high < most and fitting(high):
         low, high = high, 2 * high

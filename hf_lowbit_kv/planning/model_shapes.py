@@ -1,6 +1,7 @@
 """A model's shape without its weights: from a bundled configuration, a folder, the hub, or a configuration object.
 
-`bundled/known_models.json` holds what decides the sizes of well-known models, so that their names work offline.
+`bundled/known_models.json` has the fields that determine the sizes of well-known models, so that their names work
+offline.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BUNDLED = Path(__file__).resolve().parent.parent / "bundled" / "known_models.jso
 
 
 class WeightKind(NamedTuple):
-    """How many bits a weight takes. Embeddings, norms and biases stay in 16 bits unless all is of one type."""
+    """How many bits a weight takes. Embeddings, norms and biases stay in 16 bits unless all weights have one type."""
 
     bits: float
     """of the weights it applies to"""
@@ -30,9 +31,9 @@ class WeightKind(NamedTuple):
     """embeddings, norms and biases too"""
 
 
-#: what `weights=` takes. Integers: a 16-bit scale per output channel (int8), or a 16-bit scale and a 16-bit zero point for each
-#: 128 weights (int4: GPTQ, AWQ and torchao with groups of 128). fp8: a float32 scale for each 128 x 128 weights. mxfp4: 8 bits
-#: for each 32 weights, of the experts alone.
+#: values of `weights=`. int8 has a 16-bit scale for each output channel. int4 has a 16-bit scale and a 16-bit zero
+#: point for each 128 weights (GPTQ, AWQ and torchao with groups of 128). fp8 has a float32 scale for each 128 x 128
+#: weights. mxfp4 has 8 more bits for each 32 weights, and only experts are quantized.
 WEIGHT_KINDS = {
     "float32": WeightKind(32, everything=True),
     "bfloat16": WeightKind(16, everything=True),
@@ -42,7 +43,7 @@ WEIGHT_KINDS = {
     "int4": WeightKind(4 + 32 / 128),
     "mxfp4": WeightKind(4 + 8 / 32, only_experts=True),
 }
-#: what a configuration's `quantization_config` calls them: method and bits -> name here
+#: `quantization_config` of a configuration, as (method, bits) -> name here
 QUANTIZED = {
     ("gptq", 4): "int4",
     ("awq", 4): "int4",
@@ -64,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What attention computes in, and a 16-bit cache stores."""
+        """The dtype in which attention computes, and which a 16-bit cache stores."""
         return self.model.dtype
 
 
@@ -81,7 +82,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
 
     Raises:
-        ValueError: the configuration's quantization is not known here, or no causal language model has that configuration.
+        ValueError: the configuration's quantization is not known here, or no causal language model has that
+        configuration.
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None
@@ -103,7 +105,7 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
 
 
 def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> str:
-    """How the weights are stored, as the configuration says; of a model that is loaded in full, its dtype."""
+    """How the weights are stored according to the configuration; for a model that is not quantized, its dtype."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -119,7 +121,7 @@ def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None
 
 
 def weight_bytes(shape: Shape, kind: str) -> int:
-    """Bytes of all parameters, where they are stored as `kind` says (a name of `WEIGHT_KINDS`)."""
+    """Bytes of all parameters if they are stored as `kind` says (a name of `WEIGHT_KINDS`)."""
     weights = WEIGHT_KINDS[kind]
     bits = 0.0
     for parameter, quantizable, expert in _parameters(shape.model):
@@ -131,7 +133,8 @@ def weight_bytes(shape: Shape, kind: str) -> int:
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, bool, bool]]:
-    """Each parameter once, whether it is quantized where a model's linear layers are, and whether it belongs to experts."""
+    """Each parameter once, whether it is quantized where a model's linear layers are, and whether it belongs to
+    experts."""
     head = model.get_output_embeddings()
     linear = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head

@@ -1,1 +1,1 @@
-"""Prompts kept: prefixes that calls share, and conversations."""
+"""Kept prompts: prefixes that calls share, and conversations."""

@@ -34,7 +34,7 @@ _OWN = (
     "max_cache_len",
     "num_return_sequences",
 )
-#: for ends of turns of models that cannot crop
+#: how many ends of turns are kept for models that cannot crop
 _ENDS = "4GB"
 
 
@@ -46,24 +46,24 @@ class Chat:
         for piece in chat.stream("And who reads it?"):
             print(piece, end="")
 
-    Before a turn the cache is cropped to what it has in common with the text of the messages. So messages may be edited, and
-    templates may rewrite earlier turns. Models with recurrent or sliding layers cannot crop: they go back to the end of an
-    earlier turn, or read the text anew and warn.
+    Before a turn the cache is cropped to the prefix that it shares with the text of the messages. So messages may be
+    edited, and templates may rewrite earlier turns. Models with recurrent or sliding layers cannot crop. They return to
+    the end of an earlier turn, or read the text again and warn.
 
     Args:
         model: as for `lb.generate`. tokenizer: one with a chat template.
         preset: see `preset_names`.
-        system: first message, or `None`.
-        max_length: tokens of the whole conversation, for which memory is allocated at the first turn.
+        system: the system message, or `None`.
+        max_length: largest number of tokens of the whole conversation; memory for them is allocated at the first turn.
         chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
-        **options: for `lb.generate`: `max_new_tokens` (default: what is left), `do_sample`, `step`, ...; `cache_options` and
-            `calibration` are for the cache.
+        **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
+            `cache_options` and `calibration` are for the cache.
 
     Attributes:
         messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
 
     Raises:
-        ValueError: an unknown preset, an option that a chat sets itself, or a tokenizer without a chat template.
+        ValueError: the preset is unknown, a chat sets the option itself, or the tokenizer has no chat template.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -97,15 +97,15 @@ class Chat:
         if (calibration := options.pop("calibration", None)) is not None:
             cache_options["calibration"] = calibration
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
-        self._ends = PrefixStore(_ENDS)  # ends of turns, of models that cannot crop
+        self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> str:
-        """Say something; the answer. Ctrl-C keeps what was written of it as the turn, and is raised.
+        """Send a message and return the answer. Ctrl-C keeps the partial answer as the turn, and is raised.
 
         Raises:
-            ValueError: the conversation has no room left; nothing was read.
+            ValueError: the conversation has no room left. Nothing was read.
         """
         ids = self._ids(text)
         seen = _Seen()
@@ -116,8 +116,8 @@ class Chat:
         return answer
 
     def stream(self, text: str) -> Iterator[str]:
-        """Say something; the answer in pieces, as they are written. Whoever leaves the loop keeps what was written as the turn.
-        Raises as `send`, when the first piece is asked for."""
+        """Send a message and yield the answer piece by piece. Leaving the loop keeps the partial answer as the turn.
+        Raises like `send`, when the first piece is requested."""
         ids = self._ids(text)
         seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
         pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -141,10 +141,10 @@ class Chat:
             raise failed[0]
 
     def undo(self) -> None:
-        """Take back the last thing that was said, and its answer.
+        """Remove the last message of the user, and its answer.
 
         Raises:
-            ValueError: nothing was said.
+            ValueError: there is no message.
         """
         said = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not said:
@@ -189,7 +189,7 @@ class Chat:
         )
 
     def _finish(self, text: str, ids: torch.Tensor, written: list[int]) -> str:
-        """Note what the cache holds, and the turn, if anything was written."""
+        """Record which tokens the cache holds, and add the turn if anything was written."""
         whole = torch.cat([ids, torch.tensor([written], dtype=ids.dtype, device=ids.device)], dim=1)
         stored = int(self.cache.packed_layers[0].get_seq_length())
         try:
@@ -197,7 +197,7 @@ class Chat:
             if stored > whole.shape[1] or stored == 0:
                 raise RuntimeError("it holds another text")
             self.cache.text = whole[:, :stored]
-        except RuntimeError:  # interrupted in the middle of a step: the next turn reads the text anew
+        except RuntimeError:  # interrupted in the middle of a step: the next turn reads the text again
             self.cache.reset()
             stored = 0
         if stored and not self._crops:
@@ -214,7 +214,7 @@ class Chat:
         return all(isinstance(layer, LowBitLayer) for layer in self.cache.layers)
 
     def _align(self, ids: torch.Tensor) -> None:
-        """Let the cache hold nothing but the beginning of this text, as much of it as there is."""
+        """Crop the cache to the longest prefix of this text that it holds."""
         stored = int(self.cache.packed_layers[0].get_seq_length())
         if stored == 0:
             return
@@ -241,10 +241,10 @@ class Chat:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write the conversation and its cache, in place of what was there. `load` goes on with it.
+        """Write the conversation and its cache, replacing an earlier one. `load` continues it.
 
         Raises:
-            TypeError: an option that cannot be written, such as a logits processor.
+            TypeError: an option cannot be written, such as a logits processor.
         """
         said = {
             "messages": self.messages,
@@ -257,10 +257,10 @@ class Chat:
 
     @classmethod
     def load(cls, folder: str | Path, model: Any, tokenizer: Any, **options: Any) -> Chat:
-        """The conversation that `save` wrote. options: in place of those that were saved.
+        """The conversation that `save` wrote. options: override the saved ones.
 
         Raises:
-            ValueError: no chat, or as `LowBitCache.from_pretrained`.
+            ValueError: the folder holds no chat, or as for `LowBitCache.from_pretrained`.
         """
         path = saved_cache.find(folder, None, None)
         said = saved_cache.read_description(path)["more"].get("chat")
@@ -286,7 +286,7 @@ class Chat:
 
 
 class _Seen(BaseStreamer):
-    """Notes the ids that are written, and passes them on."""
+    """Collects the ids that are written, and passes them on."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

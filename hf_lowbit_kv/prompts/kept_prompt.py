@@ -1,4 +1,4 @@
-"""One text that the prefix store keeps: its pages, which texts that begin alike share, and its window."""
+"""One text that the prefix store keeps: its window, and its pages, which texts with the same beginning share."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Segment:
         self._hold_pages()
 
     def _hold_pages(self) -> None:
-        # before any cache uses them, so that none takes a page of them for free
+        # this comes before any cache uses them, so that no cache takes one of the pages as free
         self._holding = Holding()
         for block in self.pages.values():
             self._holding.use(block)
 
     @property
     def count(self) -> int:
-        """Pages of a layer, at most: with an open page layers may differ by one."""
+        """Largest number of pages of a layer: with an open page, layers may differ by one."""
         return max(map(len, self.pages.values()), default=0)
 
     @property
@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass
 class LayerOfPrompt:
-    """Of one packed layer of one row."""
+    """The window of one packed layer, for one row."""
 
     spec: LayerSpec
     sizes: tuple[int, tuple[int, int], torch.dtype]
@@ -58,11 +58,12 @@ class LayerOfPrompt:
 
 @dataclass(eq=False)
 class KeptPrompt:
-    """A text and what a cache holds of it.
+    """A text, and the contents of a cache that has read it.
 
     Attributes:
-        seed: of the model and of the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: with how many of their pages are this text's, in order. own: transformers' own layers, of one row.
+        seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
+        segments: pages in order; for each segment, how many of its pages belong to this text. own: transformers' own
+        layers, one row.
     """
 
     seed: str
@@ -83,19 +84,19 @@ class KeptPrompt:
 
     @property
     def paged_end(self) -> int:
-        """Tokens up to the end of the pages, of the layer where that is furthest: behind it, all tokens are in tails."""
+        """Tokens up to the end of the pages, in the layer where that is furthest. All later tokens are in tails."""
         return max(layer.spec.sink + layer.paged for layer in self.layers.values())
 
     def matches(self, ids: torch.Tensor) -> int:
-        """How many tokens this text and `ids` `[n]` begin with in common."""
+        """Length of the common prefix of this text and `ids` `[n]`."""
         count = min(len(self.ids), len(ids))
         differ = (self.ids[:count] != ids[:count]).nonzero()
         return int(differ[0, 0]) if len(differ) else count
 
 
 def usable(prompt: KeptPrompt, match: int) -> int:
-    """Tokens of a match that pages alone give back: whole pages, `residual` tokens before its end. 0 where layers' pages
-    do not end at the same tokens, or transformers' own layers need the exact end."""
+    """How many tokens of a match can be restored from pages only: whole pages, `residual` tokens before the end of the
+    match. 0 if the layers' pages do not end at the same tokens, or if transformers' own layers need the exact end."""
     specs = [layer.spec for layer in prompt.layers.values()]
     if prompt.own_layers or len({(spec.sink, spec.page_size) for spec in specs}) != 1:
         return 0
@@ -106,7 +107,8 @@ def usable(prompt: KeptPrompt, match: int) -> int:
 
 
 def pages_in_common(prompt: KeptPrompt, match: int, cache: Any, row: int) -> int:
-    """Full pages that a stored text and a cache's row have in common, where `match` tokens are. 0 where layers differ."""
+    """Number of full pages that a stored text and a cache's row share, if they share `match` tokens. 0 if layers
+    differ."""
     specs = [layer.spec for layer in prompt.layers.values()]
     if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
         return 0
@@ -120,7 +122,7 @@ def pages_in_common(prompt: KeptPrompt, match: int, cache: Any, row: int) -> int
 def take_prompt(
     cache: Any, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any], shared: Sequence[tuple[Segment, int]]
 ) -> KeptPrompt:
-    """What a cache holds of a row, in memory of its own but for pages that stand in `shared` already."""
+    """Copy the contents of a cache's row, except for pages that are in `shared` already."""
     first = sum(count for _, count in shared)
     layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
     own_layers = dict[int, OwnContents]()
@@ -146,7 +148,7 @@ def take_prompt(
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheContents:
-    """What a cache of these rows is to hold: `tokens` of each from pages alone, or (`None`) all of each."""
+    """The contents for a cache with these rows: `tokens` tokens of each, from pages only; or (`None`) all tokens."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
     own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
     return CacheContents(layers, own_layers, None)

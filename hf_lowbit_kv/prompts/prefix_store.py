@@ -1,4 +1,4 @@
-"""`PrefixStore`: texts that were read once, and are not read again when another text begins like them."""
+"""`PrefixStore`: keeps texts that were read, so that another text with the same beginning need not read it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .prompt_folder import PromptFolder
 
 
 class Match(NamedTuple):
-    """What `restore` put into a cache."""
+    """What `restore` has put into a cache."""
 
     tokens: int
     """tokens of every row that need not be read"""
@@ -28,24 +28,25 @@ class Match(NamedTuple):
 
 
 class PrefixStore:
-    """Keeps texts that `lb.generate` and models under `lb.enable` have read. A text that begins like a stored one is read from
-    where the two part.
+    """Keeps texts that `lb.generate` and models under `lb.enable` have read. Of a text that begins like a stored one,
+    only the rest is read.
 
         store = lb.PrefixStore("8GB")
         tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)
 
-    Only texts of the same model, in the same numbers, and of the same kind of cache (formats, window, calibration) match.
-    A match inside a stored text ends `residual` tokens early, at a page's end, and the tokens behind it are read again: they
-    attend to packed pages, so a text may differ from that of a prompt that is read whole. Models with sliding or recurrent
-    layers match at the exact end of a stored text alone.
+    Texts match only for the same model with the same weights, and the same kind of cache (formats, window,
+    calibration). A match inside a stored text ends `residual` tokens early, at the end of a page, and the tokens behind
+    it are read again. They attend to packed pages, so a text may differ from that of a prompt that is read whole. For
+    models with sliding or recurrent layers only the exact end of a stored text matches.
 
     Args:
-        max_bytes: for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used one goes first.
-        folder: where texts go then; several stores may share it. `None`: they are dropped.
-        max_folder_bytes: for the files; `None`: no limit.
+        max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
+        is removed first.
+        folder: removed texts are moved here; several stores may share it. `None`: they are dropped.
+        max_folder_bytes: limit for the files; `None`: no limit.
 
     Raises:
-        ValueError: a size that is not understood, or a limit without a folder.
+        ValueError: a size is not understood, or there is a limit without a folder.
 
     Example:
         >>> store = lb.PrefixStore("1GB")
@@ -64,19 +65,19 @@ class PrefixStore:
             raise ValueError(f"max_folder_bytes={max_folder_bytes!r} is given without folder=")
         limit = None if max_folder_bytes is None else _bytes("max_folder_bytes", max_folder_bytes)
         self._folder = None if folder is None else PromptFolder(Path(folder), limit)
-        self._prompts: list[KeptPrompt] = []  # the one used last stands last
+        self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
         self._lock = threading.RLock()
         self.hits = self.misses = self.tokens_saved = 0
 
-    # ---- what it holds --------------------------------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Texts on the device."""
+        """Number of texts on the device."""
         return len(self._prompts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the texts on the device; pages that several share count once."""
+        """Bytes of the texts on the device. Pages that several texts share count once."""
         with self._lock:
             segments = {id(segment): segment.nbytes for prompt in self._prompts for segment, _ in prompt.segments}
             return sum(segments.values()) + sum(prompt.window_bytes for prompt in self._prompts)
@@ -94,11 +95,11 @@ class PrefixStore:
         counts = f"hits={self.hits}, misses={self.misses}, tokens_saved={self.tokens_saved}"
         return f"PrefixStore({len(self)} texts, {used}{folder}, {counts})"
 
-    # ---- what calls do with it ------------------------------------------------------------------------------------
+    # ---- used by calls --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match:
-        """Let an empty cache hold the longest prefix of these texts that is stored: the same number of tokens of each, and at
+        """Put the longest stored prefix of these texts into an empty cache: the same number of tokens of each, and at
         least one token less than the shortest text.
 
         Args:
@@ -137,11 +138,11 @@ class PrefixStore:
 
     @torch.no_grad()
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
-        """Keep what a cache holds.
+        """Keep the contents of a cache.
 
         Args:
-            rows: ids int64 `[n]` of each row, on the CPU, without padding. A row of which the cache holds another number of
-                tokens is left out.
+            rows: ids int64 `[n]` of each row, on the CPU, without padding. A row is left out if the cache holds another
+                number of its tokens.
         """
         first = cache.packed_layers[0]
         if first.store is None:
@@ -162,18 +163,18 @@ class PrefixStore:
             match = prompt.matches(ids)
             if match == len(ids) and (match == len(prompt.ids) or not prompt.own_layers):
                 self._touch(prompt)
-                return  # it is stored, or part of what is
+                return  # it is stored already, or part of a stored text
             pages = pages_in_common(prompt, match, cache, row)
             if pages > most:
                 most, shared = pages, _first_pages(prompt.segments, pages)
             if match == len(prompt.ids) and not prompt.own_layers:
-                self._prompts.remove(prompt)  # the new text goes on from it
+                self._prompts.remove(prompt)  # the new text continues it
         self._prompts.append(take_prompt(cache, row, ids, seed, header, shared))
 
     # ---- in detail ------------------------------------------------------------------------------------------------
 
     def _seed(self, cache: LowBitCache, model: Any) -> str:
-        """Of the model's numbers as they are now, and of what the cache stores."""
+        """Identifies the model with its present weights, and what the cache stores."""
         self._fingerprint: Mapping[str, Any] = fingerprint_of(model)
         layers = [
             (
@@ -185,7 +186,7 @@ class PrefixStore:
         return digest_of({"model": digest_of(self._fingerprint), "layers": layers})
 
     def _best(self, seed: str, ids: torch.Tensor, cache: LowBitCache, model: Any) -> tuple[KeptPrompt | None, int]:
-        """The text that gives the most tokens back, and how many tokens the two begin with."""
+        """The text from which most tokens can be restored, and the length of the common prefix."""
         best: KeptPrompt | None = None
         most, longest = 0, 0
         for prompt in self._prompts:
@@ -220,7 +221,7 @@ class PrefixStore:
             self._trim(oldest)
 
     def _trim(self, gone: KeptPrompt) -> None:
-        """Give back pages that only this text used, of segments that others use too."""
+        """Free pages that only this text used, in segments that other texts use too."""
         for segment, _ in gone.segments:
             used = [n for prompt in self._prompts for other, n in prompt.segments if other is segment]
             if used and max(used) < segment.count:
@@ -228,7 +229,7 @@ class PrefixStore:
 
 
 def _gain(prompt: KeptPrompt, match: int) -> int:
-    """Tokens that need not be read."""
+    """Number of tokens that need not be read."""
     if match == len(prompt.ids) or (not prompt.own_layers and match > prompt.paged_end):
         return match
     return usable(prompt, match)

@@ -14,15 +14,16 @@ from ..cache import saved_cache
 from ..machine.staleness import ReadOnce
 from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
 
-#: descriptions that are remembered while their files do not change
+#: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
 
 
 class PromptFolder:
-    """Each text is a saved cache in a folder of its own. What another process removes or replaces meanwhile is not there.
+    """A folder of texts. Each text is a saved cache in its own subfolder. Texts that another process removes or
+    replaces meanwhile are treated as missing.
 
     Args:
-        limit: bytes of all files; those that were used longest ago go first. `None`: no limit.
+        limit: bytes of all files; the least recently used are removed first. `None`: no limit.
     """
 
     def __init__(self, path: Path, limit: int | None):
@@ -37,7 +38,7 @@ class PromptFolder:
         return sorted(self.path.glob(f"prompt-*/{saved_cache.FILE_NAME}"))
 
     def _text(self, path: Path) -> tuple[str, torch.Tensor]:
-        """Seed and ids of a text. Raises `ValueError` where the file is damaged, `OSError` where it is gone."""
+        """Seed and ids of a text. Raises `ValueError` if the file is damaged, `OSError` if it is gone."""
 
         def read() -> tuple[str, torch.Tensor]:
             more = saved_cache.read_description(path)["more"]
@@ -60,11 +61,11 @@ class PromptFolder:
         return best
 
     def longest(self, seed: str, ids: torch.Tensor) -> int:
-        """Tokens that these ids and a text of the folder begin with in common, at most."""
+        """Length of the longest common prefix of these ids and a text of the folder."""
         return self._longest(seed, ids)[0]
 
     def load(self, seed: str, ids: torch.Tensor, device: torch.device) -> KeptPrompt | None:
-        """That text; `None` where its files are gone or damaged (those are removed)."""
+        """Read a text. `None` if its files are gone or damaged (damaged ones are removed)."""
         _, path = self._longest(seed, ids)
         if path is None:
             return None
@@ -80,7 +81,7 @@ class PromptFolder:
         return prompt
 
     def save(self, prompt: KeptPrompt) -> None:
-        """Write a text, then remove the oldest ones beyond the limit."""
+        """Write a text, then remove the oldest texts beyond the limit."""
         name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
         folder = self.path / f"prompt-{name}"
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}

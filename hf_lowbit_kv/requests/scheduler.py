@@ -1,11 +1,12 @@
-"""Which request gets a row, which chunk is read and which rows take a step: a round of a scheduler does some of each.
+"""The scheduler: it decides which request gets a row, which chunk is read, and which rows take a step.
 
-A round lets requests in as long as rows and pages are left, reads at most one chunk's tokens of prompts, and takes one decode
-step of all rows that have read theirs. So a row that decodes waits at most one chunk for its next token. Prompts are cut at
-multiples of the chunk's size whatever else goes on, so what a request writes does not depend on its neighbours.
+A round has three parts. It admits requests while rows and pages are left. It reads prompts, at most as many tokens as a
+chunk has. And it takes one decode step of all rows that have read their prompts. So a decoding row waits at most one
+chunk for its next token. Prompts are always divided at multiples of the chunk size, so the text of a request does not
+depend on its neighbours.
 
-On a GPU the CPU learns the tokens of a step while the next step runs. A row that ends with a token of its own choice then takes
-one step too many, whose token is dropped.
+On a GPU the CPU receives the tokens of a step while the next step runs. If a row has ended with such a token, it has
+taken one step too many, and that step's token is dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Sequence:
 
     request: Request
     number: int
-    """which of its request's sequences"""
+    """index among the request's sequences"""
     row: Row
     sampler: Sampler
     criteria: list[Any]
@@ -43,7 +44,7 @@ class Sequence:
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
     tokens_drawn: int = 0
-    """tokens that were drawn; the CPU may not know the last of them yet"""
+    """number of tokens drawn; the last one may not have arrived on the CPU yet"""
     read_some: bool = False
     decoding: bool = False
 
@@ -70,23 +71,23 @@ class _Pending:
 
 @dataclass
 class Waiting:
-    """A request that has no row yet, or not for all of its sequences."""
+    """A request that does not have rows for all of its sequences yet."""
 
     request: Request
     seed: int
     numbers: list[int] = field(default_factory=list)
-    """of the sequences that are still to be let in"""
+    """indices of the sequences that have no row yet"""
 
 
 class Scheduler:
     """Requests on one pool.
 
     Args:
-        source: requests, or `None` where there is none at the moment, or a `Result` of one that could not be read. It is asked
-            only while a row is free.
+        source: yields requests, `None` if there is none at the moment, or the `Result` of a request that could not be
+            read. It is asked only while a row is free.
         chunk_size: tokens of a prompt that are read at a time; 0: all.
-        prefixes: where full pages are shared; `None`: nowhere.
-        kept: where prompts are looked up that were read by other calls; `None`: nowhere.
+        prefixes: shares full pages among requests; `None`: pages are not shared.
+        kept: prompts that other calls have read; `None`: none.
         tokenizer: for texts and stop strings, or `None`.
     """
 
@@ -113,7 +114,7 @@ class Scheduler:
     # ---- a round --------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """One round. Whether there is more to do."""
+        """Do one round. Returns whether there is more to do."""
         self._let_in()
         self._read_prompts()
         stepped = self._take_step()
@@ -125,12 +126,12 @@ class Scheduler:
         return not idle or bool(self._heads) or self._source is not None
 
     def take_finished(self) -> list[Result]:
-        """Results of what has ended since the last call."""
+        """Results of the sequences that have ended since the last call."""
         results = list(self.finished)
         self.finished.clear()
         return results
 
-    # ---- letting requests in --------------------------------------------------------------------------------------
+    # ---- admitting requests ---------------------------------------------------------------------------------------
 
     def _let_in(self) -> None:
         while self.pool.free_slots and (waiting := self._next()) is not None:
@@ -174,7 +175,8 @@ class Scheduler:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
 
     def _enter(self, waiting: Waiting) -> bool:
-        """Give a row to the first sequence that has none. Whether all sequences have one, or will have by being forked."""
+        """Give a row to the first sequence that has none. Returns whether all sequences have one, or will get one by a
+        fork."""
         request = waiting.request
         prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
         missing = self.pool.missing(request.limit, 0 if prefix is None else prefix.length)
@@ -217,14 +219,14 @@ class Scheduler:
     # ---- reading prompts ------------------------------------------------------------------------------------------
 
     def _chunk(self, sequence: Sequence) -> slice:
-        """The next tokens of its prompt."""
+        """The tokens of the sequence's next chunk."""
         start, end = sequence.row.length, len(sequence.request.prompt_ids)
         if self.chunk_size:
             end = min(end, (start // self.chunk_size + 1) * self.chunk_size)
         return slice(start, end)
 
     def _read_prompts(self) -> None:
-        """At most a chunk's tokens, of the prompts that came first."""
+        """Read prompts in the order in which they came, at most as many tokens as a chunk has."""
         left = self.chunk_size
         while self.reading:
             sequence = self.reading[0]
@@ -241,7 +243,8 @@ class Scheduler:
                 return
 
     def _look_for_prefix(self, sequence: Sequence) -> None:
-        """Before its first chunk: those that were let in with it may have read its prefix meanwhile."""
+        """Called before a sequence's first chunk: sequences that were admitted with it may have read its prefix
+        meanwhile."""
         row, request = sequence.row, sequence.request
         if sequence.read_some:
             return
@@ -268,7 +271,7 @@ class Scheduler:
                 row = self.pool.fork(first.row, first.request.limit)
                 sequences.append(self._sequence(waiting, waiting.numbers.pop(0), row))
                 sequences[-1].result.cached_tokens = first.result.cached_tokens
-            if waiting.numbers:  # they read the prompt again, once there is room
+            if waiting.numbers:  # these read the prompt again when there is room
                 self._heads.appendleft(waiting)
         for sequence in sequences:
             sequence.decoding = True
@@ -287,7 +290,7 @@ class Scheduler:
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def _take_step(self) -> bool:
-        """A step of every row that has a token to store. Whether there was one."""
+        """Take a step of every row that has a token to store. Returns whether there was one."""
         sequences = [each for each in self.decoding if each.tokens_drawn < each.request.new_tokens]
         if not sequences:
             return False
@@ -299,7 +302,7 @@ class Scheduler:
         return True
 
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Draw the next token of each of these sequences, and let it be stored by the next step."""
+        """Draw the next token of each of these sequences. The next step stores it."""
         texts = []
         for each in sequences:
             length = len(each.request.prompt_ids) + each.tokens_drawn
@@ -331,7 +334,7 @@ class Scheduler:
         return _Pending(sequences, sampled, host[0], host[1], arrived)
 
     def _settle(self, pending: _Pending) -> None:
-        """The CPU learns which tokens were drawn, and which sequences have ended."""
+        """Receive drawn tokens on the CPU, and end the sequences that are complete."""
         if pending.arrived is not None:
             pending.arrived.synchronize()
         now, tokens = time.perf_counter(), pending.tokens.tolist()
@@ -379,7 +382,7 @@ class Scheduler:
     # ---- ending ---------------------------------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
-        """The sequence has ended: its row is free for the next one."""
+        """End the sequence. Its row is free for another one."""
         if sequence.ended:
             return
         result, streamer = sequence.result, sequence.request.options.get("streamer")
@@ -408,11 +411,11 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that have a row."""
+        """The sequences that have a row."""
         return [*self.decoding, *self.reading]
 
     def abandon(self) -> list[Result]:
-        """Results of everything that has not ended, as cancelled. Nothing runs on the device any more."""
+        """Cancel everything that has not ended, and return the results. Afterwards nothing runs on the device."""
         results = []
         for sequence in self.sequences:
             self._complete(sequence.result, "cancelled")
@@ -424,7 +427,7 @@ class Scheduler:
         return results
 
     def rest(self) -> list[Request | Result | None]:
-        """What the source has not given yet. Asks it for everything."""
+        """All remaining requests of the source."""
         rest, self._source = list(self._source or ()), None
         return rest
 
@@ -435,7 +438,7 @@ class Scheduler:
         return results
 
     def free(self) -> None:
-        """Give back the memory of the pool. Nothing can be asked of this object any more."""
+        """Free the memory of the pool. The object cannot be used afterwards."""
         if self.prefixes is not None:
             self.prefixes.clear()
         for sequence in self.sequences:
