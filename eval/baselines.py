@@ -78,7 +78,7 @@ def read_moments(
     Raises:
         ValueError: a layer that stores no keys and values (MLA).
     """
-    found: dict[int, Moments] = {}
+    moments: dict[int, Moments] = {}
     for number, window in enumerate(windows):
         cache = LowBitCache(model, "dense", "dense", backend="torch")
         for index, layer in enumerate(cache.layers):
@@ -88,11 +88,11 @@ def read_moments(
                 raise ValueError(
                     f"layer {index} stores a {layer.spec.reading.name}: these baselines are not defined for it"
                 )
-            layer.step = found.setdefault(index, Moments()).step  # type: ignore[method-assign]
+            layer.step = moments.setdefault(index, Moments()).step  # type: ignore[method-assign]
         with selected(model):
             model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)
         told(number + 1)
-    return found
+    return moments
 
 
 def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, int]) -> dict[int, torch.Tensor]:
@@ -101,7 +101,7 @@ def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, i
     Raises:
         ValueError: a layer has no output projection `o_proj` with weights in floating point.
     """
-    found: dict[int, torch.Tensor] = {}
+    costs: dict[int, torch.Tensor] = {}
     for module in model.modules():
         weight = getattr(getattr(module, "o_proj", None), "weight", None)
         index = getattr(module, "layer_idx", None)
@@ -110,13 +110,13 @@ def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, i
             if heads and head_dim:
                 # [hidden, Hq D] -> of each KV head, the rows of all its query heads
                 blocks = weight.detach().double().cpu().T.unflatten(0, (heads, -1, head_dim))
-                found[index] = (blocks @ blocks.mT).sum(1)
-    if lacking := [index for index in layers if index not in found]:
+                costs[index] = (blocks @ blocks.mT).sum(1)
+    if lacking := [index for index in layers if index not in costs]:
         raise ValueError(
             f"layer {lacking[0]} has no output projection o_proj with weights in floating point, which WUSH's values need; "
             "leave wush out"
         )
-    return found
+    return costs
 
 
 def wush(moment: torch.Tensor, cost: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
@@ -268,17 +268,19 @@ def run(
         As `perplexity.run`, and `bits_of_page`: bits a number without the window and without matrices.
     """
     names = check_names(names)
-    own = {name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)}
-    for make in own.values():
+    of_presets = {
+        name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)
+    }
+    for make in of_presets.values():
         make()  # raises for what a preset lacks, before the model reads anything
-    factories = {**calibrated(model, tokenizer, calibration_texts, names, samples, progress=progress), **own}
-    found = score(
+    factories = {**calibrated(model, tokenizer, calibration_texts, names, samples, progress=progress), **of_presets}
+    measured = score(
         factories, texts, model, tokenizer, context, start, windows=windows, progress=progress is True, parallel=True
     )
     edges = position_edges(start, context)
     return [
         {"preset": name, "bits_of_page": bits_of_page(factories[name]())} | mean_row(of, edges)
-        for name, of in found.items()
+        for name, of in measured.items()
     ]
 
 

@@ -85,9 +85,9 @@ def wikitext(
         name: functools.partial(from_preset, preset, model, sink=SINK, residual=residual, **overrides)
         for name, (preset, residual) in settings.items()
     }
-    found = score(factories, [text], model, tokenizer, CONTEXT, 0, CHUNK, windows, progress, batch=batch_size)
+    measured = score(factories, [text], model, tokenizer, CONTEXT, 0, CHUNK, windows, progress, batch=batch_size)
     rows: list[dict[str, Any]] = []
-    for name, scores in found.items():
+    for name, scores in measured.items():
         preset, residual = settings[name]
         row = mean_row(scores, position_edges(0, CONTEXT))
         count = len(scores[0]["nll"]) // (CONTEXT - 1)
@@ -161,11 +161,11 @@ def local_task(task: str, dataset: Path) -> str:
             files[split] = path
     if "test" not in files:
         raise ValueError(f"{str(dataset)!r} has neither {task}.jsonl nor {task}/test.jsonl, the data of task {task}")
-    own = Path(lm_eval.tasks.__file__).parent / KIVI_TASKS[task]
+    original = Path(lm_eval.tasks.__file__).parent / KIVI_TASKS[task]
     data = {name: str(path.resolve()) for name, path in files.items()}
     return "\n".join(
         (
-            f"include: {json.dumps(str(own))}",
+            f"include: {json.dumps(str(original))}",
             f"task: {task}",
             "dataset_path: json",
             "dataset_name: null",

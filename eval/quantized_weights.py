@@ -81,11 +81,11 @@ def main(
     rows: list[dict[str, Any]] = []
     for name in names:
         loaded = reference if name == SIXTEEN_BITS else load_quantized(source, name, where, dtype)
-        found = measure(loaded, reference, tokenizer, name, preset or PRESETS, context, start)
-        for row in found:
+        measured = measure(loaded, reference, tokenizer, name, preset or PRESETS, context, start)
+        for row in measured:
             if records is not None:
                 append_record(records, row | setting | provenance(commit))
-        rows += found
+        rows += measured
         del loaded
     wide_console().print(table(rows))
 
@@ -97,9 +97,9 @@ def measure(
     `reference` with its full-precision cache), `kl_error`, `top1`, `weight_bytes`, `bits_per_value`."""
     factories = {preset: functools.partial(from_preset, preset, model) for preset in presets}
     texts = default_texts()
-    found = score(factories, texts, model, tokenizer, context, start, parallel=True, reference=reference)
+    measured = score(factories, texts, model, tokenizer, context, start, parallel=True, reference=reference)
     rows = []
-    for preset, scores in found.items():
+    for preset, scores in measured.items():
         row = mean_row(scores, position_edges(start, context))
         kept = {key: row[key] for key in ("ppl", "kl", "kl_error", "top1", "bits_per_value")}
         about = {"weights": weights, "meaning": WEIGHT_QUANTIZATIONS[weights].meaning, "preset": preset}

@@ -43,13 +43,13 @@ def main(
     factories = calibrated(model, tokenizer, calibration, names, progress=log_line)
     common = setting() | {"device": device_name(model.device), "backend": "torch"} | provenance(commit)
     for each in text or TEXTS:
-        found = score(
+        measured = score(
             factories, [TEXTS[each]()], model, tokenizer, CONTEXT, START, CHUNK, progress=False, parallel=True
         )
-        for name, (scores,) in found.items():
+        for name, (scores,) in measured.items():
             row = mean_row([scores], position_edges(START, CONTEXT))
-            what = {"baseline": name, "text": each, "bits_of_page": bits_of_page(factories[name]())}
-            append_record(out, what | row | {"kl_blocks": block_means(scores["kl"]).tolist()} | common)
+            subject = {"baseline": name, "text": each, "bits_of_page": bits_of_page(factories[name]())}
+            append_record(out, subject | row | {"kl_blocks": block_means(scores["kl"]).tolist()} | common)
             console.print(f"{each}: {name}, KL {row['kl']:.5f}")
 
 

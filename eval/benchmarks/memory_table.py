@@ -44,13 +44,13 @@ def cell(name: str, weights: str, preset: str, memory: int) -> str:
     and rows of `ROW` tokens. A dash: nothing fits, or a row is longer than the model's context."""
     shape, counters = _counted(name)
     left = memory - weight_bytes(shape, weights) - chunk_bytes(shape, packed=preset != FULL) - CUDA_BYTES
-    own = shape.config.max_position_embeddings
-    if counters[preset].nbytes(own) <= left:
+    full_length = shape.config.max_position_embeddings
+    if counters[preset].nbytes(full_length) <= left:
         shown = "all"
     else:
         thousands = largest_fitting(lambda number: counters[preset].nbytes(1000 * number) <= left)
         shown = f"{thousands}k" if thousands else "-"
-    rows = _rows_that_fit(counters[preset], left) if own >= ROW else 0
+    rows = _rows_that_fit(counters[preset], left) if full_length >= ROW else 0
     return f"{shown} / {rows or '-'}"
 
 
@@ -76,8 +76,8 @@ def _rows(memory: int) -> Iterator[list[str]]:
             if size + CUDA_BYTES >= memory * GB:
                 continue
             cells = [cell(name, weights, preset, memory * GB) for preset in (FULL, *PRESETS)]
-            own = shape.config.max_position_embeddings
-            yield [f"{name.split('/')[1]} ({own // 1024}k)", f"{weights}, {size / GB:.1f}", *cells]
+            full_length = shape.config.max_position_embeddings
+            yield [f"{name.split('/')[1]} ({full_length // 1024}k)", f"{weights}, {size / GB:.1f}", *cells]
 
 
 def memory_table(memory: int) -> str:

@@ -15,9 +15,9 @@ STEPS = RESULTS / "weights-steps-nvidia-h200.jsonl"
 
 def _newest(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The last record of each combination, in the order of `WEIGHT_QUANTIZATIONS`."""
-    found = {tuple(record[key] for key in keys): record for record in read_records(path)}
+    newest = {tuple(record[key] for key in keys): record for record in read_records(path)}
     order = list(WEIGHT_QUANTIZATIONS)
-    return sorted(found.values(), key=lambda record: order.index(record["weights"]))
+    return sorted(newest.values(), key=lambda record: order.index(record["weights"]))
 
 
 def _kl(record: dict[str, Any]) -> str:
@@ -46,9 +46,9 @@ def steps_table(path: Path = STEPS) -> str:
     rows = []
     for weights, batch, tokens in dict.fromkeys(key[:3] for key in cells):
         of = {preset: cells.get((weights, batch, tokens, preset)) for preset in presets}
-        some = next(record for record in of.values() if record is not None)
+        example = next(record for record in of.values() if record is not None)
         shown = ["" if record is None else f"{record['step_ms']:.1f}" for record in of.values()]
-        mode = "" if some["mode"] == "recorded" else ", unfused"
-        rows.append([f"`{weights}`{mode}", f"{some['weight_bytes'] / 1e9:.1f}", f"{batch} x {tokens}", *shown])
+        mode = "" if example["mode"] == "recorded" else ", unfused"
+        rows.append([f"`{weights}`{mode}", f"{example['weight_bytes'] / 1e9:.1f}", f"{batch} x {tokens}", *shown])
     heads = ["16-bit cache" if preset == "dense" else f"`{preset}`" for preset in presets]
     return markdown_table(["weights", "GB", "rows x tokens", *(f"{head}, ms" for head in heads)], rows)
