@@ -37,9 +37,10 @@ class _Noted:
     def __init__(self, wanted: dict[Wanted, None], tree: str | None):
         self.wanted, self.tree = wanted, tree
 
-    def __call__(self, name: str, defines: tuple[tuple[str, str], ...], device: Any, **flags: bool) -> _Noted:
-        # the only flag is `arch_specific`; older trees call it `own`
-        self.wanted[Wanted(self.tree, name, defines, any(flags.values()))] = None
+    def __call__(
+        self, name: str, defines: tuple[tuple[str, str], ...], device: Any, arch_specific: bool = False
+    ) -> _Noted:
+        self.wanted[Wanted(self.tree, name, defines, arch_specific)] = None
         module = _Noted(self.wanted, self.tree)
         module.macros = dict(defines)
         return module
