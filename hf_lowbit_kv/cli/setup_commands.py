@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -117,10 +117,16 @@ def calibrate(
         before.check(described)
     console = Console(stderr=True)
     sampling = {"samples": samples, "length": length, "seed": seed}
-    options = {**sampling, "per_head": per_head, "gradients": gradients, "attention": attention, "offload": offload}
+    options: dict[str, Any] = {
+        **sampling,
+        "per_head": per_head,
+        "gradients": gradients,
+        "attention": attention,
+        "offload": offload,
+    }
     options["text_names"] = [path.name for path in paths]
     shown = True if console.is_terminal else log_line
-    calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)  # type: ignore[arg-type]
+    calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)
     calibration = add_to_file(calibration, path)
     console.print(f"{path}: {', '.join(calibration.contents())}", markup=False, soft_wrap=True)
     if as_json:

@@ -114,7 +114,7 @@ class Page:
             write_text(self.folder / word)
         options = list(arguments)
         takes_model = any("--model" in each.opts for each in command.params)
-        if "wikitext" in options:
+        if "--dataset" in options and "wikitext" in options:
             write_dataset(self.folder / "wikitext", options[options.index("--config") + 1])
         if path == ["eval", "protocol"]:
             options += small_protocol(self.folder, options[options.index("--name") + 1])
