@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import random
 import zlib
@@ -88,6 +89,12 @@ def pytest_collection(session):
         session.items[:] = session.items[index::parts]
         session.testscollected = len(session.items)
     return result
+
+
+def pytest_collection_finish():
+    """What has been imported stays: nothing looks through it again for garbage, which some tests ask for often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,9 @@ def _memory(caches) -> int:
 
 @pytest.mark.host
 @pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[0])
+@pytest.mark.fast_if(
+    wanted=lambda p: (p["residual"] == 0) == (p["max_cache_len"] is None) or p["formats"] == FORMATS[0]
+)
 @LENGTHS
 @pytest.mark.parametrize("residual", [32, 0])
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)

@@ -214,7 +214,7 @@ def test_one_warp_takes_window_and_pages(launch, monkeypatch):
 
 def test_counters_stay_where_they_are(launch):
     """Captured graphs keep their address; they are the layer's own."""
-    case = fragment(Case(head_dim=256, groups=2))
+    case = fragment(Case(groups=2, heads=1, lengths=(60, 37)))
     gen = kernels.generator(case, kernels.SEED)
     _, store = kernels.filled(case, gen, "cpu")
     for tokens in (4, 1, 100):

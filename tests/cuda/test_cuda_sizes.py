@@ -111,8 +111,8 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (Case(keys="int2-channel", values="int2-token", **WHOLE, sink=32, lengths=(250, 700), heads=1), 8),
-        (Case(keys="boosted2-r0.125", values="int2-token", **WHOLE, lengths=(380,), heads=1, padded=True), 8),
+        (Case(keys="int2-channel", values="int2-token", **WHOLE, sink=32, lengths=(286, 700), heads=1), 3),
+        (Case(keys="boosted2-r0.125", values="int2-token", **WHOLE, lengths=(387,), heads=1, padded=True), 4),
     ],
     ids=str,
 )

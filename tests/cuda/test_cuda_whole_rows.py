@@ -64,9 +64,9 @@ def test_attend(case, rows, dealt):
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        (Case(lengths=(60,) * 8), 6),
-        (Case(lengths=(60,) * 8, transform="smooth+hadamard", keys="int2-channel", values="int2-token"), 6),
-        (Case(lengths=(60,) * 7 + (61,)), 5),  # pages are due at different steps
+        (Case(lengths=(66,) * 8), 3),
+        (Case(lengths=(66,) * 8, transform="smooth+hadamard", keys="int2-channel", values="int2-token"), 3),
+        (Case(lengths=(66,) * 7 + (65,)), 3),  # pages are due at different steps
         (Case(lengths=(0,) * 35, heads=1), 2),
     ],
     ids=str,

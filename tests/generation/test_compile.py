@@ -84,6 +84,7 @@ def test_a_model_that_its_user_compiled(max_cache_len):
     assert int(cache.layers[0].store.state.length[0, 0]) == 400
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 def test_inductor_updates_the_pages_in_place(monkeypatch):
     """Without the order between attend and append, inductor would clone the pool in every step."""
