@@ -1,1 +1,1 @@
-"""`lb.generate` and `lb.enable`: caches that are kept, and decoding steps that are recorded or compiled."""
+"""`lb.generate` and `lb.enable`: kept caches, and decoding steps that are recorded or compiled."""

@@ -1,4 +1,4 @@
-"""What the caller of `generate` gave, checked before anything is allocated."""
+"""The arguments of a `generate` call, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..storage.layer_spec import check_count
 
 #: how a decoding step may run
 STEPS = ("recorded", "compiled", "eager")
-#: names under which a prompt may stand among the options
+#: names that a prompt may have among the options
 PROMPTS = ("input_ids", "inputs_embeds")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `generate`: made once, after all checks, and the same until its end.
+    """A call of `generate`. It is made once, after all checks, and never changes.
 
     Attributes:
-        model: unwrapped. prompt: as keyword arguments of `model.generate`. tokens: of the prompt, a row.
-        rows: of the cache: those of the prompt, times the texts that are written for each.
-        new_tokens: to write, at most. step: one of `STEPS`. fuse: see `generate`.
-        options: the caller's own, for `model.generate`.
+        model: unwrapped. prompt: keyword arguments of `model.generate`. tokens: tokens of the prompt in each row.
+        rows: rows of the cache: the prompt's rows times the number of texts that are written for each.
+        new_tokens: largest number of tokens to write. step: one of `STEPS`. fuse: see `generate`.
+        options: the caller's options for `model.generate`.
     """
 
     model: Any
@@ -49,7 +49,7 @@ class Call:
         fuse: bool,
         options: Mapping[str, Any],
     ) -> Call:
-        """From the arguments of `generate`. Raises for what cannot run on a preallocated cache."""
+        """Check the arguments of `generate`. Raises for options that cannot run on a preallocated cache."""
         prompt = prompt_of(inputs, options)
         step = which_step(model, step, options)
         check_fuse(fuse)
@@ -62,17 +62,17 @@ class Call:
 
     @property
     def length(self) -> int:
-        """Tokens of a row at the end, at most."""
+        """Largest number of tokens of a row at the end."""
         return self.tokens + self.new_tokens
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `model.generate` is called with, but for the cache and what the way of running adds."""
+        """The arguments for `model.generate`, without the cache and without those that depend on how steps run."""
         return {**self.prompt, "max_new_tokens": self.new_tokens, **self.options}
 
 
 def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt, as keyword arguments: `inputs`, or what stands among the options."""
+    """The prompt as keyword arguments: `inputs`, or the prompt among the options."""
     named: dict[str, Any] = {name: options[name] for name in PROMPTS if name in options}
     if inputs is None:
         return named
@@ -82,14 +82,14 @@ def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cache_of(past_key_values: Any, cache: Any) -> Any:
-    """The cache to go on with: `past_key_values`, or `cache`, as transformers calls it since 5.24."""
+    """The cache to continue: `past_key_values`, or `cache`, its name in transformers since 5.24."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
     return past_key_values if cache is None else cache
 
 
 def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
-    """How the steps are to run, after checking that they can."""
+    """How the steps run, after checking that they can."""
     if step not in (None, *STEPS):
         raise ValueError(f"step={step!r} is not known; allowed: {', '.join(map(repr, STEPS))}")
     configured = getattr(options.get("generation_config"), "compile_config", None)
@@ -114,7 +114,7 @@ def check_fuse(fuse: Any) -> None:
 
 
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what cannot run on a preallocated cache, before anything is allocated."""
+    """Raise for options that cannot run on a preallocated cache, before anything is allocated."""
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
         if setting(model, options, argument) is not None:
             raise ValueError(
@@ -130,7 +130,8 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """A generation setting: of the call, else of its generation configuration, else of the model's."""
+    """A generation setting: that of the call; otherwise of the call's generation configuration; otherwise of the
+    model's."""
     if options.get(name) is not None:
         return options[name]
     for config in (options.get("generation_config"), model.generation_config):
@@ -140,7 +141,7 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
 
 
 def options_of_cache(cache_options: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
-    """The options of a new cache: those given, and the calibration that stands beside them."""
+    """The options of a new cache: the caller's, and the calibration argument."""
     if not isinstance(cache_options, Mapping | None):
         raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
     if calibration is None:
@@ -156,7 +157,7 @@ def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
 
 
 def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, Any], tokens: int) -> int:
-    """Tokens to write, at most. `max_length` among the options stands for it."""
+    """Largest number of tokens to write. `max_length` among the options also sets it."""
     length = options.get("max_length")
     if max_new_tokens is not None and length is not None:
         raise ValueError(f"max_new_tokens={max_new_tokens} and max_length={length} are both given; give one of them")

@@ -1,4 +1,4 @@
-"""What the user has compiled of a model, in a step that is recorded: compiled layers stay compiled."""
+"""Layers that the user has compiled stay compiled in a recorded step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 from .process_wide import ProcessWide
 
-#: inside, nothing that torch compiled runs compiled, in any thread
+#: inside, code that torch has compiled runs uncompiled, in all threads
 _uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
-#: inside, nothing is compiled again, in any thread: what would be raises
+#: inside, recompilation raises, in all threads
 _as_compiled = ProcessWide(lambda: torch.compiler.set_stance("fail_on_recompile"))
 
 
 def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextlib.AbstractContextManager:
-    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled: a recorded step
-    is what the model itself launches.
+    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled, because a
+    recorded step consists of the launches of the model itself.
 
     Args:
-        capturing: whether the step is recorded, when nothing may be compiled.
+        capturing: whether the step is being recorded; then nothing may be compiled.
     """
     if _compiled(model):
         return _uncompiled()
@@ -31,13 +31,13 @@ def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextli
 
 
 def compilations() -> int:
-    """How often torch has compiled anything in this process, as far as it tells."""
+    """How often torch has compiled anything in this process, as far as it reports that."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else sum(utils.counters["frames"].values())
 
 
 def why_not_recorded_compiled(model: nn.Module) -> str | None:
-    """What keeps the compiled layers of this model from being recorded, or `None`."""
+    """Why the compiled layers of this model cannot be recorded, or `None`."""
     if _compiled(model):
         return None
     for name, part in _compiled_parts(model):

@@ -22,11 +22,12 @@ from .kept_caches import capacity
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
 COMPILED_STEPS = 64
 
-#: how inductor compiles the step (times: docs/dev/log/generation.md); transformers' own choice is the first of these alone
+#: how inductor compiles the step (times: docs/dev/log/generation.md); transformers itself sets only the first of these
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
-    # one row: products with weights become reductions, whose tiles are searched for, from the best of several beginnings: from
-    # one alone the search may end where a product takes twice as long (docs/dev/log/generation.md)
+    # for one row, products with weights become reductions, and inductor searches for their tiles. It starts from the
+    # best of several configurations; from a single one the search may end at twice the time
+    # (docs/dev/log/generation.md)
     "coordinate_descent_tuning": True,
     "max_autotune_pointwise": True,
     # reductions that read the same activations (q, k, v) in one launch
@@ -43,7 +44,7 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compile_config() -> CompileConfig:
-    """How `generate` compiles the step where the caller does not say: `STEP_OPTIONS`, as far as this torch knows them."""
+    """How `generate` compiles the step by default: `STEP_OPTIONS`, as far as this torch knows them."""
     import torch._inductor
 
     known = set(torch._inductor.list_options())
@@ -51,15 +52,15 @@ def compile_config() -> CompileConfig:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """What tells transformers whether to compile the steps, and how."""
+    """The options that tell transformers whether and how to compile the steps."""
     if call.step != "compiled":
         return {"disable_compile": True}
     return {"compile_config": setting(call.model, call.options, "compile_config") or compile_config()}
 
 
 def forget(model: Any) -> None:
-    """Drop what was compiled for this model. torch cannot forget that of one model alone: everything that was compiled in this
-    process is compiled again when it is next used."""
+    """Drop the code that was compiled for this model. torch cannot do that for one model only: all compiled code of
+    this process is compiled again when it is next used."""
     if model in _models:
         _models.discard(model)
         for name in ("_compiled_call", "_last_compile_config"):
@@ -68,7 +69,7 @@ def forget(model: Any) -> None:
 
 
 def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
-    """Raise where transformers would not compile the step: it would run eagerly, and say so in a log."""
+    """Raise if transformers would not compile the step. It would run the step eagerly, and only log that."""
     config = GenerationConfig(compile_config=options["compile_config"])
     if not hasattr(model, "_valid_auto_compile_criteria"):
         raise ValueError(
@@ -86,10 +87,10 @@ def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -
 
 
 def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[str, Any], progress: bool) -> None:
-    """Compile the step for this cache, on a prompt of a few tokens, unless that has been done or the cache is in use.
+    """Compile the step for this cache, on a prompt of a few tokens, unless it is compiled already or the cache is in use.
 
-    The host's step differs with padding in the prompt and with what it shall return; a step that was not compiled here
-    is compiled by the call itself.
+    transformers' step depends on padding in the prompt and on the requested outputs. Other kinds of step are compiled
+    by the call itself.
     """
     mask = options.get("attention_mask")
     padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
@@ -107,7 +108,7 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[st
     done.add(key)
     _models.add(model)
     if cache.packed_layers[0].is_initialized and int(cache.get_seq_length()):
-        return  # the call's own first steps will do it: nothing may be added to what is stored
+        return  # the call's first steps compile it: nothing may be added to the stored tokens here
     begin = time.perf_counter()
     prompt = torch.zeros(rows, 4, dtype=torch.long, device=model.device)
     prompt_mask = torch.ones_like(prompt)

@@ -1,9 +1,9 @@
-"""What transformers' decoding loop does with a cache of ours: which callable it takes its steps from, when it stops.
+"""transformers' decoding loop with one of our caches: the callable that takes its steps, and its stop check.
 
-Inside `decoding_with` a cache is decoded with a callable in place of the model, whether or not transformers would compile the
-step (it never compiles that of some quantized models). transformers asks the model for it, in two methods, which are overridden
-on this model alone. The stop check belongs to no object: it is replaced while any call needs that, and decides for that call's
-cache alone. For every other cache all three ask the original.
+Inside `decoding_with`, transformers decodes with a callable in place of the model, even if it would not compile the
+step (it never compiles those of some quantized models). transformers asks the model for the callable in two methods,
+which are overridden on this model only. The stop check is a function of a module. It is replaced while any call needs
+that, and applies only to that call's cache. For all other caches the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..machine.cache_argument import cache_in
 from .overriding import original, overridden
 from .process_wide import ProcessWide
 
-#: of the call that runs in this thread: the cache whose stop check may be late, and the cache with what takes its steps
+#: for the call that runs in this thread: the cache whose stop check may be late; the cache, and the callable that takes
+#: its steps
 _late: contextvars.ContextVar[Any] = contextvars.ContextVar("late", default=None)
 _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.ContextVar("stepped", default=(None, None))
 
@@ -37,8 +38,8 @@ _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.Cont
 def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> Iterator[None]:
     """Inside, `generate` calls of this thread take the steps of this cache from `step`.
 
-    transformers makes a step's masks before it calls the model then, as it does for caches that it compiles for: in the model
-    they would be made from Python numbers, which a recording would repeat.
+    transformers makes a step's masks before it calls the model then, as it does for caches that it compiles for: in the
+    model they would be made from Python numbers, which a recording would repeat.
 
     Args:
         model: a transformers model, unwrapped. cache: a preallocated one.
@@ -62,20 +63,21 @@ def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> It
 
 
 def _step_of(cache: Any) -> Callable[..., Any] | None:
-    """What takes the steps of this cache in this thread, if anything does."""
+    """The callable that takes the steps of this cache in this thread, or `None`."""
     stepped, step = _stepped.get()
     return step if cache is stepped else None
 
 
 def _valid_auto_compile_criteria(self: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> bool:
-    """transformers' question whether `get_compiled_call` gives the steps."""
+    """Override of the method in which transformers asks whether to use `get_compiled_call`."""
     if _step_of(cache_in(model_kwargs)) is not None:
         return True
     return original(self, "_valid_auto_compile_criteria")(model_kwargs, *args, **kwargs)
 
 
 def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable:
-    """transformers' question for what it calls in place of the model. It does not say for which cache."""
+    """Override of the method that returns the callable in place of the model. transformers does not say for which
+    cache."""
     compiled = functools.partial(original(self, "get_compiled_call"), *args, **kwargs)
     return compiled() if _stepped.get()[1] is None else functools.partial(_decode, self, compiled)
 
@@ -90,11 +92,12 @@ def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
-    """Inside, this thread's `generate` with this cache learns whether all rows are finished one step late, and so never waits
-    for the GPU.
+    """Inside, this thread's `generate` with this cache checks one step late whether all rows have finished. So it never
+    waits for the GPU.
 
-    transformers has this check and uses it on one kind of device alone; elsewhere it reads a flag back in every step, and
-    the time to launch a step is then added to the step's time. The extra step it costs at the end is undone.
+    transformers has this check, but uses it only on one kind of device. On others it reads a flag back in every step,
+    which adds the time to launch a step to the step's time. The late check takes one step too many at the end, which is
+    undone.
     """
     if device.type == "cuda":
         _lacks("steps that do not wait", _why_no_late_check())
@@ -106,12 +109,12 @@ def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
         _late.reset(token)
 
 
-#: what transformers passes to its question whether the stop check may be late
+#: the arguments with which transformers asks whether the stop check may be late
 _ASKED = ("device", "cache", "cache_is_returned", "is_assistant")
 
 
 def _stop_check() -> Any:
-    """transformers' class of the late check, or `None` where it has none, or asks otherwise."""
+    """transformers' class of the late check; `None` if this version has none, or uses it differently."""
     check = getattr(sys.modules[GenerationMixin.__module__], "DeferredStopCheck", None)
     asks = getattr(check, "is_supported", None)
     return check if asks is not None and set(_ASKED) <= set(inspect.signature(asks).parameters) else None
@@ -145,17 +148,19 @@ _replaced = ProcessWide(_stop_check_replaced)
 
 
 def _moves(cache: Any) -> bool:
-    """Whether steps are recorded although layers, recurrent ones, keep what a step replaced in memory that is new each time."""
+    """Whether steps are recorded although layers, recurrent ones, keep what a step replaced in memory that is new each
+    time."""
     return _step_of(cache) is not None and any(hasattr(layer, "record_past") for layer in cache.layers)
 
 
-# ---- what the transformers that runs lacks -------------------------------------------------------------------------------
+# ---- features that the installed transformers lacks
+# ----------------------------------------------------------------------
 
 _told: set[str] = set()
 
 
 def lacking() -> dict[str, str]:
-    """What this transformers has no place for, and why: "recorded steps", "steps that do not wait". Empty: nothing."""
+    """The features that cannot be used with this transformers, and why: "recorded steps", "steps that do not wait"."""
     reasons = {"recorded steps": _why_no_steps(), "steps that do not wait": _why_no_late_check()}
     return {feature: reason for feature, reason in reasons.items() if reason is not None}
 
@@ -174,7 +179,7 @@ def _why_no_late_check() -> str | None:
 
 
 def _lacks(feature: str, reason: str | None) -> bool:
-    """Whether there is a reason; it is told once."""
+    """Whether there is a reason; if so, warn once."""
     if reason is not None and feature not in _told:
         _told.add(feature)
         warnings.warn(f"no {feature}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)

@@ -29,7 +29,7 @@ from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 
-#: attribute of an enabled model: what is enabled, the one in force last
+#: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
 #: decoding loops of one token a step, which a preallocated cache serves
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -39,12 +39,12 @@ _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _LIVE = ("calibration", "parameters")
 
 
-#: what else an enabled model gets in place of methods of its own; modules that this one cannot import add to it
+#: further methods that are replaced on an enabled model; modules that this one cannot import add to them
 _ADDED: list[Callable] = []
 
 
 def also_override(*functions: Callable) -> None:
-    """Let every model that is enabled from here on have these functions as methods, under their names (see `put_on`)."""
+    """Give these functions as methods to every model that is enabled later, under their names (see `put_on`)."""
     _ADDED.extend(functions)
 
 
@@ -65,7 +65,8 @@ _call: contextvars.ContextVar[_EnabledCall | None] = contextvars.ContextVar("cal
 
 
 class _Stack(list):
-    """What is enabled for a model, the one in force last. A deep copy has its own, a pickled model's is empty."""
+    """The `enable` calls of a model; the last one is in force. A deep copy has its own list, a pickled model an empty
+    one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Stack:
         return _Stack(copy.deepcopy(each, memo) for each in self)
@@ -76,7 +77,7 @@ class _Stack(list):
 
 @dataclass(eq=False)
 class Enabled:
-    """What `enable` returns: a context manager that undoes it."""
+    """The result of `enable`: a context manager that undoes it."""
 
     model: Any
     preset: str
@@ -94,7 +95,7 @@ class Enabled:
         if self not in stack:  # undone by `disable`
             return
         index = stack.index(self)
-        if index + 1 < len(stack):  # not the one in force: what it would restore, the next one restores
+        if index + 1 < len(stack):  # it is not in force: the next one restores what this one would restore
             stack[index + 1].implementations = self.implementations
         else:
             with kept_caches(self.model).lock:
@@ -117,14 +118,14 @@ def enable(
         lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
         with lb.enable(model, "kivi-2"): ...        # or inside a block
 
-    Calls that bring `past_key_values` or `cache_implementation` keep theirs. On a GPU the decoding steps of greedy search and
-    sampling are recorded, as in `lb.generate`; beam search and assisted decoding get a growing cache. The attention
-    implementation becomes `lowbit_kv`, and is restored at the end; both wait until calls of `lb.generate` in other threads have
-    ended. Of two calls the later one is in force; leaving its
-    block restores the earlier one.
+    Calls with `past_key_values` or `cache_implementation` use theirs. On a GPU the decoding steps of greedy search and
+    sampling are recorded, as in `lb.generate`. Beam search and assisted decoding get a growing cache. The attention
+    implementation becomes `lowbit_kv`, and is restored at the end. Both changes wait until `lb.generate` calls in other
+    threads have ended. If `enable` is called twice, the later call is in force; leaving its block restores the earlier
+    one.
 
-    Options are taken as they are now: dicts and lists that change later do not matter. `calibration` and `parameters` are
-    looked at in each `generate` call instead, so a file that is calibrated anew is in force in the next call.
+    Options are copied, so later changes of dicts and lists have no effect. `calibration` and `parameters` are read in
+    each `generate` call instead, so the next call uses a file that was calibrated again.
 
     Args:
         model: a causal language model; PEFT or `torch.compile` may wrap it.
@@ -134,8 +135,9 @@ def enable(
         **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
 
     Raises:
-        ValueError: an unknown preset, an option out of range, or a model that low-bit caches cannot serve. TypeError: no
-            transformers model. RuntimeError: a transformers that makes caches in another place. Nothing has changed then.
+        ValueError: the preset is unknown, an option is out of range, or low-bit caches cannot serve the model.
+            TypeError: it is not a transformers model. RuntimeError: this transformers creates caches in another place.
+            Nothing has changed then.
 
     Example:
         >>> with lb.enable(model, "kivi-4-sink"):
@@ -151,9 +153,9 @@ def enable(
         )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
-    from_preset(preset, inner, **cache_options)  # raises for what cannot be served
+    from_preset(preset, inner, **cache_options)  # raises if the model cannot be served
     options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
-    with kept_caches(inner).lock:  # a call of `lb.generate` in another thread selects, too, and restores
+    with kept_caches(inner).lock:  # `lb.generate` in other threads selects one too
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
@@ -164,16 +166,16 @@ def enable(
 
 
 def enabled_for(model: Any) -> Enabled | None:
-    """What is in force for a model, if anything is."""
+    """The `enable` call that is in force for a model, or `None`."""
     stack = vars(model).get(_ENABLED)
     return stack[-1] if stack else None
 
 
 def disable(model: Any) -> None:
-    """Undo every `enable` of this model.
+    """Undo all `enable` calls of this model.
 
     Raises:
-        ValueError: none is in force.
+        ValueError: the model is not enabled.
 
     Example:
         >>> enabled = lb.enable(model, "kivi-4-sink")
@@ -195,7 +197,7 @@ def _take_off(model: Any) -> None:
 
 
 def _copied(option: Any) -> Any:
-    """The same with dicts, lists and sets of its own."""
+    """A copy with its own dicts, lists and sets."""
     if isinstance(option, Mapping):
         return {key: _copied(x) for key, x in option.items()}
     if isinstance(option, (list, tuple)):
@@ -203,11 +205,12 @@ def _copied(option: Any) -> Any:
     return set(option) if isinstance(option, (set, frozenset)) else option
 
 
-# ---- what is overridden on an enabled model -----------------------------------------------------------------------------
+# ---- methods that are overridden on an enabled model
+# --------------------------------------------------------------------
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' `generate`. What the cache of this call needs lasts as long as the call."""
+    """Override of `generate`. Overrides for the cache of this call last as long as the call."""
     if kwargs.get("cache_implementation") == "paged" and kwargs.get("logits_processor"):
         raise ValueError(
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
@@ -235,7 +238,7 @@ def _prepare_cache_for_generation(
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     enabled, call = stack[-1], _call.get()
-    # where its class's `generate` was called, nobody would undo what steps need
+    # if the class's `generate` was called, nobody would undo the overrides for steps
     if (
         call is None
         or call.model is not self
@@ -257,7 +260,8 @@ def _prepare_cache_for_generation(
 
 
 def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:
-    """Put what the store holds of this call's prompt into its cache, and have the rest stored when the call ends."""
+    """Put the stored prefix of this call's prompt into its cache, and arrange that the rest is stored when the call
+    ends."""
     if enabled.prefixes is None:
         return
     kept = PrefixCall(call.model, cache, {**call.arguments, "generation_config": generation_config}, enabled.prefixes)

@@ -1,7 +1,7 @@
-"""Pieces of a model that one kernel computes where the model launches several: norms, rotary embeddings, gates, products.
+"""Pieces of a model that one kernel can compute instead of several: norms, rotary embeddings, gates, products.
 
-A piece computes the same arguments in three ways: as its module does (`plain`), by a kernel (`fused`), and in float64
-(`compared`). `piece_finder` finds the pieces of a model, `fusing` puts them to use.
+A piece computes its result in three ways: like its module (`plain`), by a kernel (`fused`), and in float64
+(`compared`). `piece_finder` finds the pieces of a model, and `fusing` uses them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import nn
 
 from ..machine.toolchain import why_not_launched
 
-#: of pieces, in the order in which `summary()` names them
+#: kinds of pieces, in the order of `summary()`
 KINDS = ("norms", "rotary", "gate", "products")
-#: activations by the names that kernels give them
+#: activations by their names in kernels
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
 }
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-#: numbers of a weight that are widened to float64 at a time
+#: how many numbers of a weight are converted to float64 at a time
 _WIDENED = 2**23
 
 Substitution = tuple[nn.Module, Callable[..., Any]]
@@ -35,7 +35,7 @@ Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotFusedError(Exception):
-    """A piece stays as the model computes it; the text says why."""
+    """The piece stays as the model computes it; the text says why."""
 
 
 class Plain(NamedTuple):
@@ -47,10 +47,10 @@ class Plain(NamedTuple):
 
 
 class Piece:
-    """One place of a model.
+    """One piece of a model.
 
     Args:
-        name: of its module, in the decoder.
+        name: the name of its module in the decoder.
         module: the module that computes it.
     """
 
@@ -67,24 +67,24 @@ class Piece:
 
     @property
     def unused(self) -> str:
-        """What it means that a step did not come by."""
+        """The reason to show if no step used the piece."""
         return "not called in a step"
 
     @property
     def mismatch(self) -> str | None:
-        """What was seen in a step that keeps the piece plain, whatever its kernel computes."""
+        """Why the piece must stay plain, found in a step, no matter what its kernel computes."""
         return None
 
     def counted(self, way: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
-        """What `summary()` counts where this way is taken, or none: kind, name, and the reason if it is plain."""
+        """The entries of `summary()` if this way, or none, is used: kind, name, and the reason if it is plain."""
         yield self.kind, self.name, reason if way is None else None
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
-        """Modules, and what stands for their `forward` so that `call` computes the piece."""
+        """Modules, and the replacements of their `forward` with which `call` computes the piece."""
         raise NotImplementedError
 
     def example(self, rows: int) -> torch.Tensor | None:
-        """An input of a step of so many rows, to compile the kernel with; `None`: none is known."""
+        """An input for a step of this many rows, to compile the kernel; `None`: it is not known."""
         return None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,8 @@ class Piece:
         raise NotImplementedError
 
     def compared(self, way: str, *args: Any, **kwargs: Any) -> Iterator[Comparison]:
-        """What is compared before a kernel stands in: its result, the model's own, and the exact one in float64."""
+        """The results that are compared before the kernel is used: the kernel's, the model's, and the exact one in
+        float64."""
         raise NotImplementedError
 
 
@@ -299,8 +300,8 @@ class Products(Piece):
 
 
 class SharedInput:
-    """Computes all products of an input when the first is asked for, and hands the others out to those that bring the same
-    input, unchanged."""
+    """Computes all products of an input when the first one is requested, and returns the others for the same, unchanged
+    input."""
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
@@ -311,7 +312,7 @@ class SharedInput:
 
     @property
     def mismatch(self) -> str | None:
-        """Whether products were computed that nobody asked for, or could not be shared."""
+        """Whether products were computed that nobody used, or that could not be shared."""
         if self._uncounted:
             return "inference mode"
         return "its inputs differ" if self._differed or self._outputs else None
@@ -336,7 +337,7 @@ class SharedInput:
 PAIRS, LIGER = "pairs are no halves", "of Liger-Kernel already"
 
 
-# ---- what keeps a piece plain ------------------------------------------------------------------------------------------
+# ---- reasons to stay plain ---------------------------------------------------------------------------------------------
 
 
 def why_not_replaced(module: nn.Module) -> str | None:
@@ -372,7 +373,7 @@ def why_no_products(linears: list[tuple[str, nn.Module]]) -> tuple[str, str] | N
 
 
 def _called(module: nn.Module) -> str:
-    """What a layer in the place of a linear one is called."""
+    """The name, for messages, of a layer that takes the place of a linear one."""
     package, _, rest = type(module).__module__.partition(".")
     if package == "peft":
         tuner = rest.split(".")[1] if rest.startswith("tuners.") else rest
@@ -381,13 +382,13 @@ def _called(module: nn.Module) -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Raise `NotFusedError` where Triton's kernels do not run."""
+    """Raise `NotFusedError` if Triton's kernels cannot run."""
     if (reason := why_no_kernels(device.type)) is not None:
         raise NotFusedError(reason)
 
 
 def why_no_kernels(device_type: str) -> str | None:
-    """What keeps Triton's kernels from running on such devices, or `None`."""
+    """Why Triton's kernels cannot run on such devices, or `None`."""
     if device_type == "cuda":
         return why_not_launched()
     try:
@@ -420,7 +421,7 @@ def _wide_product(x: torch.Tensor, linear: Any) -> torch.Tensor:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """What the module's class computes, whatever stands in its instance."""
+    """The result of the class's `forward`, no matter what replaces it on the instance."""
     return type(module).forward.__get__(module)
 
 

@@ -1,8 +1,9 @@
-"""Fused pieces in a decode step: which of them hold, and how they are put into a model for a while.
+"""Fused pieces in a decode step: which of them are accurate, and how they are put into a model for a while.
 
-A piece stands in the instances of its modules as their `forward`, for the length of one step and in one thread; other threads
-get the module's own. In a first step every piece computes both: the step goes on with the module's own result, and the kernel's
-is compared with float64. Kernels take part in the steps behind it, if their error is at most twice the module's and a rounding.
+A piece replaces the `forward` of its modules' instances, during one step and in one thread; other threads get the
+module's own. In a first step every piece computes both results. The step continues with the module's own result, and
+the kernel's result is compared with float64. Later steps use the kernel if its error is at most twice the module's plus
+one rounding.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import nn
 from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward, why_no_kernels
 from .piece_finder import find_pieces
 
-#: a result that differs from the formula by more than this part of its row's largest number comes from another formula
+#: if a result differs from the formula by more than this part of its row's largest number, the module has another formula
 _ANOTHER_FORMULA = 2**-5
 #: pieces are put into models by one thread at a time
 _placing = threading.RLock()
 
 
 class Substitute:
-    """Stands in a module as its `forward`, for the thread that put it there."""
+    """Replaces a module's `forward`, for the thread that put it there."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._original, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
@@ -38,7 +39,7 @@ class Substitute:
 
 @contextlib.contextmanager
 def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
-    """Inside, these modules have these forwards. Afterwards each has its class's, whatever happened."""
+    """Inside, these modules have these forwards. Afterwards each has its class's again, whatever happened."""
     with _placing:
         try:
             for module, forward in placed.items():
@@ -54,32 +55,32 @@ class Fusion:
     """Which pieces of a model a step computes by kernels. Refers to no module, so a model can be freed.
 
     Args:
-        why_not: what keeps all of them plain.
+        why_not: why all of them stay plain, or `None`.
     """
 
     def __init__(self, why_not: str | None = None):
         self._why_not = why_not
-        self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # by piece: ways that failed
-        self._ways: dict[tuple[str, str], str] = {}  # by piece: the one that holds
+        self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # for each piece: the ways that failed
+        self._ways: dict[tuple[str, str], str] = {}  # for each piece: the way that is accurate
         self._report: list[tuple[str, str, str | None]] = []
         self.settled = why_not is not None
         """whether it is known which pieces hold"""
 
     @property
     def any(self) -> bool:
-        """Whether a step has fused pieces, as far as is known."""
+        """Whether a step has fused pieces, as far as known."""
         return self._why_not is None and (not self.settled or bool(self._ways))
 
     def give_up(self, reason: str) -> None:
-        """Steps are plain from here on."""
+        """Make all later steps plain."""
         self._why_not, self.settled = reason, True
 
     @contextlib.contextmanager
     def observing(self, model: Any) -> Iterator[None]:
-        """Inside, a step is plain, and kernels compute beside it.
+        """Inside, a step is plain, and kernels compute their results beside it.
 
-        Which of them hold is known afterwards, except where a piece's fastest way has failed and it has another one: `settled`
-        stays `False` then, for another step.
+        Afterwards it is known which kernels are accurate. But if a piece's fastest way has failed and it has another
+        way, `settled` stays `False`, and another step is needed.
         """
         if (thread := _ahead.pop(model, None)) is not None:
             thread.join()
@@ -108,14 +109,14 @@ class Fusion:
             self._report += piece.counted(self._ways.get(key), next(iter(failed.values()), ""))
 
     def _next_way(self, piece: Piece) -> str | None:
-        """The way to try next, or `None` where one holds or all have failed."""
+        """The way to try next; `None` if one is accurate or all have failed."""
         key = piece.kind, piece.name
         failed = self._reasons.get(key, {})
         return None if key in self._ways else next((way for way in piece.ways if way not in failed), None)
 
     @contextlib.contextmanager
     def in_force(self, model: Any) -> Iterator[None]:
-        """Inside, this thread's steps of the model have the pieces that hold computed by kernels."""
+        """Inside, kernels compute the accurate pieces in this thread's steps of the model."""
         if not self.any:
             yield
             return
@@ -126,7 +127,7 @@ class Fusion:
             yield
 
     def report(self) -> str:
-        """For `summary()`: of each kind how many are fused, and why the others are not."""
+        """For `summary()`: how many pieces of each kind are fused, and why the others are not."""
         if self._why_not is not None:
             return f"nothing: {self._why_not}"
         parts = []
@@ -145,11 +146,11 @@ class Fusion:
 
 
 def compile_ahead(model: Any, rows: int) -> None:
-    """Let the kernels of this model's pieces compile in a thread of its own, while a prompt is read. Once for each model, for
-    one row and for more. An error is left to the step that needs the kernel.
+    """Compile the kernels of this model's pieces in a thread while a prompt is read: once for each model for one row,
+    and once for several rows. An error is not raised here; the step that needs the kernel gets it.
 
     Args:
-        rows: of a step.
+        rows: rows of a step.
     """
     done = _compiled.setdefault(model, set())
     if rows > MOST_ROWS or (rows == 1) in done or why_nothing_fused(model) or why_no_kernels(model.device.type):
@@ -170,15 +171,15 @@ def compile_ahead(model: Any, rows: int) -> None:
     thread.start()
 
 
-#: rows that products are fused for
+#: largest number of rows for which products are fused
 MOST_ROWS = 16
-#: models whose kernels compile now, and for which steps they were compiled: of one row, of more
+#: models whose kernels are compiling or compiled, and for which steps: with one row, with several
 _ahead: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
 
 
 def why_nothing_fused(model: Any) -> str | None:
-    """What keeps all pieces of this model plain, or `None`."""
+    """Why all pieces of this model stay plain, or `None`."""
     hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
     if any(hooks):
         return "hooks of all modules"
@@ -209,7 +210,7 @@ def _substitutes(calls: Iterator[tuple[Piece, Callable[..., Any]]]) -> dict[nn.M
 
 
 class _Fused:
-    """A piece by its kernel; by its module where arguments are such as no kernel takes."""
+    """Compute a piece by its kernel, or by its module if the kernel does not take the arguments."""
 
     def __init__(self, piece: Piece, way: str):
         self._piece, self._way = piece, way
@@ -222,7 +223,7 @@ class _Fused:
 
 
 class _Watch:
-    """A piece by its module, compared with its kernel."""
+    """Compute a piece by its module, and compare the result with its kernel's."""
 
     def __init__(self, piece: Piece, way: str):
         self._piece, self.way = piece, way
@@ -246,7 +247,7 @@ class _Watch:
         return out
 
     def verdict(self) -> str | None:
-        """Why the kernel may not stand in, or `None`. Waits for the device."""
+        """Why the kernel may not be used, or `None`. Waits for the device."""
         if (reason := self._reason or self._piece.mismatch) is not None:
             return reason
         if self.calls == 0:
@@ -258,9 +259,9 @@ class _Watch:
 
 
 def agreement(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Two answers, bool `[2]` on the device: whether both results come from the formula of `exact`, and whether the error of
-    `fused` is at most twice that of `plain` and one rounding. Errors are the largest of a row, the last dimension. Rows that
-    are not finite anyway do not count: nobody reads them."""
+    """Two answers, bool `[2]` on the device: whether both results come from the formula of `exact`; and whether the
+    error of `fused` is at most twice that of `plain` plus one rounding. Errors are the largest in a row, the last
+    dimension. Rows that are not finite are ignored, because nobody reads them."""
     size = exact.abs().amax(-1)
     of_fused, of_plain = ((x.double() - exact).abs().amax(-1) for x in (fused, plain))
     same = torch.maximum(of_fused, of_plain) <= _ANOTHER_FORMULA * size

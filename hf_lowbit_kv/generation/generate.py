@@ -1,7 +1,7 @@
-"""`generate`: a model's own `generate` on a preallocated cache that is sized, recorded or compiled for, and kept.
+"""`generate`: a model's own `generate` on a preallocated cache that later calls use again.
 
-What is added to transformers: the size of the cache, one cache per kind of call that later calls use again, decoding steps
-that are recorded in CUDA graphs (`recording`) or compiled, and steps that do not wait for the device (`decoding_loop`).
+It adds to transformers: the size of the cache; one kept cache for each kind of call; decoding steps that are recorded
+in CUDA graphs (`recording`) or compiled; and steps that do not wait for the device (`decoding_loop`).
 """
 
 from __future__ import annotations
@@ -52,49 +52,55 @@ def generate(
 
         tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to(model.device), max_new_tokens=256)
 
-    A further turn takes the cache along, and the whole conversation as ids, as always in transformers:
+    A further turn passes the cache, and the whole conversation as ids, as usual in transformers:
 
         first = lb.generate(model, ids, max_new_tokens=256, max_cache_len=8192, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, more_ids], dim=1)
         second = lb.generate(model, ids, max_new_tokens=256, past_key_values=first.past_key_values)
 
     Args:
-        model: a causal language model; PEFT or `torch.compile` may wrap it. If it has another attention implementation than
-            `lowbit_kv`, that one is selected for the length of the call, which other threads see, and put back afterwards.
-        inputs: token ids `[B, S]`, or what a tokenizer returns (`input_ids`, `attention_mask`); ragged rows padded on the
-            left. May be given as keyword arguments instead.
-        preset: see `preset_names`; `None`: `kivi-4-sink`, or with `past_key_values` the cache's own. Another one than that is
-            refused.
-        max_new_tokens: tokens to write, at most; or `max_length`, the prompt counted. Taken from the generation
-            configuration where it has one of them.
-        step: how a decoding step runs on a GPU. `"recorded"` (default): as the model runs it, recorded in a CUDA graph;
-            ready within seconds. `"compiled"`: compiled by torch, the fastest, after a minute or two. `"eager"`: as the
-            model runs it. On a CPU every step is eager.
-        fuse: in recorded steps, compute norms, rotary embeddings, gates, and the products of one input, by kernels that round
-            less often. Each is compared with float64 first, and stays as it is where its error would be above twice the
-            model's. `False`: recorded steps give the same bits as eager ones. `summary()` of the cache says what is fused.
-        past_key_values: a preallocated cache to go on with; or `cache=`, the name that transformers uses since 5.24. Without
-            it a kept cache is emptied and used.
-        max_cache_len: tokens a row of the cache shall hold, for further turns; at least the prompt and `max_new_tokens`.
+        model: a causal language model; PEFT or `torch.compile` may wrap it. If its attention implementation is not
+            `lowbit_kv`, that is selected during the call (other threads see it), and the earlier one is restored
+            afterwards.
+        inputs: token ids `[B, S]`, or the result of a tokenizer (`input_ids`, `attention_mask`). Rows of different
+            length are padded on the left. The inputs may be keyword arguments instead.
+        preset: see `preset_names`; `None`: `kivi-4-sink`, or the preset of `past_key_values`. A preset that differs
+            from that of `past_key_values` is refused.
+        max_new_tokens: largest number of tokens to write; or `max_length`, which includes the prompt. If neither is
+            given, the generation configuration's is used.
+        step: how a decoding step runs on a GPU. `"recorded"` (default): the model's own step, recorded in a CUDA graph;
+            ready within seconds. `"compiled"`: compiled by torch; the fastest, after a minute or two. `"eager"`: the
+            model's own step. On a CPU every step is eager.
+        fuse: in recorded steps, compute norms, rotary embeddings, gates, and products of one input by kernels that
+            round less often. Each kernel is compared with float64 first, and is not used if its error is above twice
+            the model's. `False`: recorded steps give the same bits as eager ones. The cache's `summary()` says what is
+            fused.
+        past_key_values: a preallocated cache to continue; or `cache=`, its name in transformers since 5.24. Without it
+            a kept cache is emptied and used.
+        max_cache_len: tokens that a row of the cache can hold, for further turns; at least the prompt and
+        `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
-        calibration: for presets that need one, as for `LowBitCache`. Each call uses what the file, folder or object holds then.
-        prefixes: a `PrefixStore`: what it holds of the prompt is not read again, and what this call reads and writes is
-            kept there. `cached_tokens` of the cache says how many tokens of each row came from it. Not with past_key_values.
-        progress: tell on stderr when a step is compiled, and when a prompt is read in chunks although nobody asked for that.
-        **options: anything `model.generate` takes: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
-            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a time;
-            `0`: all; `"auto"`: as many as fit into the GPU's free memory; by default all where that fits, else as many as do.
-            To find out, the model may read some tokens more than once, and PyTorch's peak statistics of the GPU begin anew.
+        calibration: for presets that need one, as for `LowBitCache`. Each call uses the present contents of the file,
+            folder or object.
+        prefixes: a `PrefixStore`. The stored prefix of the prompt is not read again, and the call's tokens are stored.
+            The cache's `cached_tokens` says how many tokens of each row came from the store. Not with past_key_values.
+        progress: report on stderr when a step is compiled, and when a prompt is read in chunks by default.
+        **options: any option of `model.generate`: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
+            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a
+            time; `0`: all; `"auto"`: as many as fit into the GPU's free memory. By default all tokens if that fits,
+            otherwise as many as fit. To measure that, the model may read some tokens more than once, and PyTorch's peak
+            memory statistics are reset.
 
     Returns:
-        What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
-        transformers 5.24) is the cache, which belongs to its holder until dropped. Calls of several threads for one model
-        follow each other.
+        The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
+        transformers 5.24) is the cache, which belongs to whoever holds it. Calls from several threads for one model run
+        one after the other.
 
     Raises:
-        ValueError: an unknown preset or step, no `max_new_tokens`, a cache without room, a text that does not begin with what
-            the cache holds, `calibration` beside `cache_options["calibration"]`, beams or assisted decoding (`enable` and
-            `model.generate` serve those), a model that transformers does not compile under `"compiled"`.
+        ValueError: the preset or step is unknown; `max_new_tokens` is missing; the cache has no room; the text does not
+            begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given; beams or
+            assisted decoding are requested (`enable` and `model.generate` serve those); or, for `"compiled"`,
+            transformers does not compile the model.
         RuntimeError: `"compiled"` on a machine without a C compiler.
 
     Example:
@@ -129,7 +135,7 @@ def generate(
         lent = lend_cache(inner, preset, dict(cache_options or {}), call.rows, length)
         try:
             return _run(model, call, lent, progress, prefixes)
-        except BaseException:  # an interruption too: what it left in the cache is emptied by the next call
+        except BaseException:  # also after an interruption: the next call empties the cache
             kept.give_back(lent)
             raise
 
@@ -170,11 +176,11 @@ def _say(text: str) -> None:
 
 
 def release(model: Any) -> None:
-    """Give back the memory of the caches that `generate` and `enable` keep for this model, of recorded steps and of
-    compiled ones. A cache that somebody holds goes when it is dropped.
+    """Free the memory of the caches that `generate` and `enable` keep for this model, and of recorded and compiled
+    steps. A cache that you still hold is freed when you drop it.
 
-    torch cannot forget what it compiled for one model alone: if this model's steps were compiled, everything that was
-    compiled in this process is compiled again when it is next used.
+    torch cannot drop the compiled code of one model only. If this model's steps were compiled, all compiled code of
+    this process is compiled again when it is next used.
 
     Example:
         >>> lb.release(model)
@@ -188,11 +194,12 @@ def release(model: Any) -> None:
 
 
 def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
-    """An empty kept cache for `rows` rows of `tokens` tokens. It is free for other calls once it is dropped."""
+    """An empty kept cache for `rows` rows of `tokens` tokens. Other calls can use it after it is dropped."""
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
     surroundings = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
-    # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can serve
+    # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can
+    # serve
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
     new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
@@ -200,8 +207,7 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
 
 
 def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
-    """A cache that the caller brought, after checking that it has this preset, if one is named, and that it can take this
-    turn."""
+    """The caller's cache, after checking that it has this preset, if one is named, and that this turn fits."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
@@ -226,7 +232,7 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
 
 
 def _check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None:
-    """Raise where the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
+    """Raise if the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
     ids = inputs.get("input_ids")
     if cache.text is None or ids is None or seen == 0:
         return

@@ -15,15 +15,16 @@ from ..cache.low_bit_cache import LowBitCache
 from ..machine.staleness import digest
 from . import recording
 
-#: caches kept per model: each holds its memory until it is the one used longest ago, `release` is called, or the model goes
+#: number of caches kept for a model. A cache is freed when it is the least recently used one, by `release`, or with the
+#: model
 KEPT_CACHES = 2
 
 
 def kind(cache: LowBitCache) -> Hashable:
-    """What a new cache will store and how, its calibration included. Caches of one kind can stand for each other.
+    """What a new cache stores, and how, including its calibration. Caches of one kind are interchangeable.
 
-    Kinds are compared in place of the options that caches were made with. So it does not matter how an option was written,
-    and nothing that the caller may change later is referred to.
+    Kinds are compared instead of the options with which caches were made. So the spelling of an option does not matter,
+    and there is no reference to objects that the caller may change later.
     """
     layers = cache.packed_layers
     digests = [tuple((name, digest(x)) for name, x in sorted(layer.parameters.items())) for layer in layers]
@@ -32,7 +33,8 @@ def kind(cache: LowBitCache) -> Hashable:
 
 @torch.inference_mode(False)
 def _own_parameters(cache: LowBitCache) -> None:
-    """Let a new cache hold copies of its parameters: it reads them at its first tokens, and the caller may change theirs."""
+    """Give a new cache copies of its parameters: it reads them at its first tokens, and the caller may change the
+    originals."""
     for layer in cache.packed_layers:
         layer.parameters = {name: x.detach().clone() for name, x in layer.parameters.items()}
 
@@ -44,7 +46,7 @@ class _Entry:
     holder: Callable[[], LowBitCache | None] = lambda: None
 
     def lend(self) -> LowBitCache:
-        """The cache as a new object that shares everything with it: the cache is free again once that one is dropped."""
+        """A new object that shares everything with the cache. The cache is free again when that object is dropped."""
         self.cache.reset()
         lent = copy.copy(self.cache)
         self.holder = weakref.ref(lent)
@@ -52,7 +54,8 @@ class _Entry:
 
 
 class KeptCaches:
-    """Of one model. `lock` is held for the length of a call: calls of several threads follow each other."""
+    """The kept caches of one model. A call holds `lock` until its end, so calls from several threads run one after the
+    other."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -60,11 +63,11 @@ class KeptCaches:
         self._guard = threading.Lock()
 
     def take(self, place: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
-        """An empty cache for rows of `tokens` tokens: a kept one of the same kind and place that nobody holds, if it is large
-        enough, or else `new`, which has allocated nothing yet.
+        """An empty cache for rows of `tokens` tokens: a kept cache of the same kind and place that nobody holds and
+        that is large enough; otherwise `new`, which has allocated nothing yet.
 
         Args:
-            place: whatever else caches differ in: rows, dtype, device, ...
+            place: the other properties in which caches differ: rows, dtype, device, ...
         """
         with self._guard:
             key = place, kind(new)
@@ -74,7 +77,7 @@ class KeptCaches:
                 if capacity(entry.cache) >= tokens:
                     self.entries.append(entry)
                     return entry.lend()
-            # smaller and older ones give back their memory before the new one takes its own; a holder keeps what it holds
+            # smaller and older caches free their memory before the new one allocates; caches that somebody holds stay
             del free
             entry = None  # type: ignore[assignment]
             self.entries = self.entries[max(len(self.entries) + 1 - KEPT_CACHES, 0) :]
@@ -84,7 +87,7 @@ class KeptCaches:
             return entry.lend()
 
     def give_back(self, lent: LowBitCache) -> None:
-        """The holder's call has failed, and the cache is free although a traceback may still refer to it."""
+        """The holder's call has failed: the cache is free, although a traceback may still refer to it."""
         with self._guard:
             for entry in self.entries:
                 if entry.holder() is lent:

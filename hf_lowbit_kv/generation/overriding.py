@@ -1,7 +1,7 @@
-"""Methods of one object replaced for a while: its class, and every other object of it, stay as they are.
+"""Replaces methods of one object for a while. Its class, and other objects of the class, do not change.
 
-What replaces a method is a function at the top of a module, named like the method. It is bound to the object, so a deep copy of
-the object has it bound to the copy, and a pickled object has its class's own method once it is loaded.
+The replacement is a function at the top of a module with the name of the method. It is bound to the object. A deep copy
+of the object has it bound to the copy, and a pickled object has its class's method when it is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-#: attribute of an object with overrides: what it had of its own, and how many need them
+#: attribute of an object with overrides: its earlier attributes, and how many users each override has
 STATE = "_lowbit_overrides"
 _lock = threading.Lock()
 
@@ -27,7 +27,7 @@ class _Override:
 
 
 class _Overrides(dict[str, _Override]):
-    """By name. A deep copy has its own, a pickled object none."""
+    """Overrides by name. A deep copy has its own, a pickled object none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overrides:
         return _Overrides({name: copy.deepcopy(override, memo) for name, override in self.items()})
@@ -37,10 +37,10 @@ class _Overrides(dict[str, _Override]):
 
 
 def put_on(thing: Any, *functions: Callable) -> None:
-    """Let `thing` have these functions as methods, under their names, until `take_off` was called as often.
+    """Give `thing` these functions as methods, under their names, until `take_off` is called as often.
 
     Args:
-        functions: at the top of a module; `original` gives them the method that they stand for.
+        functions: functions at the top of a module; `original` returns the method that a function replaces.
     """
     with _lock:
         attributes = vars(thing)
@@ -54,7 +54,7 @@ def put_on(thing: Any, *functions: Callable) -> None:
 
 
 def take_off(thing: Any, *functions: Callable) -> None:
-    """Undo one `put_on`. What somebody else has put in the place of a function meanwhile stays."""
+    """Undo one `put_on`. If somebody else has replaced a function meanwhile, that replacement stays."""
     with _lock:
         attributes = vars(thing)
         overrides = attributes.get(STATE, {})
@@ -85,7 +85,8 @@ def overridden(thing: Any, *functions: Callable) -> Iterator[None]:
 
 
 def original(thing: Any, name: str) -> Callable:
-    """The method of `thing` that an override stands for: what the object had of its own, else that of its class."""
+    """The method of `thing` that an override replaces: the object's own earlier attribute, otherwise the method of its
+    class."""
     override = vars(thing).get(STATE, {}).get(name)
     if override is not None and override.before is not None:
         return override.before

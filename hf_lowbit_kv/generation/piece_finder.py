@@ -1,7 +1,7 @@
-"""Finding the pieces of a model that may be fused, by what modules do and not by the names of models.
+"""Finds the pieces of a model that may be fused, by what modules compute and not by the names of models.
 
-A twin of a module, with small weights, runs on the CPU, and what it returns is compared with formulas. The model itself neither
-runs nor changes.
+A copy of a module with small weights runs on the CPU, and its result is compared with formulas. The model itself
+neither runs nor changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .fused_pieces import (
     why_not_replaced,
 )
 
-#: children that take the same input; those of a gate are found with it
+#: children that take the same input; those of a gate are found together with it
 _GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -42,7 +42,7 @@ _GROUPS = (
 )
 
 
-# ---- what modules do ---------------------------------------------------------------------------------------------------
+# ---- what modules compute ----------------------------------------------------------------------------------------------
 
 
 def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ def _close(out: Any, want: torch.Tensor) -> bool:
 
 
 def norm_offset(module: Any) -> float | None:
-    """What this norm adds to its weight, 0 or 1, or `None` if it is no RMS norm."""
+    """The number that this norm adds to its weight, 0 or 1; `None` if it is not an RMS norm."""
     width, eps = len(module.weight), eps_of(module)
     # small and off center: the added number and a subtracted mean show
     x = (_random(2, width) + 1.0) * (float(eps) or 1e-6) ** 0.5
@@ -76,8 +76,8 @@ def norm_offset(module: Any) -> float | None:
 
 
 def rotary_kind(function: Any) -> bool | None:
-    """Whether a function that rotates halves of heads takes one cosine for both (`True`) or one for each channel (`False`);
-    `None`: it does something else."""
+    """Whether a function that rotates halves of heads takes one cosine for both (`True`) or one for each channel
+    (`False`); `None`: it does something else."""
     q, k, angle = _random(2, 3, 2, 16), _random(2, 2, 2, 16), _random(2, 2, 8)
     narrow = angle.cos(), angle.sin()
     cos, sin = wide = tuple(torch.cat([x, x], dim=-1) for x in narrow)
@@ -98,8 +98,8 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
-    """Activation, the child that computes gate and up at once, if one does, and the name of the activation's child; `None` for
-    what is no gated layer."""
+    """The activation; the child that computes gate and up at once, if there is one; and the name of the activation's
+    child. `None` if it is not a gated layer."""
     children = dict(module.named_children())
     joined = "gate_up_proj" if "gate_up_proj" in children else None
     linears = ("gate_up_proj", "down_proj") if joined else (*GATED, "down_proj")
@@ -139,7 +139,7 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 @torch.no_grad()
 def find_pieces(model: Any) -> Iterator[Piece | Plain]:
-    """The pieces of a model's decoder, those that stay plain whatever happens as such."""
+    """The pieces of a model's decoder, including those that must stay plain."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     behaviour = _Behaviour()
     kept: dict[str, str] = {}  # by the beginning of their names: modules that nothing is replaced in
@@ -164,13 +164,13 @@ _SAVED = "modules_to_save"
 
 
 def _above(name: str) -> Iterator[str]:
-    """Names of the modules that a module stands in, and its own."""
+    """The module's name, and the names of the modules that contain it."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(len(parts) + 1))
 
 
 class _Behaviour:
-    """What modules were seen to do, by class: the layers of a model repeat."""
+    """The results for modules, by class, because the layers of a model repeat."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, Any] = {}

@@ -1,11 +1,10 @@
 """How `generate` reads a prompt: whole, in chunks of a size that the caller names, or in the largest chunks that fit.
 
-Reading a prompt whole takes memory for its activations: some 100 kB a token in a model of 8B. Where that is more than the GPU
-has free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may differ from that of a
-prompt that is read whole (docs/dev/recording.md says by how much).
+Reading a prompt whole takes memory for its activations: about 100 kB for each token in a model of 8B. If the GPU does
+not have that much free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may
+differ from that of a prompt that is read whole (docs/dev/recording.md says by how much).
 
-How much memory a token takes is measured on the model itself: it reads a few hundred tokens of the prompt, and PyTorch's
-allocator counts.
+The memory for a token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .call_options import return_sequences, setting
 AUTO: Literal["auto"] = "auto"
 #: tokens of all rows in the first of three measurements; the others have twice and four times as many
 MEASURED_TOKENS = 256
-#: share of the free memory that reading may take: blocks are rounded up, and the steps that follow need some
+#: share of the free memory that reading may take: blocks are rounded up, and later steps need memory too
 USABLE = 0.85
 #: chunks are multiples of it, and no chunk is shorter
 GRANULE = 128
-#: no known decoder needs more activations a token than this many of its hidden states, nor more bytes for each pair of tokens
-#: in a sliding layer's mask: what fits by this measure is read whole, and nothing is measured
+#: upper bounds for known decoders: activations of a token, in units of its hidden state; and bytes for each pair of
+#: tokens in a sliding layer's mask. A prompt that fits by these bounds is read whole, and nothing is measured
 GENEROUS_STATES, GENEROUS_PAIR = 64, 8
 
 
@@ -46,7 +45,7 @@ def check_chunk_size(size: Any) -> None:
 
 
 class Memory(Protocol):
-    """What is known of a device's memory."""
+    """The memory of a device."""
 
     def free(self) -> int:
         """Bytes that can still be allocated, in pieces."""
@@ -57,12 +56,12 @@ class Memory(Protocol):
         ...
 
     def peak(self, call: Callable[[], None]) -> int:
-        """Bytes that `call` has allocated at once, at most, beyond what was allocated before."""
+        """Peak of the bytes that `call` allocates beyond those allocated before."""
         ...
 
 
 class GpuMemory:
-    """Of a GPU. Measuring a peak begins PyTorch's own peak statistics of the device anew."""
+    """The memory of a GPU. Measuring a peak resets PyTorch's peak statistics of the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -76,8 +75,8 @@ class GpuMemory:
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.device)
 
     def free_at_once(self) -> int:
-        # Blocks that PyTorch keeps for reuse are in pieces: those of short chunks do not serve long ones. So they are given
-        # back, and what is left of them beside tensors in use is not counted.
+        # Blocks that PyTorch keeps for reuse are in pieces: those of short chunks do not serve long ones. So they are
+        # given back, and what is left of them beside tensors in use is not counted.
         torch.cuda.empty_cache()
         reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
         return self.free() - (reserved - allocated)
@@ -90,7 +89,7 @@ class GpuMemory:
 
 
 def memory_of(model: Any) -> Memory | str:
-    """The memory that a prompt's activations take, or why it cannot be told."""
+    """The memory that a prompt's activations take, or why it cannot be measured."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
@@ -101,10 +100,12 @@ def memory_of(model: Any) -> Memory | str:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored tokens.
+    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored
+    tokens.
 
-    mask: bytes a pair that a sliding layer's mask is known to take inside attention. Short pieces do not show it, because other
-    activations are larger there. It counts beside half of what a token takes: the MLP's part is not there at that time.
+    mask: bytes a pair that a sliding layer's mask is known to take inside attention. Short pieces do not show it,
+    because other activations are larger there. It counts beside half of what a token takes: the MLP's part is not there
+    at that time.
     """
 
     fixed: float
@@ -115,7 +116,8 @@ class Need:
 
     @classmethod
     def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, behind: float = 0.0) -> Need:
-        """From the peaks of reading `length` tokens, twice and four times as many. quadratic: whether pairs may cost any."""
+        """From the peaks of reading `length` tokens, twice and four times as many. quadratic: whether pairs may cost
+        any."""
         first, second, third = peaks
         slopes = (second - first) / length, (third - second) / (2 * length)
         if quadratic and slopes[1] > slopes[0]:
@@ -155,7 +157,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, tokens: int) -> None:
-        """The next tokens of every row."""
+        """Read the next tokens of every row."""
         chunk = slice(begin := self.seen, begin + tokens)
         self.model(
             self.ids[:, chunk],
@@ -166,12 +168,13 @@ class Reader:
         )
 
     def read_in_chunks(self, size: int) -> None:
-        """All but the last chunk, which `generate` reads: it has the first logits."""
+        """Read all chunks but the last, which `generate` reads because it has the first logits."""
         while self.left > size:
             self.read(size)
 
     def largest_chunk(self, memory: Memory, ask_always: bool) -> int | None:
-        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. ask_always: measure even if it surely fits."""
+        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. ask_always: measure even if it surely
+        fits."""
         rows = len(self.ids)
         length = max(MEASURED_TOKENS // rows, GRANULE // 4)
         if self.left <= 8 * length:  # what is measured would be half of it
@@ -207,8 +210,8 @@ class Reader:
         return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
 
     def _need(self, memory: Memory, length: int) -> Need:
-        """What reading takes, of three pieces of the prompt. An empty cache is empty again afterwards; one that holds tokens
-        has read these pieces too."""
+        """What reading takes, of three pieces of the prompt. An empty cache is empty again afterwards; one that holds
+        tokens has read these pieces too."""
         begins = self.seen == 0
         if begins:  # allocates what the cache keeps, which is no part of what reading takes
             self.read(GRANULE // 4)
@@ -235,15 +238,16 @@ def read_prompt(
     options: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Read the prompt but for its last chunk, where it is to be read in chunks and is nothing but tokens and their mask.
-    transformers would compile every chunk; all else is left to it.
+    """Read all chunks of the prompt but the last, if it is read in chunks and consists only of tokens and their mask.
+    (transformers would compile every chunk.) All other prompts are left to transformers.
 
     Args:
         options: for `model.generate`, the prompt among them.
-        tell: called with what was decided, where that is not what the caller said.
+        tell: called with the decision if it differs from the caller's choice.
 
     Returns:
-        What `model.generate` gets in place of some options: `prefill_chunk_size` as transformers knows it, and the mask.
+        Options for `model.generate` that replace the caller's: `prefill_chunk_size` as transformers knows it, and the
+        mask.
     """
     size = setting(model, options, "prefill_chunk_size")
     reason = _why_whole(model, options, size)

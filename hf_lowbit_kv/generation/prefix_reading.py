@@ -1,4 +1,4 @@
-"""What a `generate` call does with a prefix store: takes what it has of the prompt, and leaves there what was read."""
+"""The prefix store in a `generate` call: it supplies a prefix of the prompt, and gets the tokens that were read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..cache.token_counts import Padding
 from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
 
-#: where a text parts from a stored one so many tokens behind what can be used, that place is stored too
+#: if a text departs from a stored one at least this many tokens behind the usable prefix, it is stored up to there too
 WORTH_AN_END = 64
 
 
@@ -25,14 +25,14 @@ class Match(Protocol):
 
 
 class Prefixes(Protocol):
-    """What `prefixes=` takes; see `prompts.PrefixStore`."""
+    """The interface of `prefixes=`; see `prompts.PrefixStore`."""
 
     def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match: ...
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None: ...
 
 
 def check_prefixes(prefixes: Any) -> None:
-    """Raise `TypeError` for what is no store."""
+    """Raise `TypeError` if it is not a store."""
     if prefixes is not None and not (hasattr(prefixes, "restore") and hasattr(prefixes, "add")):
         raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore, or None")
 
@@ -48,7 +48,8 @@ class PrefixCall:
             self.ids = None  # transformers' own layers store padding
 
     def begin(self) -> None:
-        """Put what is stored of the prompt into the cache; `cache.cached_tokens` says how many tokens of each row that is."""
+        """Put the stored prefix of the prompt into the cache. `cache.cached_tokens` says how many tokens of each row
+        that is."""
         self.cache.cached_tokens = 0
         if self.ids is None or self.mask is None:
             return
@@ -60,7 +61,7 @@ class PrefixCall:
             self._store_ends(match)
 
     def end(self, sequences: torch.Tensor) -> None:
-        """Store what the cache holds now. sequences: int64 `[B, n]`, prompt and answer."""
+        """Store the tokens that the cache holds. sequences: int64 `[B, n]`, prompt and answer."""
         if self.ids is None or self.mask is None:
             return
         stored = int(self.cache.packed_layers[0].get_seq_length())
@@ -88,8 +89,8 @@ class PrefixCall:
             layer._padding.note(0, self.mask[:, : reader.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
-        """Layers of transformers' own give back exact ends alone, so the prompt's end is stored, and the place where it parts
-        from a stored text: a system prompt's end, as a rule."""
+        """Layers of transformers' own give back exact ends alone, so the prompt's end is stored, and the place where it
+        parts from a stored text: a system prompt's end, as a rule."""
         assert self.ids is not None
         assert self.mask is not None
         reader = Reader(self.model, self.cache, self.ids, self.mask)
@@ -100,7 +101,8 @@ class PrefixCall:
 
 
 def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Ids and mask `[B, S]` of all rows, where the prompt is nothing but tokens, padded on the left if at all; else `None`s."""
+    """Ids and mask `[B, S]` of all rows, where the prompt is nothing but tokens, padded on the left if at all; else
+    `None`s."""
     if why_not_tokens(model, options) is not None:
         return None, None
     ids, mask = options["input_ids"], options.get("attention_mask")

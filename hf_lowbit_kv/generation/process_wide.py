@@ -1,4 +1,5 @@
-"""What a whole process has once and several threads need at the same time: the first of them sets it, the last restores it."""
+"""Settings of the whole process that several threads need at the same time: the first thread sets them, the last
+restores them."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 
 class ProcessWide:
-    """A change of the process that calls of several threads share: made by the first that comes, undone by the last that goes.
+    """A change of the process that calls in several threads share. The first one makes it, and the last one undoes it.
 
-    Each thread for itself would save and restore it, and the one that leaves last would restore what another has set.
+    If each thread saved and restored the setting by itself, the last one would restore what another thread had set.
 
     Args:
-        change: makes the change and undoes it; called and entered anew by each first user. It may be entered in one thread and
-            left in another.
+        change: a context manager factory that makes the change and undoes it. Each first user calls and enters it. It
+            may be entered in one thread and left in another.
     """
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager]):
@@ -25,7 +26,7 @@ class ProcessWide:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the change is in force, for every thread."""
+        """Inside, the change is in force for all threads."""
         with self._lock:
             if self._entered is None:
                 entered = self._change()

@@ -1,14 +1,14 @@
 """Decoding steps recorded in CUDA graphs, without a compiler: the eager step of a preallocated cache, replayed.
 
-A step of one token launches the same kernels at the same addresses as the one before it, so it is recorded once and
-replayed. `RecordedStep` is what transformers calls for each token of one `generate` call; a `Recorder` keeps the recordings
-of one cache. The first steps of each kind run eagerly (they load kernels) and show what a step does in Python; the one behind
-them is recorded. Nothing here refers to the cache or to the model, so both can be freed.
+A step of one token launches the same kernels at the same addresses as the step before, so it is recorded once and
+replayed. transformers calls a `RecordedStep` for each token of a `generate` call. A `Recorder` keeps the recordings of
+one cache. The first steps of each kind run eagerly. They load kernels, and show what a step changes in Python. The next
+step is recorded. Nothing here refers to the cache or the model, so both can be freed.
 
-Pieces of the model are computed by kernels of this package while a step is recorded (`fusing`). What the user has compiled
-of the model is recorded compiled (`compiled_layers`).
+Kernels of this package compute pieces of the model while a step is recorded (`fusing`). Layers that the user has
+compiled are recorded compiled (`compiled_layers`).
 
-A recording is valid as long as everything in Python that decides which kernels run on which addresses is as it was: see
+A recording is valid while everything in Python that decides which kernels run on which addresses is unchanged: see
 `fingerprint`, `memory` and `switches`.
 """
 
@@ -40,17 +40,17 @@ from .overriding import STATE
 from .sync_watch import watch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-#: attributes of a model that do not decide what its forward pass does
+#: attributes of a model that do not affect its forward pass
 _IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
 _IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
 _IGNORED |= {"generate_batch", "init_continuous_batching", "_cached_continuous_batching_manager"}
-#: how deep objects that are neither modules nor tensors are looked into (quantization states, hooks)
+#: how deep attributes of other objects than modules and tensors are followed (quantization states, hooks)
 _DEPTH = 2
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
-    """By module name: addresses of parameters and buffers, hooks, the training flag, and every plain attribute (adapters
-    that are active or merged, scaling, implementations of attention and experts)."""
+    """For each module name: addresses of parameters and buffers, hooks, the training flag, and every plain attribute
+    (active or merged adapters, scaling, implementations of attention and experts)."""
     seen: set[int] = set()
     return {name: (id(module), _attributes(module, _DEPTH, seen)) for name, module in model.named_modules()}
 
@@ -70,7 +70,7 @@ def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
 
 
 def _described(value: Any, depth: int, seen: set[int]) -> Any:
-    """`value` as something that can be compared: plain values as they are, tensors by address, functions by identity."""
+    """`value` in a form that can be compared: plain values unchanged, tensors by address, functions by identity."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -95,7 +95,7 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
 
 
 def addresses(tensors: Any) -> tuple:
-    """Where tensors lie, and their shapes. A tensor subclass that holds others lies where these lie."""
+    """Addresses and shapes of tensors. A tensor subclass that holds other tensors has their addresses."""
     places: list[Any] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -109,7 +109,7 @@ def addresses(tensors: Any) -> tuple:
 
 
 def memory(cache: Any) -> tuple:
-    """Where a cache's tensors lie."""
+    """Addresses of a cache's tensors."""
     return tuple(addresses(_tensors(vars(layer), _DEPTH + 1)) for layer in cache.layers)
 
 
@@ -129,7 +129,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def switches() -> tuple:
-    """Settings of torch and of this package, for the whole process or thread, that decide which kernels run."""
+    """Settings of torch and of this package, of the process or thread, that decide which kernels run."""
     return (
         torch.is_autocast_enabled(),
         torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None,
@@ -141,29 +141,31 @@ def switches() -> tuple:
     )
 
 
-#: kinds of step that are kept for a cache: with and without padding, with other outputs, before and after windows are full
+#: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
+#: full
 KEPT_RECORDINGS = 8
-#: eager steps that a kind of step may take until one of them changes nothing in Python and does not wait for the device
+#: a kind of step may take this many eager steps until one of them changes nothing in Python and does not wait for the
+#: device
 WARM_UPS = 3
 #: stands for the cache among a step's inputs and outputs
 _CACHE = object()
 _capturing = threading.Lock()
-#: eager steps that layers of the user's may compile in
+#: the user's layers may compile during this many eager steps
 COMPILING_STEPS = 16
 
 
 class Graph(Protocol):
-    """What records the device's work of a call, and does it again."""
+    """Records the device's work of a call, and repeats it."""
 
     def capture(self, call: Callable[[], Any]) -> Any:
-        """Record what `call` launches, without running it on the device. What `call` returns."""
+        """Record what `call` launches, without running it on the device. Returns the result of `call`."""
         ...
 
     def replay(self) -> None: ...
 
 
 class CudaGraphs:
-    """Makes CUDA graphs that share the memory of what they compute on the way."""
+    """Makes CUDA graphs that share the memory of their intermediate results."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -204,7 +206,7 @@ class CudaGraph:
 
 
 def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
-    """What makes graphs on this device, or `None` where there are none."""
+    """The maker of graphs on this device; `None` if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -213,7 +215,7 @@ _recorders: weakref.WeakKeyDictionary[LowBitLayer, Recorder] = weakref.WeakKeyDi
 
 
 def recorded_step(cache: Any, device: torch.device, fuse: bool = True) -> RecordedStep | None:
-    """For one call of `generate` with this cache: what to call in place of the model, or `None` without graphs.
+    """The callable in place of the model, for one call of `generate` with this cache; `None` without graphs.
 
     Args:
         fuse: whether kernels compute pieces of the model.
@@ -290,13 +292,14 @@ class Recorder:
 
     @property
     def report(self) -> str:
-        """How steps run, for `summary()`. Put together once: a large model has hundreds of pieces, and every step asks."""
+        """How steps run, for `summary()`. The text is made once: a large model has hundreds of pieces, and every step
+        asks."""
         if self._report is None:
             self._report = f"eager: {self._why_not}" if self._why_not else f"recorded; fused: {self._fusion.report()}"
         return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
-        """Forget recordings that another state of model, cache or torch was recorded with."""
+        """Forget recordings that were made with another state of model, cache or torch."""
         state = (fingerprint(model), memory(cache), switches(), fuse)
         if state != self._seen:
             self._forget()
@@ -332,8 +335,9 @@ class Recorder:
         return _replay(recording, cache, tensors)
 
     def _warm_up(self, kind: Any, model: Any, inputs: dict[str, Any]) -> Any:
-        """Run the step eagerly, and find out what it counts in Python, whether it can be recorded, and which pieces of it
-        kernels compute: first the model's own step with kernels beside it, then the step with these pieces fused."""
+        """Run the step eagerly. It shows what the step counts in Python, whether it can be recorded, and which pieces
+        kernels can compute. First comes the model's own step with kernels beside it, then the step with these pieces
+        fused."""
         cache, fusion = cache_in(inputs), self._fusion
         observed = not fusion.settled
         before, compiled = _python_state(cache), compilations()
@@ -405,7 +409,7 @@ def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> A
 
 
 def why_not_recorded(model: Any) -> str | None:
-    """What keeps the steps of this model from being recorded, as far as can be told without running one, or `None`."""
+    """Why the steps of this model cannot be recorded, as far as known without running one, or `None`."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if "meta" in devices or (len(devices) > 1 and "cpu" in devices):
         return "some of its weights are offloaded"
@@ -420,7 +424,7 @@ _told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _tell(model: Any, reason: str) -> None:
-    """Say once why the steps of this model run eagerly."""
+    """Warn once why the steps of this model run eagerly."""
     told = _told.setdefault(model, set())
     if reason not in told:
         told.add(reason)
@@ -432,14 +436,14 @@ def _tell(model: Any, reason: str) -> None:
 
 
 def _root(error: BaseException) -> str:
-    """What failed first, in one line."""
+    """The first error, in one line."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _kind(leaf: Any, cache: Any) -> Any:
-    """What a recording depends on, of one of a step's inputs."""
+    """The properties of one of a step's inputs on which a recording depends."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return "cache" if leaf is cache else repr(leaf)
@@ -453,7 +457,7 @@ def _windows_full(cache: Any) -> Iterator[bool]:
 
 
 def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
-    """What transformers' own layers keep in Python: plain values, and addresses of tensors."""
+    """The Python state of transformers' own layers: plain values, and addresses of tensors."""
     state: dict[tuple[int, str], Any] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LowBitLayer):
@@ -468,7 +472,7 @@ def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
 
 
 def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """By how much numbers have grown, and what else has changed: that a replay cannot do."""
+    """By how much numbers have grown, and which other values have changed. A replay cannot change the latter."""
     counts: dict[tuple[int, str], int] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)

@@ -1,7 +1,7 @@
-"""Where the CPU waits for the GPU during a step: what a CUDA graph cannot do.
+"""Finds the places where the CPU waits for the GPU during a step. A CUDA graph cannot contain such waits.
 
-PyTorch warns of such waits in one mode of the whole process, and Python's filters of warnings belong to the whole process too.
-So threads share both, and a warning is told apart by the thread that it comes in.
+PyTorch warns about them in a mode of the whole process, and Python's warning filters belong to the whole process too.
+So threads share both, and a warning belongs to the thread in which it occurs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from .process_wide import ProcessWide
 
-#: what PyTorch's warnings say of a wait, and of the mode itself, once
+#: beginnings of PyTorch's warnings about a wait, and about the mode itself (once)
 _WAITED, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
 _OWN_PATTERN = f"(?:){_PROTOTYPE}"  # nobody else spells it so
 _WARN = 1  # of torch.cuda.set_sync_debug_mode, "warn"
@@ -25,11 +25,11 @@ _watches = threading.local()
 
 
 class _Waits:
-    """Stands in a filter of warnings in place of the pattern of a message. Python asks it in the thread that warns, and does
-    not show what it matches."""
+    """Takes the place of the message pattern in a warning filter. Python calls it in the thread that warns, and hides
+    warnings that match."""
 
     def __init__(self, shown: bool):
-        self.shown = shown  # to threads that watch nothing: somebody had asked for these warnings before
+        self.shown = shown  # for threads that do not watch: somebody had enabled these warnings before
         self.in_force = True  # a copy of the filters may live longer
 
     def match(self, message: str) -> bool:
@@ -57,7 +57,7 @@ def _warnings_of_waits() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.cuda.get_sync_debug_mode() == _WARN:  # else somebody else has chosen meanwhile
+        if torch.cuda.get_sync_debug_mode() == _WARN:  # otherwise somebody else has changed the mode meanwhile
             torch.cuda.set_sync_debug_mode(before)
         waits.in_force = False
         # `warnings.catch_warnings` of any thread may have put a copy in the place of the list
@@ -73,7 +73,8 @@ _warned_of = ProcessWide(_warnings_of_waits)
 
 @contextlib.contextmanager
 def watch(device: torch.device) -> Iterator[list[str]]:
-    """A list of the places (`file:line`) where this thread waits for the GPU inside. Other threads may watch at the same time.
+    """A list of the places (`file:line`) where this thread waits for the GPU inside. Other threads may watch at the
+    same time.
 
     On other devices than NVIDIA's and AMD's the list stays empty.
     """
@@ -92,6 +93,6 @@ def watch(device: torch.device) -> Iterator[list[str]]:
 
 
 def _short(path: str) -> str:
-    """A file's path below the folder that Python found it in."""
+    """A file's path relative to the folder of `sys.path` that contains it."""
     roots = [root for root in sys.path if root and path.startswith(root)]
     return path[len(max(roots, key=len)) :].lstrip("/") if roots else path
