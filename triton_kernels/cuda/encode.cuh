@@ -40,3 +40,13 @@ __device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, f
 __device__ __forceinline__ u32 quantized(float x, Meta m, float levels) {
   return m.scale > 0.f ? (u32)rintf(fminf(fmaxf(__fdiv_rn(x - m.zero, m.scale), 0.f), levels)) : 0u;
 }
+
+// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, rounded after every addition. The order is that of `fold_sum`: a tree whose last step
+// adds the sum over even tokens and the sum over odd tokens.
+template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int offset) {
+  if constexpr (STRIDE >= PAGE) return f(offset);
+  else {
+    const float even = fold<2 * STRIDE>(f, offset), odd = fold<2 * STRIDE>(f, offset + STRIDE);
+    return __fadd_rn(even, odd);
+  }
+}

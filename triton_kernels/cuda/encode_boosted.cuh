@@ -5,16 +5,6 @@
 
 enum Score { MAGNITUDE, VARIANCE, RANGE, RANDOM };
 
-// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, rounded after every addition. The order is that of `fold_sum`: a tree whose last step
-// adds the sum over even tokens and the sum over odd tokens.
-template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int offset) {
-  if constexpr (STRIDE >= PAGE) return f(offset);
-  else {
-    const float even = fold<2 * STRIDE>(f, offset), odd = fold<2 * STRIDE>(f, offset + STRIDE);
-    return __fadd_rn(even, odd);
-  }
-}
-
 // MurmurHash3's finaliser
 __device__ __forceinline__ u32 mixed(u32 x) {
   x = (x ^ x >> 16) * 0x85ebca6bu;
