@@ -5,7 +5,7 @@ A model of the shape of Llama 3.1 8B with random weights. Measurements:
 - `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch: the median, of rows of one
   length.
 - `ragged`: the same of rows of different lengths, of which some fill a page in most steps: the mean over as many steps as a
-  page has tokens. `round_ms` is a whole round of the scheduler with such rows.
+  page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` what the CPU does in it.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
 - `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and five batch
   sizes: worked out from the prompt's and the steps' times that `steps` has measured.
@@ -42,6 +42,7 @@ from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
+from hf_lowbit_kv.requests.scheduler import Scheduler
 
 PARTS = ("steps", "ragged", "many", "predicted", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
@@ -165,15 +166,44 @@ def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def rounds_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
-    """The time between tokens of a row, as the CPU learns of them, while `generate_many` decodes all these rows."""
+@contextmanager
+def cpu_rounds(rows: int) -> Iterator[list[float]]:
+    """Milliseconds of the CPU in each round that all rows decode in, without what it waits for the GPU."""
+    found: list[float] = []
+    waits = [0.0]
+    advance, synchronize = Scheduler.advance, torch.cuda.Event.synchronize
+
+    def waiting(self: Any) -> None:
+        begin = time.perf_counter()
+        synchronize(self)
+        waits[0] += time.perf_counter() - begin
+
+    def timed(self: Any) -> bool:
+        waits[0], all_decode, begin = 0.0, len(self.decoding) == rows, time.perf_counter()
+        more = advance(self)
+        if all_decode:
+            found.append(1e3 * (time.perf_counter() - begin - waits[0]))
+        return more
+
+    Scheduler.advance, torch.cuda.Event.synchronize = timed, waiting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Scheduler.advance, torch.cuda.Event.synchronize = advance, synchronize  # type: ignore[method-assign]
+
+
+def rounds_ms(model: Any, preset: str, lengths: list[int], count: int, cpu: dict[str, float]) -> list[float]:
+    """The time between tokens of a row, as the CPU learns of them, while `generate_many` decodes all these rows. cpu: gets
+    `cpu_ms`, the median of what the CPU does in a round, launches included."""
     rows = len(lengths)
     requests = [
         {"input_ids": torch.randint(0, model.config.vocab_size, (length,)), "max_new_tokens": count + rows - row + 12}
         for row, length in enumerate(lengths)
     ]
     options: dict[str, Any] = {"do_sample": False, "max_rows": rows, "progress": False, "share_prefixes": False}
-    results = lb.generate_many(model, requests, preset, **options)
+    with cpu_rounds(rows) as of_cpu:
+        results = lb.generate_many(model, requests, preset, **options)
+    cpu["cpu_ms"] = middle(of_cpu[6:])
     times = results[-1].timestamps[6 : 6 + count]
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
@@ -186,11 +216,14 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
         record: dict[str, Any] = {"part": "ragged" if ragged else "steps", "rows": count, "length": length}
         clean(model.device)
         record["batch_ms"] = of(batch_steps_ms(model, preset, lengths, steps, record))
-        for name, measure in (("pool_ms", pool_steps_ms), ("round_ms", rounds_ms)):
-            clean(model.device)
-            record[name] = of(measure(model, preset, lengths, steps))
+        clean(model.device)
+        record["pool_ms"] = of(pool_steps_ms(model, preset, lengths, steps))
+        clean(model.device)
+        record["round_ms"] = of(rounds_ms(model, preset, lengths, steps, record))
         records.append(record)
-        numbers = ", ".join(f"{name[:-3]} {record[name]:.2f} ms" for name in ("batch_ms", "pool_ms", "round_ms"))
+        numbers = ", ".join(
+            f"{name[:-3]} {record[name]:.2f} ms" for name in ("batch_ms", "pool_ms", "round_ms", "cpu_ms")
+        )
         console.print(f"{record['part']}, {count} rows: {numbers}")
     return records
 
@@ -366,6 +399,7 @@ def main(
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
+    first: Annotated[int | None, typer.Option(help="Of the requests, take only so many.")] = None,
     answers: Annotated[list[str] | None, typer.Option(help="long-tailed, 50-500; repeatable.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
     peer_seconds: Annotated[float, typer.Option(help="Most seconds of transformers' scheduler in 16 bits.")] = 300,
@@ -416,17 +450,17 @@ def main(
     if steps_first := wanted[0] == "steps":
         cost = time_steps()
     for kind in answers or ["long-tailed", "50-500"]:
-        work = jobs(requests, kind, model.config.vocab_size, prompts)
+        work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]
         if "many" in wanted:
             record = measure_many(model, preset, work, size, chunk)
-            note({"part": "many", "answers": kind, "requests": requests, "rows": record["slots"]} | record)
+            note({"part": "many", "answers": kind, "requests": len(work), "rows": record["slots"]} | record)
             if not steps_first:  # of the average of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
                 cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
         if {"predicted", "static"} & {*wanted}:
             sorting, size_, grouped, tried = best_static(work, cost, row_bytes_of(model, preset), size)
-            chosen = {"answers": kind, "requests": requests, "rows": size_, "sorting": sorting, "predicted_s": tried}
+            chosen = {"answers": kind, "requests": len(work), "rows": size_, "sorting": sorting, "predicted_s": tried}
             if "predicted" in wanted:
                 prompt_s, decode_s = cost.parts(grouped)
                 record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
@@ -435,7 +469,7 @@ def main(
             if "static" in wanted:
                 note({"part": "static"} | chosen | measure_static(model, preset, grouped, chunk))
         if "packed" in wanted:
-            note({"part": "packed", "answers": kind, "requests": requests} | measure_packed(model, preset, work, size))
+            note({"part": "packed", "answers": kind, "requests": len(work)} | measure_packed(model, preset, work, size))
         if "peer" in wanted:
             of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
             note(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
