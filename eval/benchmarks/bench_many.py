@@ -8,7 +8,7 @@ A model of the shape of Llama 3.1 8B with random weights. Measurements:
   page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` what the CPU does in it.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
 - `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and five batch
-  sizes: worked out from the prompt's and the steps' times that `steps` has measured.
+  sizes: worked out from the prompt's and the steps' times that `steps` or `ragged` has measured before.
 - `static`: the fastest of them is run.
 - `packed`: `model.generate_batch` under `lb.enable`: transformers' own scheduler on packed pages.
 - `peer`: the same in 16 bits, on the first requests, for `peer_seconds` at most.
@@ -441,14 +441,14 @@ def main(
             record["part"], record["answers"], *numbers, str(record.get("steps", "")), rate, str(record.get("rows", ""))
         )
 
-    def time_steps() -> Cost:
-        records = measure_steps(model, preset, length, rows, False)
+    def time_steps(ragged: bool) -> Cost:
+        records = measure_steps(model, preset, length, rows, ragged)
         for record in records:
             append_record(out, record | facts)
         return Cost(records[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in records})
 
-    if steps_first := wanted[0] == "steps":
-        cost = time_steps()
+    if steps_first := wanted[0] in ("steps", "ragged"):
+        cost = time_steps(wanted[0] == "ragged")
     for kind in answers or ["long-tailed", "50-500"]:
         work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]
         if "many" in wanted:
@@ -474,11 +474,9 @@ def main(
             of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
             note(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
     console.print(shown)
-    if "steps" in wanted and not steps_first:
-        time_steps()
-    if "ragged" in wanted:
-        for record in measure_steps(model, preset, length, rows, True):
-            append_record(out, record | facts)
+    for part_of_steps in ("steps", "ragged"):
+        if part_of_steps in wanted[1 if steps_first else 0 :]:
+            time_steps(part_of_steps == "ragged")
 
 
 if __name__ == "__main__":
