@@ -225,7 +225,7 @@ def calibrated(
     costs: Mapping[int, torch.Tensor | None] = dict.fromkeys(moments)
     if any(BASELINES[name].method == "wush" for name in names):
         costs = output_costs(model, moments, {index: len(each.sums["k"]) for index, each in moments.items()})
-    factories = {}
+    factories: dict[str, Callable[[], LowBitCache]] = {}
     for name in names:
         baseline = BASELINES[name]
         parameters = {index: baseline.matrices(each, costs[index]) for index, each in moments.items()}
@@ -268,7 +268,7 @@ def run(
         As `perplexity.run`, and `bits_of_page`: bits a number without the window and without matrices.
     """
     names = check_names(names)
-    of_presets = {
+    of_presets: dict[str, Callable[[], LowBitCache]] = {
         name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)
     }
     for make in of_presets.values():
@@ -287,7 +287,8 @@ def run(
 def bits_of_page(cache: LowBitCache) -> float:
     """Bits a number in a page, metadata counted, over all packed layers."""
     stored = numbers = 0
-    for layer, (heads, *dims) in zip(cache.packed_layers, cache.packed_sizes.values(), strict=True):
+    sizes: Any = cache.packed_sizes.values()  # a configuration that was loaded tells them all
+    for layer, (heads, *dims) in zip(cache.packed_layers, sizes, strict=True):
         stored += heads * sum(layer.spec.part_bytes(*dims, torch.float16))
         numbers += heads * layer.spec.page_size * sum(dims)
     return 8 * stored / numbers

@@ -7,7 +7,7 @@ agree (as a rule all do), and launches the copies of windows and tables together
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,12 +151,13 @@ def _allocated(store: PagedStore, plan: _ForkPlan, device: torch.device) -> Laye
     pool = [old.pool[place] for place, _ in plan.shared]
     if plan.new_pages:
         pool.insert(0, torch.empty((plan.new_pages, *old.pool[0].shape[1:]), dtype=torch.uint8, device=device))
+    cloned: dict[str, Any] = {name: torch.empty_like(getattr(old, name)) for name in _CLONED}
     return old._replace(
         pool=pool,
         page_table=torch.empty(plan.entries.shape, dtype=torch.int32, device=device),
         page_address=torch.empty(plan.entries.shape, dtype=torch.int64, device=device),
         scratch=torch.empty_like(old.scratch),
-        **{name: torch.empty_like(getattr(old, name)) for name in _CLONED},
+        **cloned,
     )
 
 
