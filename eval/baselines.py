@@ -288,7 +288,7 @@ def bits_of_page(cache: LowBitCache) -> float:
     """Bits a number in a page, metadata counted, over all packed layers."""
     stored = numbers = 0
     sizes: Any = cache.packed_sizes.values()  # a configuration that was loaded tells them all
-    for layer, (heads, *dims) in zip(cache.packed_layers, sizes, strict=True):
-        stored += heads * sum(layer.spec.part_bytes(*dims, torch.float16))
-        numbers += heads * layer.spec.page_size * sum(dims)
+    for layer, (heads, first, second) in zip(cache.packed_layers, sizes, strict=True):
+        stored += heads * sum(layer.spec.part_bytes(first, second, torch.float16))
+        numbers += heads * layer.spec.page_size * (first + second)
     return 8 * stored / numbers
