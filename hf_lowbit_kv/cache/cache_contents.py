@@ -87,16 +87,19 @@ def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool 
     Args:
         shared: other caches hold the pages too, so a growing cache must not write to them.
     """
+    known: dict[Any, Any] = {}
     for index, part in contents.layers.items():
-        hold(cache.layers[index], part, device, shared)
+        hold(cache.layers[index], part, device, shared, known)
     for index, contents_of_layer in contents.own_layers.items():
         put_contents(cache.layers[index], contents_of_layer)
     cache.text = contents.text
     cache._ledger = Ledger(empty=not contents.layers)
 
 
-def hold(layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool) -> None:
-    """Put these contents into an empty packed layer."""
+def hold(
+    layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool, known: dict[Any, Any]
+) -> None:
+    """Put these contents into an empty packed layer. known: see `put_tokens`."""
     tokens, rows, widths = contents.tokens, len(contents.tokens.paged), contents.widths
     states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
     if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
@@ -105,7 +108,7 @@ def hold(layer: LowBitLayer, contents: LayerContents, device: torch.device, shar
         layer.lazy_initialization(*states)
     assert layer.store is not None
     tokens = in_layout_of(tokens, contents.spec, layer.store.spec, widths, contents.dtype)
-    put_tokens(layer.store, tokens, shared)
+    put_tokens(layer.store, tokens, shared, known)
     layer._forget()
     layer.length.set(contents.seen)
     layer.taken, layer._in_tail, layer._mode = contents.seen, contents.in_tail, contents.mode

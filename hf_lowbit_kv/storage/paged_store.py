@@ -408,9 +408,11 @@ class PagedStore(LayerStore):
             self._mark_static()
 
     def take_pool(self, pool: list[torch.Tensor], table: torch.Tensor) -> None:
-        """Replace the rows' pages: blocks, and ids int32 `[B, P]` that count through them."""
-        self.state = self.state._replace(pool=pool, page_table=table.to(self.device))
-        self._refresh_addresses()
+        """Replace the rows' pages: blocks, and ids int32 `[B, P]` on the CPU that count through them."""
+        address = torch.cat([self._starts_of(block, pool, "cpu") for block in pool])[table.long()]
+        self.state = self.state._replace(
+            pool=pool, page_table=table.to(self.device), page_address=address.to(self.device)
+        )
 
     # ---- counting -------------------------------------------------------------------------------------------------
 

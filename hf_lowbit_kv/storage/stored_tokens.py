@@ -7,7 +7,7 @@ preallocated store copies them to its own memory, whose addresses stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,56 +74,93 @@ def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page
     return StoredTokens([read_pages(state.pool, ids.to(store.device))], out, paged, sinks, tails)
 
 
+class _Places(NamedTuple):
+    """Where the tokens of `B` rows go, of layers that agree in that. Worked out once: it is the same for most layers."""
+
+    lasting: torch.Tensor
+    """bool `[B, P]` on the CPU: full pages"""
+    copied: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """int64 `[n]` on the device, of pages that a preallocated store copies: row, entry, and page among the tokens' blocks"""
+    opened: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """the same of pages that are not full, which a growing store copies"""
+    slots: list[torch.Tensor]
+    """by row, int64 on the device: slots of the tail's ring"""
+    counts: tuple[torch.Tensor, torch.Tensor]
+    """int32 `[B, 1]` on the device: tokens of a row, and of its pages"""
+
+
+def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) -> _Places:
+    spec, device, lengths = store.spec, store.device, tokens.lengths
+    layout = spec.page_size, spec.tail_size, tokens.table.shape, tokens.table.numpy().tobytes()
+    behind = [tail[0].shape[1] for tail in tokens.tails]
+    key = device, layout, tuple(tokens.paged), tuple(lengths), tuple(behind)
+    if key not in known:
+        paged, column = torch.tensor(tokens.paged)[:, None], torch.arange(tokens.table.shape[1])
+        lasting = paged // spec.page_size > column
+        present = -(-paged // spec.page_size) > column
+
+        def pages(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            rows, entries = chosen.nonzero(as_tuple=True)
+            return rows.to(device), entries.to(device), tokens.table[chosen].to(device)
+
+        slots = [
+            torch.arange(first, first + count, device=device) % max(spec.tail_size, 1)
+            for first, count in zip(tokens.paged, behind, strict=True)
+        ]
+        counts = torch.tensor([lengths, tokens.paged], dtype=torch.int32).to(device)[:, :, None]
+        known[key] = _Places(lasting, pages(present), pages(present & ~lasting), slots, (counts[0], counts[1]))
+    return known[key]
+
+
 @torch.no_grad()
 @torch.inference_mode(False)
-def put_tokens(store: PagedStore, tokens: StoredTokens, shared: bool = False) -> None:
+def put_tokens(
+    store: PagedStore, tokens: StoredTokens, shared: bool = False, known: dict[Any, _Places] | None = None
+) -> None:
     """Put these tokens into an empty store, in which they fit.
 
     Args:
         shared: other stores hold the blocks too (`shared_pages`), so a growing store must not write there.
+        known: of other layers of the same cache: what was worked out for one of them is used again.
     """
-    spec, device = store.spec, store.device
+    places = _places(store, tokens, {} if known is None else known)
     store.reserve(max(tokens.lengths))
     # pages may reach further than those of a text that was read in one piece
     if (missing := tokens.table.shape[1] - store.pages_per_row) > 0:
         store.widen(missing)
-    lasting = torch.tensor(tokens.paged)[:, None] // spec.page_size > torch.arange(tokens.table.shape[1])
-    present = -(-torch.tensor(tokens.paged)[:, None] // spec.page_size) > torch.arange(tokens.table.shape[1])
-    if store.capacity is None and bool(lasting.any()):
-        _adopt(store, tokens, lasting, shared)
-        present &= ~lasting
-    if bool(present.any()):
-        ids = store.state.page_table[:, : present.shape[1]][present.to(device)]
-        store.write_pages(ids, read_pages(tokens.blocks, tokens.table[present].to(device)))
+    pages = places.copied
+    if store.capacity is None and bool(places.lasting.any()):
+        _adopt(store, tokens, places.lasting, shared)
+        pages = places.opened
+    rows, entries, sources = pages
+    if len(rows):
+        store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.blocks, sources))
     state = store.state
     for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
-        count = tail[0].shape[1]
-        slots = torch.arange(tokens.paged[row], tokens.paged[row] + count, device=device) % max(spec.tail_size, 1)
-        for window, new in zip((state.sink_k, state.sink_v), sink, strict=True):
-            window[row, :, : new.shape[1]] = new
-        for window, new in zip((state.tail_k, state.tail_v), tail, strict=True):
-            window[row][:, slots] = new
-    state.length.copy_(torch.tensor(tokens.lengths, dtype=torch.int32)[:, None])
-    state.paged.copy_(torch.tensor(tokens.paged, dtype=torch.int32)[:, None])
+        for held, new in zip((state.sink_k, state.sink_v), sink, strict=True):
+            held[row, :, : new.shape[1]] = new
+        for held, new in zip((state.tail_k, state.tail_v), tail, strict=True):
+            held[row][:, places.slots[row]] = new
+    state.length.copy_(places.counts[0])
+    state.paged.copy_(places.counts[1])
 
 
 def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, shared: bool) -> None:
     """Let the table's entries `lasting` (bool `[B, P]`) of a growing store name the pages of these blocks."""
-    table = store.state.page_table.cpu()
-    kept = int((~lasting).sum()) + len(table) * (table.shape[1] - lasting.shape[1])  # entries with a page of their own
-    new_blocks = [store._new_block(kept)] if kept else []
-    ids = torch.zeros_like(table)
-    adopted = torch.zeros_like(table, dtype=torch.bool)
+    adopted = torch.zeros(store.state.page_table.shape, dtype=torch.bool)
     adopted[:, : lasting.shape[1]] = lasting
+    kept = int((~adopted).sum())  # entries with a page of their own
+    own = [store._new_block(kept)] if kept else []
+    ids = torch.zeros(adopted.shape, dtype=torch.int32)
     ids[adopted] = (tokens.table[lasting] + kept).to(ids.dtype)
     ids[~adopted] = torch.arange(kept, dtype=ids.dtype)
     if shared:
         store.holding = Holding()
         used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
         used[tokens.table[lasting]] = True
-        for block, pages in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, mask_of(pages))
-    store.take_pool([*new_blocks, *tokens.blocks], ids)
+        for block, held in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
+            store.holding.use(block, mask_of(held))
+    store.take_pool([*own, *tokens.blocks], ids)
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
