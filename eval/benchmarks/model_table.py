@@ -13,7 +13,7 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,6 +26,13 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names, tiny_model
+from hf_lowbit_kv.eval.benchmarks.tiny_vision import (
+    ARCHITECTURES,
+    IMAGE_TOKEN,
+    Prompt,
+    prompt_with_image,
+    tiny_vision_model,
+)
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.generation.fused_pieces import Piece
 from hf_lowbit_kv.generation.piece_finder import find_pieces
@@ -44,12 +51,19 @@ PAGE_TEXT = """# Which models are served
 {} of the {} decoder architectures of transformers {} are served, by their `model_type`. The command
 `python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. Of each architecture a small model with random weights,
 and the real order of kinds of layers, reads text through a cache without compression; its logits must be those of transformers'
-own cache. Vision-language models are tried with text alone: their text model is what is switched.
+own cache. Of vision-language models the text model alone is in this table; [below](#text-and-images) they read an image too.
 
 - **packed**: layers whose tokens are packed. Others (sliding, linear, recurrent) keep transformers' own cache.
 - **preallocated**: a cache of fixed size works, which recorded and compiled steps need.
 - **fused**: pieces of the small model that recorded steps compute by fused kernels.
 - **calibrated**: whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve its layers.
+
+{}
+## Text and images
+
+Vision-language models, small and with random weights, read text with an image in between (pixel values straight, without a
+processor), and then two more tokens. Logits are compared as above. Image tokens are stored like those of text; the vision tower
+keeps its own attention.
 
 {}
 ## Refused, with an error that says why
@@ -71,6 +85,68 @@ class ModelRow(NamedTuple):
     fused: str = ""
     calibrated: str = ""
     why: str = ""
+
+
+class VisionRow(NamedTuple):
+    """What is known of a vision-language architecture: as `ModelRow`; tokens: of the image in the prompt."""
+
+    name: str
+    served: str
+    tokens: int = 0
+    preallocated: str = ""
+    why: str = ""
+
+
+@torch.no_grad()
+def _logits_with_image(model: Any, cache: Any, prompt: Prompt) -> torch.Tensor:
+    """Of the prompt's last token, and of two more that come one by one."""
+    found = [model(input_ids=prompt.ids, **prompt.image, **as_argument(cache)).logits[:, -1]]
+    for token in (7, 11):
+        found.append(model(input_ids=torch.tensor([[token]]), **as_argument(cache)).logits[:, -1])
+    return torch.cat(found)
+
+
+def examine_with_image(name: str) -> VisionRow:
+    """Try one vision-language architecture on text and an image."""
+    try:
+        with _limited(SECONDS):
+            return _examined_with_image(name)
+    except Exception as error:
+        return VisionRow(name, "", why=f"not tried: {_short(error)}")
+
+
+def _examined_with_image(name: str) -> VisionRow:
+    theirs = tiny_vision_model(name)
+    prompt = prompt_with_image(theirs)
+    tokens = int((prompt.ids == IMAGE_TOKEN).sum())
+    ours = copy.deepcopy(theirs)
+    expected = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt)
+    # an image that nobody reads would prove nothing
+    other = {**prompt.image, "pixel_values": -prompt.image["pixel_values"]}
+    blind = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt._replace(image=other))
+    if not _apart(blind, expected) > TOLERANCE:
+        return VisionRow(name, "", why="not tried: the small model does not see its image")
+    try:
+        cache = _cache(ours)
+        ours.set_attn_implementation(lb.ATTENTION_NAME)
+        found = _logits_with_image(ours, cache, prompt)
+    except Exception as error:
+        return VisionRow(name, "", tokens, why=_short(error))
+    if not (difference := _apart(found, expected)) < TOLERANCE:
+        return VisionRow(name, "", tokens, why=f"its logits differ by {difference:.2g} of their standard deviation")
+    packed, layers = len(cache.packed_layers), len(cache.layers)
+    served = "every layer" if packed == layers else f"{packed} of {layers} layers"
+    try:
+        fixed = _apart(_logits_with_image(ours, _cache(ours, max_cache_len=160), prompt), expected) < TOLERANCE
+        preallocated = "yes" if fixed else "no: logits differ"
+    except Exception as error:
+        preallocated = _short(error)
+    return VisionRow(name, served, tokens, preallocated)
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of logits, relative to their standard deviation."""
+    return float((found - expected).abs().max() / expected.std())
 
 
 @torch.no_grad()
@@ -179,7 +255,7 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}" if not text else text if len(text) <= 160 else text[:157] + "..."
 
 
-def render(rows: list[ModelRow]) -> str:
+def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
     """The page."""
     served = [row for row in rows if row.served]
     refused = [row for row in rows if not row.served and not row.why.startswith("not tried")]
@@ -194,6 +270,15 @@ def render(rows: list[ModelRow]) -> str:
                 "calibrated": row.calibrated,
             }
             for row in served
+        ),
+        _table(
+            {
+                "model_type": f"`{row.name}`",
+                "packed": row.served or f"no: {row.why}",
+                "tokens of the image": str(row.tokens or ""),
+                "preallocated": row.preallocated,
+            }
+            for row in with_images
         ),
         _table({"model_type": f"`{row.name}`", "why": row.why} for row in refused),
         _table({"model_type": f"`{row.name}`", "why": row.why.removeprefix("not tried: ")} for row in untried),
@@ -219,7 +304,7 @@ def main(
         rows.append(examine(name))
         print(f"{name}: {rows[-1].served or rows[-1].why} ({time.perf_counter() - begin:.1f} s)", flush=True)
     if not only:
-        out.write_text(render(rows), encoding="utf-8")
+        out.write_text(render(rows, [examine_with_image(name) for name in ARCHITECTURES]), encoding="utf-8")
 
 
 if __name__ == "__main__":

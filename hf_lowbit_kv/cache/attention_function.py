@@ -41,16 +41,47 @@ def lowbit_attention(
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
-    if (reason := _why_not(module, key, attention_mask)) is not None:
+    allowed = _allowed_in_prompt(module, key, attention_mask)
+    if allowed is not None:  # a token attends to itself unless it is padding
+        real = allowed.diagonal(dim1=-2, dim2=-1)[:, 0].expand(query.shape[0], -1)
+        attention_mask = None if bool(real.all()) else real.contiguous()
+    if (reason := _why_not(module, key, attention_mask, allowed is not None)) is not None:
         raise ValueError(reason)
     sinks = None if s_aux is None else s_aux.detach()
     chunk = Chunk(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, sinks)
     learns = s_aux if s_aux is not None and s_aux.requires_grad else query
-    return refuse_backward(layer.step(chunk), learns), None
+    out = layer.step(chunk) if allowed is None else layer.read_prompt(chunk, allowed)
+    return refuse_backward(out, learns), None
 
 
-def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> str | None:
-    """Why a packed layer cannot attend, or `None`."""
+def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Bool `[B or 1, 1, S, S]`: which tokens of a first prompt attend to which, where that is not causal, as to images
+    (Gemma 3) or to a whole prefix (PaliGemma). `None`: attention is causal, or the layer cannot serve such a prompt."""
+    tokens = view.key.shape[2]
+    if tokens == 1 or torch.compiler.is_compiling():
+        return None
+    if mask is None:
+        if _is_causal(module):
+            return None
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=view.key.device)
+    elif not getattr(mask, _MADE_HERE, False):
+        return None
+    fits = mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2:] == (tokens, tokens)
+    return mask if fits and view.layer.reads_any_prompt() else None
+
+
+#: attribute of masks that `lowbit_mask` makes. Their diagonal tells padding, that of a user's mask may mean anything
+_MADE_HERE = "_lowbit_kv_mask"
+
+
+def _is_causal(module: torch.nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", True))
+
+
+def _why_not(
+    module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None, any_prompt: bool = False
+) -> str | None:
+    """Why a packed layer cannot attend, or `None`. any_prompt: whether this is a prompt that need not be causal."""
     if module.training and torch.is_grad_enabled() and view.key.requires_grad:
         return NO_GRADIENTS
     if mask is not None and mask.dim() != 2:
@@ -58,6 +89,11 @@ def _why_not(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None
             f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "
             "only causal attention with a two-dimensional padding mask is. Another implementation takes any mask "
             "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors"
+        )
+    if not any_prompt and view.key.shape[2] > 1 and not _is_causal(module):
+        return (
+            f"{type(module).__name__} attends in both directions (is_causal=False). A low-bit cache serves that in a first "
+            "prompt that is read whole (prefill_chunk_size=0), and not behind stored tokens"
         )
     if torch.compiler.is_compiling():
         return None
@@ -100,7 +136,7 @@ def lowbit_mask(
     padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask.
     """
     if mask_function is not causal_mask_function or kv_length != q_length:
-        return sdpa_mask(
+        mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -110,6 +146,9 @@ def lowbit_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
+        if mask is not None:
+            setattr(mask, _MADE_HERE, True)
+        return mask
     if attention_mask is None:
         return None
     chunk = _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)

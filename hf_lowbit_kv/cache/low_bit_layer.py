@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
@@ -15,7 +16,7 @@ from ..machine.toolchain import why_not_launched
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import PagedStore
 from ..storage.readings import DIRECT, ModelSide
-from ..storage.reference import as_made, unpack_into_tail
+from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
@@ -338,6 +339,29 @@ class LowBitLayer(CacheLayerMixin):
         return out
 
     _step_uncompiled = torch.compiler.disable(step)
+
+    def reads_any_prompt(self) -> bool:
+        """Whether a first prompt may come whose attention is not causal: nothing is stored, and streams are keys and values."""
+        direct = self.spec.reading.name == "separate"
+        return direct and self.length.at_least == 0 and int(self.get_seq_length()) == 0
+
+    def read_prompt(self, chunk: Chunk, allowed: torch.Tensor) -> torch.Tensor:
+        """As `step`, for a first prompt whose tokens attend to others as `allowed` says, bool `[B or 1, 1, S, S]`."""
+        self._make_room(chunk.tokens, "packed")
+        store = self.store
+        assert store is not None
+        ops.expect_steps(chunk, store, self.backend)
+        if chunk.softcap is None and chunk.sinks is None:
+            grouped = chunk.queries.shape[1] != chunk.k.shape[1]
+            out = F.scaled_dot_product_attention(
+                chunk.queries, chunk.k, chunk.v, attn_mask=allowed, scale=chunk.scaling, enable_gqa=grouped
+            ).transpose(1, 2)
+        else:
+            out = plain_attention(chunk.queries, chunk.k, chunk.v, allowed, chunk.scaling, chunk.softcap, chunk.sinks)
+        ops.append(chunk._replace(q=None), store, self.backend)
+        self._note_tail(chunk.tokens, chunk.mask)
+        self.storing = False
+        return out
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
         past = self.length.ask()

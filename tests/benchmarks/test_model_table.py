@@ -5,13 +5,16 @@ import re
 import pytest
 import transformers
 
-from hf_lowbit_kv.eval.benchmarks.model_table import PAGE, examine
+from hf_lowbit_kv.eval.benchmarks.model_table import PAGE, examine, examine_with_image
 from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names
+from hf_lowbit_kv.eval.benchmarks.tiny_vision import ARCHITECTURES
 
 TEXT = PAGE.read_text(encoding="utf-8")
 VERSION = re.search(r"architectures of transformers ([\d.]+) are served", TEXT)[1]
-SERVED = set(re.findall(r"^\| `([\w.-]+)` \|", TEXT.split("## Refused")[0], re.MULTILINE))
-LISTED = set(re.findall(r"^\| `([\w.-]+)` \|", TEXT, re.MULTILINE))
+IMAGES = TEXT.split("## Text and images")[1].split("## Refused")[0]
+SERVED = set(re.findall(r"^\| `([\w.-]+)` \|", TEXT.split("## Text and images")[0], re.MULTILINE))
+LISTED = set(re.findall(r"^\| `([\w.-]+)` \|", TEXT.replace(IMAGES, ""), re.MULTILINE))
+WITH_IMAGES = set(re.findall(r"^\| `([\w.-]+)` \|", IMAGES, re.MULTILINE))
 #: architectures that must be served, whatever else changes
 NAMED = {
     *(
@@ -95,3 +98,30 @@ def test_some_rows_are_current(name):
 def test_all_rows_are_current(name):
     row = examine(name)
     assert bool(row.served) == (name in SERVED), row
+    line = next(line for line in TEXT.replace(IMAGES, "").splitlines() if line.startswith(f"| `{name}` |"))
+    assert all(cell in line for cell in (row.served, row.preallocated, row.fused, row.calibrated)), row
+
+
+@installed
+def test_vision_language_models_are_listed():
+    assert sorted(WITH_IMAGES ^ set(ARCHITECTURES)) == []
+    assert len(re.findall(r"^\| `[\w.-]+` \| (?:every layer|\d+ of \d+ layers) \|", IMAGES, re.MULTILINE)) >= 12
+
+
+def check_row(name):
+    row = examine_with_image(name)
+    line = next(line for line in IMAGES.splitlines() if line.startswith(f"| `{name}` |"))
+    assert all(cell in line for cell in (row.served, str(row.tokens), row.preallocated, row.why)), row
+
+
+@installed
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_some_rows_with_images_are_current(name):
+    check_row(name)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_all_rows_with_images_are_current(name):
+    check_row(name)
