@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
-from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL
 from hf_lowbit_kv.eval.provenance import RESULTS
 
 #: rows of `hf-lowbit-kv eval protocol --json`, with `model`, `commit` and `date`
@@ -86,19 +84,3 @@ def _ours(row: Published, records: list[dict[str, Any]]) -> str:
         and "wikitext" in record["text"]
     ]
     return ", ".join(f"`{record['preset']}` {record['ppl']:.2f} (16 bits {record['ppl_full']:.2f})" for record in same)
-
-
-def bundled_table(path: Path = RECORDS) -> str:
-    """The protocol on the bundled model and a stand-in for WikiText-2."""
-    return markdown_table(
-        ["cache", "newest in 16 bits", "bits", "perplexity", "KL", "top-1"], _bundled_rows(read_records(path))
-    )
-
-
-def _bundled_rows(records: list[dict[str, Any]]) -> Iterator[list[str]]:
-    for record in records:
-        if record["model"] == BUNDLED_MODEL and record["protocol"] == "wikitext":
-            name = "full precision" if record["preset"] == "full" else f"`{record['preset']}`"
-            newest = "all" if record["residual"] is None else str(record["residual"])
-            numbers = f"{record['ppl']:.2f}", f"{record['kl']:.4f}", f"{record['top1']:.3f}"
-            yield [name, newest, f"{record['bits_per_value']:.2f}", *numbers]

@@ -228,7 +228,6 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "front": front_page.front_table,
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: paper_table.paper_table(),
-    "protocol-bundled": lambda rows: paper_table.bundled_table(),
     "weights-accuracy": lambda rows: weights_table.accuracy_table(),
     "weights-steps": lambda rows: weights_table.steps_table(),
 }

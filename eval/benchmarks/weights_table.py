@@ -21,7 +21,7 @@ def _newest(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def _kl(record: dict[str, Any]) -> str:
-    return "0" if record["kl"] < 1e-5 else f"{record['kl']:.4f}"
+    return "0" if record["kl"] < 1e-5 else f"{record['kl']:.5f}" if record["kl"] < 1e-3 else f"{record['kl']:.4f}"
 
 
 def accuracy_table(path: Path = ACCURACY) -> str:
