@@ -173,6 +173,7 @@ def check_gated_product(dtype, inputs, width, rows, activation, biased):
 
 
 @kernels.needs_interpreter
+@pytest.mark.fast_if(wanted=lambda p: p["biased"] == (p["dtype"] == torch.float16))
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("biased", [False, True])
@@ -182,6 +183,7 @@ def test_small_products(dtype, rows, biased):
 
 
 @kernels.needs_interpreter
+@pytest.mark.fast_if(wanted=lambda p: p["biased"] == (p["dtype"] == torch.float16))
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])
