@@ -97,6 +97,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    """At exit packages expect to be taken down as usual: nanobind calls what is left a leak."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For models so small that threads would only wait for each other."""

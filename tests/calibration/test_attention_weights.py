@@ -14,7 +14,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
 from hf_lowbit_kv.calibration import window_reading
 from hf_lowbit_kv.calibration.attention_weights import PageGrid, received, token_weights
-from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator
+from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator, _shares
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage.reference import plain_attention
 
@@ -183,3 +183,12 @@ def test_short_windows_are_not_weighed_and_say_so():
         same = [torch.equal(x, y) for x, y in zip(weighed.tensors[center], without.tensors[center], strict=True)]
         for head, equal in enumerate(same):
             assert torch.equal(tensor[head], other[head]) == equal, (name, head)
+
+
+def test_attention_counts_for_six_tenths():
+    """Four tenths are shared by all tokens alike. A head of which nothing is known counts all alike."""
+    weights = torch.tensor(
+        [[[3.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    )  # two KV heads, two pages of two tokens
+    found = _shares(weights, torch.zeros(2, 4, 8))[..., 0]
+    torch.testing.assert_close(found, torch.tensor([[0.55, 0.1, 0.1, 0.25], [0.25] * 4]))

@@ -10,7 +10,8 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
-from hf_lowbit_kv.calibration import gradients
+from hf_lowbit_kv.calibration import calibration_plan, gradients
+from hf_lowbit_kv.calibration.attention_weights import PageGrid
 from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator
 
 PAGE_SIZES = (32, 64, 256)
@@ -161,3 +162,34 @@ def test_keys_that_are_equal_inside_a_page_do_not_vary():
         calibrator = EigenCalibrator(None, 64, 2, None, page_size)
         calibrator.observe(keys)
         assert bool(calibrator.covariance.abs().max() > 1e-3) == varies
+
+
+def test_weights_stay_with_their_tokens(monkeypatch):
+    """Tokens and weights both carry the number of the token: calibrators must get the same numbers in both, behind the sink
+    and page by page, in whatever order pages were drawn."""
+    observed, fitted = [], []
+
+    def fit(self, pages, seed, weights=None):
+        fitted.append((pages[..., 0], weights))
+        return (torch.eye(pages.shape[-1]).expand(len(pages), -1, -1),)
+
+    monkeypatch.setattr(
+        EigenCalibrator, "observe", lambda self, tokens, weights=None: observed.append((tokens[0, ..., 0], weights))
+    )
+    monkeypatch.setattr(EigenCalibrator, "fit", fit)
+    monkeypatch.setattr(StaticCalibrator, "fit", lambda *args: (torch.zeros(1), torch.zeros(1)))
+    spec, windows, length = spec_of(64), 3, 1024
+    assert spec.sink == 32
+    plan = calibration_plan.CalibrationPlan(list(calibration_plan.jobs_of(spec)), {0: (2, 64, 64)}, None)
+    kept = calibration_plan.KeptPages(plan, plan.choose(windows, length, seed=3))
+    for window in range(windows):
+        numbers = torch.arange(window * length, (window + 1) * length).float().expand(2, -1)
+        x = numbers[None, ..., None].expand(1, 2, length, 64)
+        kept.see(window, 0, (x, x), {PageGrid(32, 64): numbers})
+    kept.fit(0, 0, torch.device("cpu"))
+    assert len(observed) == windows
+    (pages,) = fitted
+    for tokens, weights in (*observed, pages):
+        assert torch.equal(tokens, weights)
+    assert observed[1][0][0, 0] == length + 32
+    assert not torch.equal(pages[0].flatten(1), pages[0].flatten(1).sort(1).values)  # the order is not that of the text
