@@ -159,6 +159,19 @@ def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_l
         assert torch.equal(_read(model, changed, ids), _read(model, filled_nothing(model, max_cache_len), ids))
 
 
+@LENGTHS
+@pytest.mark.parametrize("count", [2, 3])
+def test_pages_that_several_forks_hold_are_not_written(model, count, max_cache_len):
+    cache, alone = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
+    forks = cache.fork(count)
+    cache.reset()
+    _read(model, cache, torch.randint(3, 160, (1, 150)))
+    text = torch.randint(3, 160, (1, 60))
+    want = _read(model, alone, text)
+    for fork in forks:
+        assert torch.equal(_read(model, fork, text), want)
+
+
 def filled_nothing(model, max_cache_len):
     return lb.from_preset("kivi-2", model, **SMALL_PAGES, max_cache_len=max_cache_len)
 

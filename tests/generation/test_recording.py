@@ -268,8 +268,12 @@ def test_what_decides_which_kernels_run_is_recorded_anew(model, graphs, monkeypa
     monkeypatch.setenv(determinism.VARIABLE, "1")
     ours(model, ids, mask)
     assert len(graphs) == 2
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
-    ours(model, ids, mask)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest" if before == "high" else "high")
+        ours(model, ids, mask)
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert len(graphs) == 3
 
 
