@@ -169,7 +169,7 @@ def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
 @contextmanager
 def cpu_rounds(rows: int) -> Iterator[list[float]]:
     """Milliseconds of the CPU in each round that all rows decode in, without what it waits for the GPU."""
-    found: list[float] = []
+    measured: list[float] = []
     waits = [0.0]
     advance, synchronize = Scheduler.advance, torch.cuda.Event.synchronize
 
@@ -182,12 +182,12 @@ def cpu_rounds(rows: int) -> Iterator[list[float]]:
         waits[0], all_decode, begin = 0.0, len(self.decoding) == rows, time.perf_counter()
         more = advance(self)
         if all_decode:
-            found.append(1e3 * (time.perf_counter() - begin - waits[0]))
+            measured.append(1e3 * (time.perf_counter() - begin - waits[0]))
         return more
 
     Scheduler.advance, torch.cuda.Event.synchronize = timed, waiting  # type: ignore[method-assign]
     try:
-        yield found
+        yield measured
     finally:
         Scheduler.advance, torch.cuda.Event.synchronize = advance, synchronize  # type: ignore[method-assign]
 

@@ -100,10 +100,10 @@ class VisionRow(NamedTuple):
 @torch.no_grad()
 def _logits_with_image(model: Any, cache: Any, prompt: Prompt) -> torch.Tensor:
     """Of the prompt's last token, and of two more that come one by one."""
-    found = [model(input_ids=prompt.ids, **prompt.image, **as_argument(cache)).logits[:, -1]]
+    logits = [model(input_ids=prompt.ids, **prompt.image, **as_argument(cache)).logits[:, -1]]
     for token in (7, 11):
-        found.append(model(input_ids=torch.tensor([[token]]), **as_argument(cache)).logits[:, -1])
-    return torch.cat(found)
+        logits.append(model(input_ids=torch.tensor([[token]]), **as_argument(cache)).logits[:, -1])
+    return torch.cat(logits)
 
 
 def examine_with_image(name: str) -> VisionRow:
@@ -129,10 +129,10 @@ def _examined_with_image(name: str) -> VisionRow:
     try:
         cache = _cache(ours)
         ours.set_attn_implementation(lb.ATTENTION_NAME)
-        found = _logits_with_image(ours, cache, prompt)
+        logits = _logits_with_image(ours, cache, prompt)
     except Exception as error:
         return VisionRow(name, "", tokens, why=_short(error))
-    if not (difference := _apart(found, expected)) < TOLERANCE:
+    if not (difference := _apart(logits, expected)) < TOLERANCE:
         return VisionRow(name, "", tokens, why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
     served = "every layer" if packed == layers else f"{packed} of {layers} layers"
@@ -144,9 +144,9 @@ def _examined_with_image(name: str) -> VisionRow:
     return VisionRow(name, served, tokens, preallocated)
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference of logits, relative to their standard deviation."""
-    return float((found - expected).abs().max() / expected.std())
+    return float((logits - expected).abs().max() / expected.std())
 
 
 @torch.no_grad()

@@ -81,12 +81,12 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
         towers["hidden_size"] = SIZES["hidden_size"]
     if isinstance(getattr(vision, "image_size", None), (list, tuple)):
         towers |= {"image_size": [56, 56], "patch_size": [14, 14]}
-    own = _small_text(text)
+    small_text = _small_text(text)
     if text.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):  # of half a head's channels: time, height, width
-        own.rope_parameters = {**own.rope_parameters, "mrope_section": [8, 12, 12]}
+        small_text.rope_parameters = {**small_text.rope_parameters, "mrope_section": [8, 12, 12]}
     changes = {field: IMAGE_TOKEN for field in ("image_token_id", "image_token_index") if hasattr(config, field)}
     changes |= ARCHITECTURES[name]
-    return type(config)(text_config=own, vision_config=type(vision)(**towers), **changes)
+    return type(config)(text_config=small_text, vision_config=type(vision)(**towers), **changes)
 
 
 def _small_text(text: PreTrainedConfig) -> PreTrainedConfig:

@@ -137,10 +137,10 @@ def put_tokens(
         store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.blocks, sources))
     state = store.state
     for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
-        for held, new in zip((state.sink_k, state.sink_v), sink, strict=True):
-            held[row, :, : new.shape[1]] = new
-        for held, new in zip((state.tail_k, state.tail_v), tail, strict=True):
-            held[row][:, places.slots[row]] = new
+        for window, new in zip((state.sink_k, state.sink_v), sink, strict=True):
+            window[row, :, : new.shape[1]] = new
+        for window, new in zip((state.tail_k, state.tail_v), tail, strict=True):
+            window[row][:, places.slots[row]] = new
     state.length.copy_(places.counts[0])
     state.paged.copy_(places.counts[1])
 
@@ -150,7 +150,7 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
     adopted = torch.zeros(store.state.page_table.shape, dtype=torch.bool)
     adopted[:, : lasting.shape[1]] = lasting
     kept = int((~adopted).sum())  # entries with a page of their own
-    own = [store._new_block(kept)] if kept else []
+    new_blocks = [store._new_block(kept)] if kept else []
     ids = torch.zeros(adopted.shape, dtype=torch.int32)
     ids[adopted] = (tokens.table[lasting] + kept).to(ids.dtype)
     ids[~adopted] = torch.arange(kept, dtype=ids.dtype)
@@ -158,9 +158,9 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
         store.holding = Holding()
         used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
         used[tokens.table[lasting]] = True
-        for block, held in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, mask_of(held))
-    store.take_pool([*own, *tokens.blocks], ids)
+        for block, pages in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
+            store.holding.use(block, mask_of(pages))
+    store.take_pool([*new_blocks, *tokens.blocks], ids)
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
