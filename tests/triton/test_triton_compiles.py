@@ -139,7 +139,9 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
 @pytest.mark.parametrize("layout", ["triton", "cuda"])
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_latents_compile(content, layout, compiled):
-    case = latent_cases.Case(lengths=(100, 3), tokens=9, heads=2, rank=512, rope=64, content=content, layout=layout)
+    case = latent_cases.LatentCase(
+        lengths=(100, 3), tokens=9, heads=2, rank=512, rope=64, content=content, layout=layout
+    )
     filled = latent_cases.Filled(case, "cpu", 0)
     store = filled.store
     prompt.attend(filled.step, store)
