@@ -24,11 +24,15 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval import bootstrap
+from hf_lowbit_kv.eval.baseline_formats import BITS
+from hf_lowbit_kv.eval.baselines import BASELINES
 from hf_lowbit_kv.eval.benchmarks import (
     bench_batch,
     decode_shapes,
     front_page,
     measure,
+    measure_baselines,
     paper_table,
     weights_table,
 )
@@ -117,7 +121,11 @@ def _essays(preset: str, newest: dict[tuple[str, str], dict[str, Any]]) -> dict[
     if len(records) < len(ESSAYS):
         return None
     keys = ("kl", "kl_p99", "top1", "ppl", "ppl_full")
-    means = {key: sum(record[key] for record in records) / len(records) for key in keys}
+    means: dict[str, Any] = {key: sum(record[key] for record in records) / len(records) for key in keys}
+    if all(record.get("kl_error") is not None for record in records):  # texts are independent
+        means["kl_error"] = sum(record["kl_error"] ** 2 for record in records) ** 0.5 / len(records)
+    if all("kl_blocks" in record for record in records):
+        means["kl_blocks"] = [record["kl_blocks"] for record in records]
     buckets = zip(*(record["by_position"] for record in records))
     return means | {
         "by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]
@@ -149,18 +157,85 @@ def presets_table(rows: list[PresetRow]) -> str:
 
 
 #: own presets, and those of about their size
-OWN = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kitty-pro-variance", "kitty-pro", "eigen-2")
+OWN = (
+    *("kv6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
+    *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2"),
+)
 
 
 def own_table(rows: list[PresetRow]) -> str:
     by_preset = {row.preset: row for row in rows}
     head = "preset", "bits of a page", "essays: KL", "top-1", "transcript: KL", "top-1", "jargon: KL", "top-1"
     body = (
-        [f"`{name}`", f"{lb.get_preset(name).spec().bits_per_value(10**9, HEAD_DIM):.2f}"]
-        + [x for of in by_preset[name][2:] for x in _cells(of, "kl", "top1")]
+        [f"`{name}`", f"{_bits_of_page(name):.2f}"]
+        + [x for of in by_preset[name][2:] for x in (_with_error(of), *_cells(of, "top1"))]
         for name in OWN
         if name in by_preset
     )
+    return markdown_table(head, body)
+
+
+def _bits_of_page(preset: str, head_dim: int = HEAD_DIM) -> float:
+    return lb.get_preset(preset).spec().bits_per_value(10**9, head_dim)
+
+
+def _with_error(record: dict[str, Any] | None) -> str:
+    """KL, and its standard error where the record has one."""
+    (kl,) = _cells(record, "kl")
+    error = None if record is None else record.get("kl_error")
+    return kl if error is None else f"{kl} ± {error:.{len(kl.partition('.')[2])}f}"
+
+
+#: presets that are compared, ours first
+PAIRS = (
+    *(("eigen-4", "kivi-4-sink"), ("eigen-3", "k4v2-sink"), ("eigen-2", "kitty-pro")),
+    *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink"), ("kv6", "kivi-4-sink")),
+)
+
+
+def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
+    """KL of presets as a part of others' on the same tokens."""
+    newest = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
+    known = {row.preset for row in rows}
+    body = (
+        [
+            f"`{ours}` / `{theirs}`",
+            f"{_bits_of_page(ours):.2f} / {_bits_of_page(theirs):.2f}",
+            *(_ratio(newest.get((ours, text)), newest.get((theirs, text))) for text in COLUMN_TEXTS),
+        ]
+        for ours, theirs in PAIRS
+        if {ours, theirs} <= known
+    )
+    return markdown_table(("KL of", "bits of a page", *COLUMN_TEXTS.values()), body)
+
+
+def _ratio(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
+    """Nothing where a record has no blocks."""
+    pair = [record.get("kl_blocks") for record in (ours, theirs) if record is not None]
+    if len(pair) < 2 or not all(pair):
+        return ""
+    return "{:.2f} ± {:.2f}".format(*bootstrap.ratio([pair[0]], [pair[1]]))
+
+
+#: texts of the tables of ratios and of baselines, and how columns call them
+COLUMN_TEXTS = {"worked.txt": "essay `worked`", TRANSCRIPT: "transcript", JARGON: "jargon"}
+
+
+def baselines_table(rows: list[PresetRow], path: Path = measure_baselines.OUT, accuracy: Path = measure.OUT) -> str:
+    """KL of other methods, as implemented here, and of own presets of as many bits a code."""
+    newest = {(record["baseline"], record["text"]): record for record in read_records(path)}
+    own = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
+    body = []
+    for nbits in BITS:
+        for name in (name for name in BASELINES if name.endswith(f"-{nbits}")):
+            if any((name, text) in newest for text in COLUMN_TEXTS):
+                page = [sum(fmt.bits_per_value(dim) for fmt in BASELINES[name][1:]) / 2 for dim in (HEAD_DIM, 128)]
+                found = [_with_error(newest.get((name, text))) for text in COLUMN_TEXTS]
+                body.append([f"{name}, as implemented here", *(f"{x:.2f}" for x in page), *found])
+        if (preset := f"eigen-{nbits}") in {row.preset for row in rows}:
+            shown = [f"{_bits_of_page(preset, head_dim):.2f}" for head_dim in (HEAD_DIM, 128)]
+            body.append([f"`{preset}`", *shown, *(_with_error(own.get((preset, text))) for text in COLUMN_TEXTS)])
+    head = "method", f"bits, head_dim {HEAD_DIM}", "128", *(f"{shown}: KL" for shown in COLUMN_TEXTS.values())
     return markdown_table(head, body)
 
 
@@ -225,6 +300,8 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "boost": boost_table,
     "positions": positions_table,
     "own": own_table,
+    "ratios": ratios_table,
+    "baselines": baselines_table,
     "front": front_page.front_table,
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: paper_table.paper_table(),

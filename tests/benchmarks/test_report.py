@@ -113,3 +113,26 @@ def test_only_what_is_missing_is_measured(record):
     assert found == [("transcript", "kv8"), ("worked.txt", "kivi-2"), ("worked.txt", "kv8")]
     changed = measure.missing([record], definitions | {"kivi-2": "other bytes"}, ["transcript"])
     assert changed == [("transcript", "kivi-2"), ("transcript", "kv8")]
+
+
+def test_errors_are_shown_where_records_have_them(record, tmp_path):
+    """KL with its error; a ratio of two presets whose blocks are proportional has none."""
+    blocks = [0.1, 0.4, 0.25]
+    ours = record | {
+        "preset": "eigen-2",
+        "kl_error": 0.0123,
+        "kl_blocks": blocks,
+        "definition": measure.definition("eigen-2"),
+    }
+    theirs = record | {"preset": "kivi-2-sink", "definition": measure.definition("kivi-2-sink")}
+    theirs |= {"kl_error": 0.02, "kl_blocks": [2 * x for x in blocks]}
+    rows = tables.load(written(tmp_path / "one.jsonl", ours, theirs), tmp_path / "none.jsonl")
+    assert "| `eigen-2` | 2.06 |  |  | 0.2500 ± 0.0123 | 0.750 |  |  |" in tables.own_table(rows)
+    assert "| `eigen-2` / `kivi-2-sink` | 2.06 / 2.38 |  | 0.50 ± 0.00 |  |" in tables.ratios_table(
+        rows, tmp_path / "one.jsonl"
+    )
+    baseline = record | {"baseline": "wush-2", "kl_error": 0.03}
+    others = written(tmp_path / "baselines.jsonl", baseline)
+    shown = tables.baselines_table(rows, others, tmp_path / "one.jsonl")
+    assert "| wush-2, as implemented here | 2.25 | 2.12 |  | 0.2500 ± 0.0300 |  |" in shown
+    assert "| `eigen-2` | 2.06 | 2.05 |  | 0.2500 ± 0.0123 |  |" in shown
