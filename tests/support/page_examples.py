@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import queue
 import re
@@ -102,6 +103,18 @@ class Page:
                 self._own(arguments)
             case ["python", "-m", "hf_lowbit_kv.eval.lm_eval_model", *arguments]:
                 self._lm_eval(arguments)
+            case [
+                "torchrun",
+                "--nproc-per-node",
+                _,
+                "-m",
+                module,
+                *arguments,
+            ]:  # a benchmark on several GPUs: its options
+                source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+                assert all(
+                    each.removeprefix("--").replace("-", "_") in source for each in arguments if each[:2] == "--"
+                )
             case ["python", "-m", module, *arguments]:
                 run_main(module, arguments)
             case _:
