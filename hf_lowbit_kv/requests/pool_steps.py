@@ -7,6 +7,7 @@ nothing, and attend to nothing new.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from ..machine.cache_argument import as_argument
 from .pooled_cache import PooledCache
 from .row_pool import Row, RowPool
 from .slot_memory import StoredLayer
+
+#: steps that a recording of more rows serves, before fewer rows get one of their own: recording takes as long as some hundred
+#: steps, and saves little of each
+PATIENCE = 128
 
 
 def padded_rows(slots: int) -> list[int]:
@@ -58,6 +63,7 @@ class PoolSteps:
         self._make_graph = recording.graphs_for(self.device) if record else None
         self._recorders: dict[int, recording.Recorder] = {}
         self._steps: dict[int, recording.RecordedStep] = {}
+        self._served: Counter[int] = Counter()  # by padded rows, steps that a recording of more rows served
         #: int64 `[slots]`: the newest token of every row, which is not stored yet
         with torch.inference_mode(False):
             self.newest = torch.zeros(pool.slots, dtype=torch.long, device=self.device)
@@ -113,8 +119,7 @@ class PoolSteps:
         Returns:
             logits of the next tokens by slot, `[padded rows, vocabulary]`; those of other slots are meaningless.
         """
-        used = len(self.pool.rows)
-        padded = next(size for size in padded_rows(self.pool.slots) if size >= used)
+        padded = self._padded(len(self.pool.rows))
         positions, taking_part = [0] * padded, [0] * padded
         for row in rows:
             self.pool.extend(row, 1)
@@ -136,6 +141,15 @@ class PoolSteps:
         step = self._step(padded)
         out = self.model(**inputs) if step is None else step(self.model, **inputs)
         return out.logits[:, -1]
+
+    def _padded(self, used: int) -> int:
+        """With how many rows a step runs that has `used` ones."""
+        sizes = [size for size in padded_rows(self.pool.slots) if size >= used]
+        recorded = [size for size in sizes if size in self._recorders and self._recorders[size].count]
+        if not recorded or recorded[0] == sizes[0]:
+            return sizes[0]
+        self._served[sizes[0]] += 1
+        return sizes[0] if self._served[sizes[0]] > PATIENCE else recorded[0]
 
     def _batch(self, rows: int) -> PooledCache:
         if rows not in self._batches:

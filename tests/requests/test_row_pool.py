@@ -8,6 +8,7 @@ from mla_cases import tiny_models as latent_models
 from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests import pool_steps
 from hf_lowbit_kv.requests.page_ledger import PageLedger
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
@@ -170,6 +171,27 @@ def test_steps_are_recorded_once_for_each_padded_number_of_rows(model, monkeypat
     assert 0 < len(graphs) <= 4
     # the first steps of each size run eagerly
     assert sum(graph.replays for graph in graphs) >= steps.taken - 3 * len(padded_rows(5))
+
+
+def test_fewer_rows_use_a_larger_recording_before_they_get_their_own(model, monkeypatch, texts):
+    monkeypatch.setattr(pool_steps, "PATIENCE", 6)
+    graphs = in_place_of_graphs(monkeypatch)
+    steps = steps_on(model, slots=4)
+    rows = [steps.pool.enter(400) for _ in range(4)]
+    for row, text in zip(rows, texts, strict=False):
+        read(steps, row, text[:60])
+    for _ in range(6):
+        decode(steps, rows)
+    assert len(graphs) == 1
+    steps.leave(rows[3])
+    steps.leave(rows[2])
+    for _ in range(6):
+        decode(steps, rows[:2])
+    assert len(graphs) == 1, "the recording of four rows serves two"
+    for _ in range(6):
+        decode(steps, rows[:2])
+    assert len(graphs) == 2
+    assert graphs[1].replays > 0
 
 
 def test_a_page_is_free_when_its_last_holder_drops_it():
