@@ -70,7 +70,7 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
     """Text model and vision tower with small sizes."""
     config = CONFIG_MAPPING[name]()
     text, vision = config.get_text_config(decoder=True), config.vision_config
-    towers = {
+    towers: dict[str, Any] = {
         field: small
         for field, small in VISION_SIZES.items()
         if hasattr(vision, field) and not _is_computed(vision, field)
@@ -84,9 +84,12 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
     small_text = _small_text(text)
     if text.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):  # of half a head's channels: time, height, width
         small_text.rope_parameters = {**small_text.rope_parameters, "mrope_section": [8, 12, 12]}
-    changes = {field: IMAGE_TOKEN for field in ("image_token_id", "image_token_index") if hasattr(config, field)}
+    changes: dict[str, Any] = {
+        field: IMAGE_TOKEN for field in ("image_token_id", "image_token_index") if hasattr(config, field)
+    }
     changes |= ARCHITECTURES[name]
-    return type(config)(text_config=small_text, vision_config=type(vision)(**towers), **changes)
+    changes |= {"text_config": small_text, "vision_config": type(vision)(**towers)}
+    return type(config)(**changes)
 
 
 def _small_text(text: PreTrainedConfig) -> PreTrainedConfig:
@@ -110,7 +113,8 @@ def prompt_with_image(model: Any, tokens: int = 60) -> Prompt:
     image = _image(model.config, generator)
     features = model.get_image_features(**image) if hasattr(model, "get_image_features") else None
     features = getattr(features, "pooler_output", features)
-    places = sum(x.shape[:-1].numel() for x in (features if isinstance(features, (list, tuple)) else [features]))
+    images: list[Any] = list(features) if isinstance(features, (list, tuple)) else [features]
+    places = sum(x.shape[:-1].numel() for x in images)
     text = torch.randint(3, 150, (tokens,), generator=generator)
     ids = torch.cat([text[: tokens // 2], torch.full((places,), IMAGE_TOKEN), text[tokens // 2 :]])[None]
     if model.config.model_type in ("gemma3", "paligemma"):  # tokens of an image, or of a prefix, see each other

@@ -14,7 +14,6 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import tables
 
 README = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-ACCURACY = (tables.ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
 CHOOSE = (tables.ROOT / "docs/choose.md").read_text(encoding="utf-8")
 
 
@@ -53,11 +52,6 @@ def in_readme() -> list[Point]:
     return [Point(row[0].strip("`"), float(row[2]), 100 - float(row[3].removesuffix(" %"))) for row in rows]
 
 
-def in_accuracy() -> list[Point]:
-    block = re.search(r"<!-- results: short -->(.*?)<!-- end of results -->", ACCURACY, re.DOTALL)
-    return [Point(row[0].strip("`"), float(row[1]), float(row[3])) for row in cells(block[1])]
-
-
 def in_choose() -> list[Point]:
     """The presets that the short answer names, with bits and KL of the records."""
     answer = CHOOSE.split("## Short answer")[1].split("##")[0]
@@ -66,7 +60,7 @@ def in_choose() -> list[Point]:
     return [Point(name, known[name].bits, known[name].essays["kl"]) for name in names if name in known]
 
 
-@pytest.mark.parametrize("points", [in_readme, in_accuracy, in_choose])
+@pytest.mark.parametrize("points", [in_readme, in_choose])
 def test_no_row_is_beaten(points):
     rows = points()
     assert len(rows) >= 6
