@@ -128,7 +128,8 @@ def test_a_file_that_cannot_be_used(run, tmp_path, name, text, code, message):
         (tmp_path / name).write_text(text)
     found, out, err = run("presets", "--import", tmp_path / name)
     assert (found, out) == (code, "")
-    assert message in " ".join(err.replace("│", " ").split()).replace("mine. py", "mine.py")
+    # the box of an error breaks long paths anywhere
+    assert "".join(message.split()) in "".join(err.replace("│", " ").split())
     assert not [name for name in sys.modules if name.startswith("hf_lowbit_kv_file_")]
 
 

@@ -141,7 +141,7 @@ def test_a_damaged_kernel_is_compiled_again(folder, monkeypatch, caplog):
     compiled = []
     monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, Version))
     monkeypatch.setattr(nvrtc, "_compile", lambda *args: (compiled.append(args) or KERNEL, ""))
-    monkeypatch.setattr(nvrtc, "source", lambda name: "source of " + name)
+    monkeypatch.setattr(nvrtc, "source", lambda name, headers=(): "source of " + name)
     ask = lambda: nvrtc.binary("attend.cu", (("NT", "1"),), "sm_90")  # noqa: E731
     assert ask() == KERNEL
     (file,) = folder.iterdir()

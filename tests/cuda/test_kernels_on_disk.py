@@ -61,7 +61,7 @@ class Compiler:
 def compiler(monkeypatch, tmp_path):
     found = Compiler()
     monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, found))
-    monkeypatch.setattr(nvrtc, "source", lambda name: "source of " + name)
+    monkeypatch.setattr(nvrtc, "source", lambda name, headers=(): "source of " + name)
     monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
     monkeypatch.delenv(OLD_NAME, raising=False)
     kernel_store._warn.cache_clear()
