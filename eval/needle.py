@@ -52,8 +52,9 @@ def clean(text: str) -> str:
 
 def prompt(haystack: str, depth: float, needle: Needle) -> str:
     """The haystack, up to its last whole sentence, with the fact behind the sentence that ends nearest to `depth` (0 to
-    1), and the question."""
-    ends = [0, *(match.end() for match in re.finditer(r"[.?!]\s", haystack))]
+    1), and the question. A haystack without sentences is taken word by word."""
+    sentences = [match.end() for match in re.finditer(r"[.?!]\s|[。？！]", haystack)]
+    ends = [0, *(sentences or [match.end() for match in re.finditer(r"\s", haystack)])]
     haystack = haystack[: ends[-1]]
     place = min(ends, key=lambda end: abs(end - depth * len(haystack)))
     before, after = haystack[:place].strip(), haystack[place:].strip()
