@@ -209,9 +209,8 @@ class VecInferCache(LowBitCache):
         **options: as for `LowBitCache`.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256,
-        progress=False) >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has
-        other pairs of formats
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has other pairs of formats
     """
 
     def __init__(

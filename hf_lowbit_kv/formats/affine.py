@@ -1,7 +1,7 @@
 """Asymmetric integers: KIVI (per-channel keys, per-token values), BitDecoding (KC, KT) and TurboMind (per token).
 
-    scale = (max - min) / (2^bits - 1)      zero = min      code = round_half_even(clamp((x - zero) / scale, 0, 2^bits -
-    1))
+    scale = (max - min) / (2^bits - 1)      zero = min
+    code = round_half_even(clamp((x - zero) / scale, 0, 2^bits - 1))
 
 Scale and zero are stored in fp16. They saturate, so a huge outlier stays finite. Codes are computed against the
 *stored* values. A constant group has scale 0 and codes 0, and decodes to its zero point. That is exact where fp16 holds

@@ -5,8 +5,8 @@ The left operand of `mma.m16n8k16`, 16 rows by 16 columns, is four registers in 
 are stored as 32-bit words. A lane reads a word, masks it, and passes it to that instruction, so nothing crosses lanes.
 
     page    = blocks of 32 tokens
-    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (4, or 2 or 1 where 4 does
-    not fit) words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
+    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (`V` is 4, or 2 or 1)
+    words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
     word    = its fields, for element e (0: low 16 bits, 1: high 16 bits), register i, operand h, at bit
               2 bits: 16 e + 8 (i & 1) + 2 (i >> 1) + 4 h         one word
               4 bits: 16 e + 8 (i & 1) + 4 (i >> 1)               word h
