@@ -16,6 +16,8 @@ from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
+#: how often a text is written whose folder other stores remove meanwhile; afterwards it counts as removed
+TRIES = 3
 
 
 class PromptFolder:
@@ -73,6 +75,8 @@ class PromptFolder:
             description = saved_cache.read_description(path)
             tensors = saved_cache.read(path, description, device, None, None, str(path.parent))
             prompt = _prompt_of(description, tensors)
+        except FileNotFoundError:  # another store has removed it, and may be writing it again: nothing to clean up
+            return None
         except (OSError, ValueError):
             shutil.rmtree(path.parent, ignore_errors=True)
             return None
@@ -85,8 +89,12 @@ class PromptFolder:
         name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
         folder = self.path / f"prompt-{name}"
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
-        if not (folder / saved_cache.FILE_NAME).is_file():
-            saved_cache.write(folder, contents_for([prompt], None), prompt.header, more)
+        for _ in range(TRIES):
+            if (folder / saved_cache.FILE_NAME).is_file():
+                break
+            # another store may remove the folder while this one writes to it, because of the limit
+            with contextlib.suppress(FileNotFoundError):
+                saved_cache.write(folder, contents_for([prompt], None), prompt.header, more)
         with contextlib.suppress(OSError):
             (folder / saved_cache.FILE_NAME).touch()
         self._drop_oldest()

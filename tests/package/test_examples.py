@@ -150,7 +150,7 @@ def test_the_command_knows_the_options(page, arguments, tmp_path, monkeypatch):
             Path(word).write_text("[]" if word.endswith("json") else "")
     command, path = find_command(arguments)
     with command.make_context(path[-1], arguments[len(path) :]) as context:
-        assert not context.args or path == ["eval", "lm-eval"]
+        assert not context.args or path in (["eval", "lm-eval"], ["eval", "protocol"])
     presets = context.params.get("preset")
     for option in [presets] if isinstance(presets, str) else presets or []:
         assert all(each in ("full", "sign-keys") or lb.get_preset(each) for each in option.split(","))
