@@ -27,6 +27,7 @@ from .fusing import compile_ahead
 from .generate import lend_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
+from .prefill import read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
@@ -119,10 +120,10 @@ def enable(
         with lb.enable(model, "kivi-2"): ...        # or inside a block
 
     Calls with `past_key_values` or `cache_implementation` use theirs. On a GPU the decoding steps of greedy search and
-    sampling are recorded, as in `lb.generate`. Beam search and assisted decoding get a growing cache. The attention
-    implementation becomes `lowbit_kv`, and is restored at the end. Both changes wait until `lb.generate` calls in other
-    threads have ended. If `enable` is called twice, the later call is in force; leaving its block restores the earlier
-    one.
+    sampling are recorded, and prompts that do not fit into its memory whole are read in chunks, as in `lb.generate`.
+    Beam search and assisted decoding get a growing cache. The attention implementation becomes `lowbit_kv`, and is
+    restored at the end. Both changes wait until `lb.generate` calls in other threads have ended. If `enable` is called
+    twice, the later call is in force; leaving its block restores the earlier one.
 
     Options are copied, so later changes of dicts and lists have no effect. `calibration` and `parameters` are read in
     each `generate` call instead, so the next call uses a file that was calibrated again.
@@ -257,6 +258,8 @@ def _prepare_cache_for_generation(
     call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache
     _take_prefix(enabled, call, cache, generation_config)
+    if generation_config.prefill_chunk_size is None:  # with a size, transformers reads the chunks itself
+        read_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
 
 
 def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:

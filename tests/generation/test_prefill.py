@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from fake_graph import in_place_of_graphs
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
@@ -126,6 +127,24 @@ def test_a_prompt_that_does_not_fit_is_read_in_the_largest_chunks_that_do(model,
     assert f"{rows} x 900 tokens is read in chunks of 384" in capsys.readouterr().err
     ours(model, ids, mask, prefill_chunk_size=size, progress=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True}])
+def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, options):
+    in_place_of_graphs(monkeypatch)
+    need = Need(1e6, 1e4, 0, 5e5)
+    ids, mask = left_padded(rows, TOKENS)
+    want = stock(tiny_models("llama")[1], ids, mask, **options)
+    fake = memory((need.whole(3 * GRANULE + 5) + need.behind) / prefill.USABLE, need)
+    with lb.enable(model, "dense"):
+        torch.manual_seed(1)
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY | options)
+        assert torch.equal(got, want)
+        assert prompts(fake) == [384, 384, 132]
+        torch.manual_seed(1)
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=TOKENS, **GREEDY | options)
+    assert prompts(fake) == [TOKENS]  # transformers reads what the caller asks for
 
 
 def test_zero_means_whole(model, memory):
