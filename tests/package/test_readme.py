@@ -70,7 +70,8 @@ def test_the_first_case_is_what_fits_counts():
     for figure in (f"{full.total / 1e9:.0f} GB in 16 bits", f"{full.weights / 1e9:.1f} GB of weights"):
         assert figure in TEXT
     assert f"{full.cache / 1e9:.1f} GB of key-value cache" in TEXT
-    assert f"the cache takes {packed.cache / 1e9:.1f} GB, and everything {packed.total / 1e9:.1f} GB" in TEXT
+    assert f"the cache takes {packed.cache / 1e9:.1f} GB," in TEXT
+    assert f"everything takes {packed.total / 1e9:.1f} GB" in TEXT
 
 
 def test_no_row_of_the_table_is_beaten_by_another():
