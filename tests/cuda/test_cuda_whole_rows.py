@@ -51,6 +51,8 @@ def dealt(monkeypatch):
         (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), -2),
         (Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), 1),
         (Case(**EIGEN_2, lengths=(90,) * 8), -2),
+        # four teams have room with pieces of 32 tokens, not with 64
+        (Case(lengths=(290,) * 4, head_dim=128, page_size=128, residual=128), 1),
     ],
     ids=str,
 )
@@ -96,6 +98,8 @@ def test_rows_are_dealt_out_where_that_is_even(teams, heads, rows):
         ("kivi-2", 128, 512, 3, 4),  # 64 sequences, 8 KV heads: a team a row
         ("kivi-2", 128, 2048, 3, 4),
         ("kitty-pro", 128, 512, 6, 2),  # packing takes a thread for every channel
+        ("kivi-4", 128, 512, 3, 4),  # with pieces of 32 tokens: four teams have no room for 64
+        ("kivi-4", 128, 256, 6, 2),
         ("kivi-2", 128, 64, 12, 1),
         ("kivi-2", 128, 256, 6, 2),
         ("kivi-2", 256, 16, 8, 1),
