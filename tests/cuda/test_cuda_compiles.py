@@ -117,14 +117,16 @@ KNOWN = {
     ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
     ("sm_90", "vecinfer-3", 64, 1, "attend"): 140,
     ("sm_90", "vecinfer-1.25", 64, 1, "attend"): 140,
-    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 116,
+    ("sm_90", "eigen-4", 128, 1, "attend"): 48,
+    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     # inside of that loop, too: 5 of its 1347 instructions
     ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
     # packing: a thread's channels, in an array whose index is known late
-    ("sm_120", "eigen-2", 128, 1, "attend"): 32,
+    ("sm_120", "eigen-2", 128, 1, "attend"): 48,
     ("sm_120", "eigen-2", 128, 1, "append_one"): 64,
     ("sm_90", "eigen-3", 128, 1, "append_one"): 288,
+    ("sm_90", "eigen-4", 64, 1, "append_one"): 76,
 }
 #: of any preset: storing keeps registers over its calls, once a token or once a page
 KNOWN_OF_ALL = {"append_one": 40, "append_pages": 32}
