@@ -68,7 +68,11 @@ def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
     for got, text in zip(found, more, strict=True):
         fresh = cache_of(model, formats, **options)
         logits(model, fresh, prompt)
-        assert torch.equal(got, logits(model, fresh, text))
+        if backend == "triton" and max_cache_len is None:
+            # Triton's kernels share out the pages that a table has room for, and tables of growing caches differ in width
+            close(got, logits(model, fresh, text))
+        else:
+            assert torch.equal(got, logits(model, fresh, text))
 
 
 @CHOSEN
