@@ -81,7 +81,9 @@ def attends_packed(spec: LayerSpec) -> bool:
     if spec.reading.shares_values:
         return False
     keys, values = (kernels(fmt) for fmt in spec.formats)
-    return hasattr(keys, "scores") and hasattr(values, "add")
+    return all(hasattr(keys, name) for name in registered.ATTEND_KEYS) and all(
+        hasattr(values, name) for name in registered.ATTEND_VALUES
+    )
 
 
 def why_not(formats: Iterable[Format]) -> str | None:

@@ -11,6 +11,9 @@ from .base import Format
 
 #: functions that Triton's kernels need in a format's module, see `triton_kernels/registry.py`
 NEEDED = ("params", "encode", "decode")
+#: functions with which decode steps attend directly to packed keys, and to packed values
+ATTEND_KEYS = ("prepare", "fetch", "scores")
+ATTEND_VALUES = ("fetch", "weigh", "add")
 #: number of formats that belong to the package: they come first
 BUILT_IN = len(formats.FORMATS)
 #: names that a format from outside must not parse
@@ -79,6 +82,13 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
     _check_name(cls, example, parse)
     if triton is not None and (lacking := [name for name in NEEDED if not hasattr(triton, name)]):
         raise ValueError(f"triton={triton.__name__!r} has no {lacking[0]!r}; it must have {', '.join(NEEDED)}")
+    for last, together in (("scores", ATTEND_KEYS), ("add", ATTEND_VALUES)):
+        lacking = [name for name in together if not hasattr(triton, name)]
+        if triton is not None and hasattr(triton, last) and lacking:
+            raise ValueError(
+                f"triton={triton.__name__!r} has {last!r} and no {lacking[0]!r}; to attend to packed pages it must have "
+                f"{', '.join(together)}"
+            )
     formats.FORMATS.append(cls)
     if triton is not None:
         TRITON_MODULES[cls] = triton

@@ -246,6 +246,6 @@ def _check_registered(argument: str, part: Format | Transform, parse: Callable[[
         registered = None
     if type(registered) is not type(part) or registered != part:
         raise ValueError(
-            f"{argument}={part!r} is not registered under its name {part.name!r}: add it to hf_lowbit_kv.formats.FORMATS "
-            "(a class) or hf_lowbit_kv.storage.transforms.TRANSFORMS (an instance)"
+            f"{argument}={part!r} is not registered under its name {part.name!r}: call lb.register_format with its class, or "
+            "add a transform to hf_lowbit_kv.storage.transforms.TRANSFORMS"
         )

@@ -99,6 +99,11 @@ def test_bad_classes_are_refused(cls, error, message):
 def test_kernels():
     with pytest.raises(ValueError, match="triton='few' has no 'decode'"):
         lb.register_format(Sign, triton=SimpleNamespace(__name__="few", params=None, encode=None))
+    half = {"__name__": "half", "params": None, "encode": None, "decode": None, "scores": None, "add": None}
+    with pytest.raises(ValueError, match=r"triton='half' has 'scores' and no 'prepare'; .* prepare, fetch, scores"):
+        lb.register_format(Sign, triton=SimpleNamespace(**half))
+    with pytest.raises(ValueError, match=r"triton='half' has 'add' and no 'weigh'; .* fetch, weigh, add"):
+        lb.register_format(Sign, triton=SimpleNamespace(**half, prepare=None, fetch=None))
     pytest.importorskip("triton")
     from hf_lowbit_kv.triton_kernels import registry
 
