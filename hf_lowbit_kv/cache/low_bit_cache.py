@@ -50,9 +50,9 @@ class CacheBytes(int):
 
     Attributes:
         codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
-        model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
+            model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
         tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
-        count as another cache's (see `LowBitCache.fork`); no part of the total.
+            count as another cache's (see `LowBitCache.fork`); no part of the total.
 
     Example:
         >>> cache = lb.from_preset("kivi-4", model)
@@ -488,7 +488,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
         Raises:
             ValueError: `n` is not an integer of at least 1; `max_cache_len` is given for a growing cache, or below the
-            stored length.
+                stored length.
             OverrunError: tokens are lost.
         """
         check_count("n", n)

@@ -284,7 +284,7 @@ class LowBitLayer(CacheLayerMixin):
 
         Args:
             store: see `fork_stores`; `None` if nothing is stored. max_cache_len: tokens to preallocate for, or `None`
-            to grow.
+                to grow.
             memo: that of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))

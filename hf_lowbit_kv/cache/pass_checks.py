@@ -30,7 +30,7 @@ class Ledger:
 
         Args:
             in_front: whether it comes before the first packed layer. taken: tokens that the first packed layer has
-            taken so far.
+                taken so far.
         """
         before = taken if in_front else taken - self.chunk
         if layer in self.waiting or self.read.get(layer, 0 if self.empty else before) != before:

@@ -78,7 +78,7 @@ def generate(
         past_key_values: a preallocated cache to continue; or `cache=`, its name in transformers since 5.24. Without it
             a kept cache is emptied and used.
         max_cache_len: tokens that a row of the cache can hold, for further turns; at least the prompt and
-        `max_new_tokens`.
+            `max_new_tokens`.
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         calibration: for presets that need one, as for `LowBitCache`. Each call uses the present contents of the file,
             folder or object.

@@ -166,7 +166,7 @@ def fits(
 
     Args:
         model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work
-        offline.
+            offline.
         context: tokens of a row.
         memory: memory of the GPU, in bytes or as `"24GB"`.
         rows: number of sequences at once.

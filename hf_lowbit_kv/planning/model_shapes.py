@@ -83,7 +83,7 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
 
     Raises:
         ValueError: the configuration's quantization is not known here, or no causal language model has that
-        configuration.
+            configuration.
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None

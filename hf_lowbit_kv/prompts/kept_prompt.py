@@ -63,7 +63,7 @@ class KeptPrompt:
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
         segments: pages in order; for each segment, how many of its pages belong to this text. own: transformers' own
-        layers, one row.
+            layers, one row.
     """
 
     seed: str

@@ -41,7 +41,7 @@ class PrefixStore:
 
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
-        is removed first.
+            is removed first.
         folder: removed texts are moved here; several stores may share it. `None`: they are dropped.
         max_folder_bytes: limit for the files; `None`: no limit.
 

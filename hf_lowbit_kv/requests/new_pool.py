@@ -30,14 +30,14 @@ def new_pool(
 
     Args:
         model: unwrapped, with our attention implementation selected. make_cache: makes an empty cache for this many
-        tokens.
+            tokens.
         chunk_size: tokens of a prompt that are read at a time.
         memory: bytes; `None`: the part `share` of the memory that is free after a chunk was read.
         limits, max_rows: see `pool_size`. tokens: allocate pages for this many tokens, instead of as many as fit into
-        `memory`.
+            `memory`.
         record: whether decode steps are recorded if the device has CUDA graphs.
         agree: under tensor parallelism, returns the minimum of these numbers over all ranks, so that all have the same
-        pool.
+            pool.
 
     Raises:
         ValueError: there is no room for a single row.

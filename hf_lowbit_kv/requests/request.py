@@ -89,7 +89,7 @@ class RequestReader:
 
         Raises:
             TypeError, ValueError: it is not a request, or it cannot be served. The message begins with the request's
-            index.
+                index.
         """
         try:
             request = dict(user_request) if isinstance(user_request, Mapping) else {_kind(user_request): user_request}

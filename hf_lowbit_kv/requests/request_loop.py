@@ -40,7 +40,7 @@ class RequestLoop:
 
     Args:
         model: as for `generate_many`, which explains the other arguments too. Our attention implementation is selected
-        until `stop`.
+            until `stop`.
 
     Raises:
         ValueError: a pool cannot serve the model, or there is too little memory.
@@ -84,7 +84,7 @@ class RequestLoop:
 
         Args:
             given: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's
-            thread.
+                thread.
 
         Raises:
             ValueError: it cannot be served, or can never fit. LoopEndedError: the thread has ended.

@@ -43,7 +43,7 @@ class LayerSpec:
         residual: at least this many of a row's newest tokens stay in the model's dtype.
         page_size: tokens of a page.
         key_transform, value_transform: maps of keys and values. Everything that the layer stores, sink and tail too, is
-        mapped.
+            mapped.
         reading: what the two streams mean to attention. If it is not `separate`, "key" and "value" in the names of this
             file mean the first and the second stream.
 

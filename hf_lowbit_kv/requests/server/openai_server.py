@@ -119,7 +119,7 @@ def serve(
 
     Args:
         name: hub name or folder. memory, max_rows: see `generate_many`. say: called with one line when the server is
-        ready.
+            ready.
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
