@@ -51,7 +51,7 @@ class CacheBytes(int):
     Attributes:
         codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
             model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
-        tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
+            tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
             count as another cache's (see `LowBitCache.fork`); no part of the total.
 
     Example:
