@@ -17,6 +17,7 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.own_layers import SLIDING
+from ..cache.served_models import tp_size
 from ..machine.cache_argument import as_argument
 from .call_options import return_sequences, setting
 
@@ -93,6 +94,10 @@ def memory_of(model: Any) -> Memory | str:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
+    if tp_size(model) > 1:
+        # each process would choose a size by its own GPU's memory, and processes that read different chunks wait for
+        # each other forever
+        return "its weights are spread over several processes (tensor parallelism)"
     if model.device.type != "cuda":
         return f"memory is measured on GPUs alone, and the model is on {model.device.type!r}"
     return GpuMemory(model.device)

@@ -10,6 +10,7 @@ import torch
 from cases import left_padded, tiny_models
 from fake_graph import in_place_of_graphs
 from transformers import DynamicCache, GenerationConfig
+from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import prefill
@@ -226,6 +227,16 @@ def test_a_cpu_says_that_it_reads_whole(model, capsys):
     ids, mask = left_padded(1, 300)
     assert torch.equal(ours(model, ids, mask, prefill_chunk_size="auto"), ours(model, ids, mask))
     assert "read whole: memory is measured on GPUs alone" in capsys.readouterr().err
+
+
+def test_ranks_of_tensor_parallelism_do_not_choose_sizes(model, monkeypatch):
+    """Their GPUs may have different memory free, and ranks that read different chunks would wait for each other."""
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(prefill, "GpuMemory", lambda device: "memory of a GPU")
+    assert prefill.memory_of(model) == "memory of a GPU"
+    # what `from_pretrained(tp_plan="auto")` notes on two ranks
+    monkeypatch.setattr(model.config, "distributed_config", DistributedConfig(tp_size=2, tp_plan="auto"), raising=False)
+    assert "tensor parallelism" in prefill.memory_of(model)
 
 
 @pytest.mark.gpu
