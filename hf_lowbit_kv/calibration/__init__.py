@@ -1,1 +1,1 @@
-"""What calibrated presets need to know of a model, and how it is measured."""
+"""Measures the parameters that calibrated presets need for a model."""

@@ -1,15 +1,16 @@
-"""How much attention each stored token gets from queries that read it packed, and what it therefore counts in a calibration.
+"""The weight of each token in a calibration, from the attention that the token gets from queries that read it packed.
 
-One token in a hundred gets most of what far queries attend to, and an error in any other key is hardly seen. A window goes
-through the model once. Queries stand in chunks that begin where pages begin. Those in chunks from the second page behind a
-token's own on read that token packed, and they alone count:
+One token in a hundred gets most of the attention of far queries, and errors in other keys have little effect. The model
+reads a window once. Queries are grouped in chunks, which begin at the same tokens as pages. A token is read packed by
+queries that are two or more chunks after the token's page. Only these queries count:
 
     a_j = 1 / n_j * sum over queries t of those chunks, and over the query heads of the KV head, of A_tj^2
-    n_j = the number of those queries, S - sink - page_size * (p + 2) for a token of page p
+    n_j = the number of these queries, S - sink - page_size * (p + 2) for a token of page p
     w_j = min(30, a_j / mean of a)
 
-A is the attention in full precision: float32, softcap before the softmax, the logit of a model's sink in its denominator.
-Pages that fewer than 128 queries read packed are left out: w is 0 there, and the mean is over the other pages.
+A is the attention in full precision: float32, with the softcap before the softmax and the logit of a model's sink in
+the denominator of the softmax. Pages that fewer than 128 queries read packed are left out: their tokens have w = 0, and
+the mean is over the other pages.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from typing import NamedTuple
 
 import torch
 
-#: pages that fewer queries read packed are left out
+#: a page is left out if fewer queries read it packed
 LEAST_QUERIES = 128
-#: a window of fewer tokens says too little of far attention
+#: shorter windows, in tokens, say too little about far attention
 LEAST_LENGTH = 1024
-#: a token counts at most so many times the mean
+#: largest weight of a token, as a multiple of the mean
 MOST_WEIGHT = 30.0
-#: queries whose attention is computed at a time, at most
+#: most queries whose attention is computed at once
 CHUNK = 128
 
 
 class PageGrid(NamedTuple):
-    """Where pages lie in a text: `page_size` tokens each, behind the first `sink`."""
+    """The pages of a text: `page_size` tokens each, after the first `sink` tokens."""
 
     sink: int
     page_size: int
 
     def queries(self, length: int) -> torch.Tensor:
-        """How many queries of a window read each of its tokens packed, int64 `[length]`; 0 for sinks and for tokens of pages
-        that are left out."""
+        """The number of queries of a window that read each token packed, int64 `[length]`. It is 0 for sinks and for
+        tokens of pages that are left out."""
         behind = torch.arange(length) - self.sink
         page = behind.div(self.page_size, rounding_mode="floor")
         count = length - self.sink - self.page_size * (page + 2)
         return torch.where((behind >= 0) & (count >= LEAST_QUERIES), count, 0)
 
     def why_not(self, length: int) -> str | None:
-        """What keeps windows of so many tokens from being weighed, or `None`."""
+        """The reason why windows of `length` tokens cannot be weighed, or `None` if they can."""
         if length < LEAST_LENGTH:
             return f"windows of {length} tokens are shorter than {LEAST_LENGTH}"
         if not bool(self.queries(length).any()):
@@ -66,7 +67,7 @@ def received(
 
     Args:
         query: `[1, Hq, S, D]`. key: `[1, H, S, D]`, of the same tokens. scaling: factor on q.k. softcap: bound of the scores.
-        sinks: logits `[Hq]` that the softmax counts besides.
+        sinks: logits `[Hq]` that are added to the denominator of the softmax.
     """
     heads, length = key.shape[1], key.shape[2]
     grouped = query[0].unflatten(0, (heads, -1))
@@ -76,7 +77,7 @@ def received(
     position = torch.arange(length, device=key.device)
     step = min(grid.page_size, CHUNK)
     for start in range(grid.sink + 2 * grid.page_size, length, grid.page_size):
-        packed = start - grid.page_size  # tokens before this one are read packed by the chunk's queries
+        packed = start - grid.page_size  # the chunk's queries read all tokens before it packed
         for low in range(start, min(start + grid.page_size, length), step):
             high = min(low + step, start + grid.page_size, length)
             q = grouped[:, :, low:high].float()
@@ -92,7 +93,7 @@ def received(
 
 
 def token_weights(attention: torch.Tensor, grid: PageGrid) -> torch.Tensor:
-    """w of each token, float32 `[H, S]`, from what `received` returns for a window."""
+    """w of each token, float32 `[H, S]`. attention: the result of `received` for a window."""
     queries = grid.queries(attention.shape[1]).to(attention.device)
     each = attention.double() / queries.clamp(min=1)
     counted = queries > 0

@@ -1,4 +1,4 @@
-"""Calibration: a model reads texts, and of its keys and values are made the parameters that presets need (`calibrators`)."""
+"""Calibration: a model reads texts, and `calibrators` compute the parameters of presets from its keys and values."""
 
 from __future__ import annotations
 
@@ -39,35 +39,39 @@ def calibrate(
     text_names: Sequence[str] | None = None,
     progress: bool | Report | None = True,
 ) -> Calibration:
-    """Make what `preset` needs for `model`, of its keys and values on `texts`.
+    """Compute the parameters that `preset` needs for `model`, from the model's keys and values on `texts`.
 
         calibration = lb.calibrate(model, tokenizer, [Path("book.txt").read_text()], "vecinfer-2")
         calibration.save("vecinfer-2.safetensors")
         cache = lb.from_preset("vecinfer-2", model, calibration="vecinfer-2.safetensors")
 
     Args:
-        texts: strings. Those of `length` tokens or more are cut into windows. Where these are too few, what remains of them and
-            shorter texts are joined, with the tokenizer's end token in between. Use other texts than those you evaluate on.
-        preset: one or several names, or `LayerSpec` objects of your own; they share what is the same.
-        samples: windows to read, drawn at random; `None`: those of 32768 tokens on a CPU and of 131072 on a GPU, or as many as
-            there are.
-        length: tokens of a window; `None`: what the presets want: 512, or 4096 for `eigen-2` and kin.
-        seed: of all that is drawn at random.
-        per_head: whether each KV head gets a codebook of its own; `None`: one for the layer.
-        gradients: whether presets that weigh errors by gradients (`eigen-2` and kin) may compute them, on further windows of
-            at most 1024 tokens (8 on a CPU, 32 on a GPU). Without, calibration is cheaper and less exact.
-        attention: whether presets that weigh tokens by the attention they get (`eigen-2` and kin) may compute it. Windows of
-            fewer than 1024 tokens are not weighed, with a warning.
-        offload: save the GPU's memory: kept tokens lie in the CPU's, and gradients are computed layer by layer, each layer a
-            second time. The same calibration up to rounding, in somewhat more time.
-        text_names: of the texts, for the file and its card, which refuses figures that were measured on one of them.
-        progress: `True` says on standard error how many tokens there are and how many are wanted, and shows a bar if that is a
-            terminal. `False`: nothing is shown. A function is called in place of the bar: with what is done, how far it is
-            and how far it goes.
+        texts: strings. Texts of `length` tokens or more are cut into windows. If this gives too few windows, the
+            remainders of texts and the shorter texts are joined, with the tokenizer's end token in between. Use other
+            texts for evaluation.
+        preset: one or several names, or `LayerSpec` objects of your own. Presets share the parameters that they have in
+            common.
+        samples: windows to read, drawn at random. `None`: windows with 32768 tokens in all on a CPU and 131072 on a
+            GPU, or all windows if the texts have fewer.
+        length: tokens of a window. `None`: the length that the presets want, which is 512, or 4096 for `eigen-*`.
+        seed: seed of all random choices.
+        per_head: whether each KV head gets its own codebook. `None`: one codebook for each layer.
+        gradients: whether to compute gradients for presets that weigh errors by them (`eigen-*`). The model then reads
+            further windows of at most 1024 tokens (8 on a CPU, 32 on a GPU). Without gradients calibration is cheaper
+            and less exact.
+        attention: whether to compute attention for presets that weigh tokens by it (`eigen-*`). Windows of fewer than
+            1024 tokens are not weighed, and a warning says so.
+        offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
+            layer is computed twice. The calibration is the same up to rounding and takes somewhat longer.
+        text_names: names of the texts, for the file and its card. The card rejects figures that were measured on these
+            texts.
+        progress: `True` prints to standard error how many tokens there are and how many are wanted, and shows a bar on
+            a terminal. `False` shows nothing. A function is called in place of the bar, with the name of the step, the
+            number of steps done and their total.
 
     Raises:
-        ValueError: a preset without parameters, texts too short (says how many tokens are needed), keys or values that are not
-            finite. ImportError: on a CPU, without faiss.
+        ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
+            or keys or values are not finite. ImportError: faiss is missing, on a CPU.
 
     Example:
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
@@ -125,7 +129,8 @@ def calibrate(
 def plan_for(
     model: Any, preset: str | LayerSpec | Sequence[str | LayerSpec], per_head: bool | None = None
 ) -> CalibrationPlan:
-    """The calibrators that a calibration of `model` needs; arguments and errors are those of `calibrate`. Nothing is read."""
+    """The calibrators that a calibration of `model` needs. Reads no texts. Arguments and errors are those of
+    `calibrate`."""
     specs = _specs(preset)
     if idle := [name for name, spec in specs.items() if not list(jobs_of(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")

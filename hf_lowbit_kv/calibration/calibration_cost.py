@@ -1,5 +1,5 @@
-"""What a calibration will take, before it is made: a short pass is timed, fitting is tried on random tokens, the rest is
-arithmetic."""
+"""Estimates the time and memory of a calibration: times a short pass, tries fitting on random tokens, and computes the
+rest."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .calibration_plan import CalibrationPlan
 from .calibration_windows import TOKENS, longest_window
 from .calibrators import Calibrator
 
-#: tokens of the pass that is timed
+#: tokens of the timed pass
 PROBE = 256
-#: a pass with gradients takes so many times one without; weighing multiplies the time of attention by so much
+#: time of a pass with gradients relative to a pass without them; factor of weighing on the time of attention
 BACKWARD, WEIGHED = 3.0, 2.0
-#: share of a calibrator's pages that fitting is tried on
+#: fitting is tried on one page of this many
 TRIED = 16
 
 
 class Cost(NamedTuple):
-    """What a calibration takes, roughly."""
+    """A rough estimate of what a calibration takes."""
 
     seconds: float
     nbytes: int
-    """memory beside the model: pages that are kept, and what a backward pass needs"""
+    """memory in addition to the model: kept pages, and the needs of a backward pass"""
 
     def __str__(self) -> str:
         return f"about {max(self.seconds / 60, 1):.0f} min and {max(self.nbytes / 1e9, 0.1):.1f} GB of memory beside the model"
@@ -36,13 +36,13 @@ class Cost(NamedTuple):
 
 @torch.no_grad()
 def cost(model: Any, presets: Sequence[str]) -> Cost:
-    """What `calibrate` takes for these presets, where nothing else is said. A pass over a few tokens is timed."""
+    """The cost of `calibrate` for these presets with its default arguments. Times a pass over a few tokens."""
     plan = plan_for(model, presets)
     length = min(plan.length, longest_window(model))
     kind = model.device.type
     tokens = max(TOKENS.get(kind, TOKENS["cuda"]) // length, 1) * length
     probe = min(PROBE, longest_window(model))
-    second = _seconds_of_pass(model, probe) / probe  # a token's
+    second = _seconds_of_pass(model, probe) / probe  # of one token
     linear, attention = _work(model, plan)
     seconds = tokens * second * _slower(linear, attention, length, probe)
     if any(calibrator.attention for calibrator in plan.calibrators.values()):
@@ -59,7 +59,7 @@ def cost(model: Any, presets: Sequence[str]) -> Cost:
 def _seconds_of_pass(model: Any, tokens: int) -> float:
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
     began = 0.0
-    for _ in range(2):  # the second one counts
+    for _ in range(2):  # only the second pass counts
         began = time.perf_counter()
         model(ids, use_cache=False, logits_to_keep=1)
         if model.device.type == "cuda":
@@ -68,7 +68,7 @@ def _seconds_of_pass(model: Any, tokens: int) -> float:
 
 
 def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
-    """Multiplications of a token with weights, and with each token before it."""
+    """Multiplications of a token with the model's weights, and with each earlier token."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     linear = max(sum(weight.numel() for weight in model.parameters()) - embedding, 1)
@@ -77,12 +77,12 @@ def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
 
 
 def _slower(linear: float, attention: float, length: int, probe: int) -> float:
-    """How many times longer a token takes in a window of `length` than in one of `probe`; tokens see half of it."""
+    """Time of a token in a window of `length`, relative to `probe`. On average a token sees half of the window."""
     return (linear + attention * length / 2) / (linear + attention * probe / 2)
 
 
 def _kept(plan: CalibrationPlan, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the pages that are kept for fitting."""
+    """Bytes of the pages kept for fitting."""
     kept = 0
     for size in plan.page_sizes:
         pages = max(each.pages for each in plan.calibrators.values() if each.page_size == size)
@@ -92,15 +92,16 @@ def _kept(plan: CalibrationPlan, tokens: int, dtype: torch.dtype) -> int:
 
 
 def _backward(model: Any, window: int) -> int:
-    """Bytes that a backward pass over a window needs: what layers keep, some 34 numbers of 8 bits for each hidden one
-    (Korthikanti et al., arXiv 2205.05198), and log-probabilities in float32 with their gradient."""
+    """Bytes that a backward pass over a window needs. Layers keep about 34 bytes for each hidden number in 16 bits
+    (Korthikanti et al., arXiv 2205.05198). Log-probabilities and their gradient are float32."""
     config = model.config.get_text_config()
     layers = 17 * window * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize
     return layers + 3 * window * config.vocab_size * 4
 
 
 def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
-    """Seconds that fitting takes: that of the first layer's calibrators on random tokens, for each layer."""
+    """Seconds that fitting takes: the time of the first layer's calibrators on random tokens, times the number of
+    layers."""
     first = min(plan.sizes)
     seconds = 0.0
     for (layer, *_), calibrator in plan.calibrators.items():

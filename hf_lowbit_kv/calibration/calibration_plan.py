@@ -1,7 +1,7 @@
-"""What is calibrated together, which pages of the texts are kept for it, and how calibrators get to see them.
+"""Which parts are calibrated together, which pages of the texts are kept for them, and how calibrators see these pages.
 
-A `CalibrationPlan` says what each layer needs. It chooses pages: a `Sampling`. `KeptPages` of both takes what the model reads,
-and gives the tensors.
+A `CalibrationPlan` says which calibrators each layer needs, and chooses the pages to keep, a `Sampling`. `KeptPages`
+takes a plan and a sampling, collects keys and values while the model reads, and returns the fitted tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SIDES = ("keys", "values")
 
 
 class Job(NamedTuple):
-    """What is calibrated together: a format, and the transform in front of it."""
+    """Parts that are calibrated together: a format, and the transform before it."""
 
     side: str
     transform: Transform
     format: Format
-    #: tokens at the start of a text that are not stored so
+    #: tokens at the start of a text that this format does not store
     skip: int
     page_size: int
 
     @property
     def first(self) -> int:
-        """The first page of a window without such tokens."""
+        """The first page of a window that has no skipped tokens."""
         return -(-self.skip // self.page_size)
 
     @property
@@ -44,7 +44,8 @@ class Job(NamedTuple):
 
     @property
     def parts(self) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """The stages of the transform, then the format; each with its key, which begins with its names in the file."""
+        """The stages of the transform, then the format, each after its key. A key begins with the part's names in the
+        file."""
         stages = getattr(self.transform, "stages", (self.transform,))
         for stage in stages:
             yield (self.side, self.transform.name, stage.name), stage
@@ -52,7 +53,7 @@ class Job(NamedTuple):
 
 
 def jobs_of(spec: Any) -> Iterator[Job]:
-    """What has parameters, of a `LayerSpec`."""
+    """The jobs of a `LayerSpec`: one for each side whose format or transform has parameters."""
     pairs = (spec.key_transform, spec.key_format), (spec.value_transform, spec.value_format)
     for side, (transform, fmt) in zip(SIDES, pairs, strict=True):
         if transform.has_parameters or fmt.has_parameters:
@@ -60,19 +61,19 @@ def jobs_of(spec: Any) -> Iterator[Job]:
 
 
 class SampledPages(NamedTuple):
-    """Pages of one size: those of each window, all of them, and in which order they were drawn."""
+    """Chosen pages of one size: by window, in one list, and the order in which they were drawn."""
 
     by_window: list[list[int]]
     pages: list[int]
     order: list[int]
 
     def for_job(self, job: Job) -> list[int]:
-        """Places in `pages` of those that the job stores, in the order in which they were drawn."""
+        """Indices into `pages` of the pages that the job stores, in the order in which they were drawn."""
         return [at for at in self.order if self.pages[at] >= job.first]
 
 
 class Sampling(NamedTuple):
-    """Which pages are kept of each window, by page size."""
+    """The kept pages of each window, by page size."""
 
     by_size: Mapping[int, SampledPages]
 
@@ -104,12 +105,12 @@ class CalibrationPlan:
 
     @property
     def length(self) -> int:
-        """Tokens of a window that suit all calibrators."""
+        """Tokens of a window: the largest number that a calibrator wants."""
         return max((calibrator.length for calibrator in self.calibrators.values()), default=512)
 
     @property
     def gradient_sides(self) -> dict[int, list[int]]:
-        """By page size, the sides, 0 for keys and 1 for values, with a calibrator that wants gradients."""
+        """By page size, the sides with a calibrator that wants gradients: 0 for keys, 1 for values."""
         wanted = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
         sides = {
             size: [number for number, side in enumerate(SIDES) if (size, side) in wanted] for size in self.page_sizes
@@ -117,8 +118,8 @@ class CalibrationPlan:
         return {size: numbers for size, numbers in sides.items() if numbers}
 
     def weighed(self, length: int) -> list[PageGrid]:
-        """The pages for which windows of `length` tokens are weighed by attention, for calibrators that want it. Warns where
-        windows are too short for that."""
+        """The page grids for which tokens are weighed by attention, for calibrators that want weights. Warns if windows
+        of `length` tokens are too short."""
         wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
         grids: list[PageGrid] = []
         for job in self.jobs:
@@ -131,8 +132,8 @@ class CalibrationPlan:
         return grids
 
     def choose(self, windows: int, length: int, seed: int) -> Sampling:
-        """Which pages of each window to keep: as many as the calibrators want, drawn at random, or all. Each calibrator gets
-        the first of them in the order in which they were drawn, whatever else is calibrated."""
+        """Which pages of each window to keep: as many as the calibrators want, drawn at random, or all. A calibrator
+        gets the pages that were drawn first. So its pages do not depend on the other calibrators."""
         by_size = {}
         for size in self.page_sizes:
             pages = length // size
@@ -142,12 +143,12 @@ class CalibrationPlan:
             order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))[: wanted + spare]
             chosen = order.sort().values.tolist()
             by_window = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
-            places = order.argsort().argsort().tolist()  # in `chosen`, which is the order in which pages are kept
+            places = order.argsort().argsort().tolist()  # in `chosen`; pages are kept in its order
             by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], places)
         return Sampling(by_size)
 
     def check(self, sampling: Sampling, device: str) -> None:
-        """Raise what fitting would raise for want of packages or of tokens, before anything is read."""
+        """Raise the errors of fitting for missing packages or too few tokens, before the model reads anything."""
         for layer in self.sizes:
             for job in self.jobs:
                 pages = len(sampling.for_job(job))
@@ -157,20 +158,22 @@ class CalibrationPlan:
                             calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
 
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
-        """Gradients with respect to keys (side 0) or values (1) of a window `[1, H, S, D]`, read in pages of this size."""
+        """Show calibrators gradients `[1, H, S, D]` with respect to keys (side 0) or values (1) of a window, which was
+        read in pages of this size."""
         for calibrator, _, part_of in self.watching_gradients(layer, SIDES[side], gradients):
             if calibrator.page_size == page_size:
                 calibrator.observe_gradients(part_of)
 
     def watching_tokens(self, layer: int, side: str, x: torch.Tensor) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        """The calibrators of a layer that see tokens `x`, `[1, H, S, D]`, before anything is fitted, each once. With the job
-        that asks for it, and what it sees: the tokens behind the job's first, through the transforms in front of it."""
+        """The calibrators of a layer that see tokens `x`, `[1, H, S, D]`, before anything is fitted. Yields each once,
+        with its job and the tokens that it sees. The job's skipped tokens are left out, and earlier transforms are
+        applied."""
         return self._watching(layer, side, x, lambda part, tokens: part.map(tokens, ()))
 
     def watching_gradients(
         self, layer: int, side: str, gradients: torch.Tensor
     ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        """The same of gradients, which transforms map as they map queries."""
+        """The same for gradients. Transforms map gradients as they map queries."""
         return self._watching(layer, side, gradients, lambda part, tokens: part.map_queries(tokens, ()))
 
     def _watching(
@@ -186,16 +189,16 @@ class CalibrationPlan:
                     if calibrator not in shown:
                         yield calibrator, job, tokens
                     shown.add(calibrator)
-                    break  # what stands behind it sees what it gives in `KeptPages.fit`
+                    break  # later parts see the fitted result, in `KeptPages.fit`
                 if isinstance(part, Transform):
                     tokens = mapped(part, tokens.float())
 
 
 class KeptPages:
-    """The sampled pages of keys and values, and weights of their tokens, until they are fitted.
+    """The sampled pages of keys and values with the weights of their tokens, kept until calibrators are fitted.
 
     Args:
-        storage: where they are kept; `None`: where the model makes them.
+        storage: device on which pages are kept. `None`: the device of the model.
     """
 
     def __init__(self, plan: CalibrationPlan, sampling: Sampling, storage: torch.device | None = None):
@@ -204,8 +207,8 @@ class KeptPages:
         self._weights: dict[tuple[PageGrid, int], list[torch.Tensor]] = {}  # [H, page_size] each
 
     def see(self, window: int, layer: int, x: tuple, weights: Mapping[PageGrid, torch.Tensor]) -> None:
-        """Keys and values of a window `[1, H, S, D]`, and weights of their tokens `[H, S]`: calibrators observe them, and
-        sampled pages are kept."""
+        """Take keys and values of a window, `[1, H, S, D]` each, and weights of their tokens, `[H, S]`. Calibrators
+        observe all tokens, and the sampled pages are kept."""
         if layer not in self.plan.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
@@ -222,11 +225,11 @@ class KeptPages:
             self._weights.setdefault((grid, layer), []).extend(map(self._copied, pages))
 
     def _copied(self, page: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy, where pages are kept."""
+        """A contiguous copy on the device on which pages are kept."""
         return torch.empty_like(page, device=self.storage, memory_format=torch.contiguous_format).copy_(page)
 
     def fit(self, layer: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors of a layer, by their names in the file, computed on the device. Its pages are forgotten."""
+        """The tensors of a layer, by their names in the file, computed on `device`. Drops the pages of the layer."""
         fitted = {}
         for job in self.plan.jobs:
             places = self.sampling.for_job(job)
@@ -255,7 +258,7 @@ class KeptPages:
 
 @contextmanager
 def _named(layer: int, job: Job, part: Any) -> Iterator[None]:
-    """A `ValueError` of a calibrator says whose it is."""
+    """Add layer, side and part to the message of a `ValueError` that a calibrator raises."""
     try:
         yield
     except ValueError as error:

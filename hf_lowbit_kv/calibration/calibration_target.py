@@ -1,4 +1,5 @@
-"""The file that a calibration goes to. It is tried before the work begins, and what was made is kept wherever it can be."""
+"""The file that a calibration is written to. It is tried before the work begins. If it then fails, another file is
+tried."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from ..calibration_files.calibration_lookup import user_folder
 
 
 def try_file(path: Path, shown: str) -> Calibration | None:
-    """Find out whether a calibration can be written to `path`, and added to what is there. Its folder is made.
+    """Find out whether a calibration can be written to `path`, or added to the file there. Makes the folder of `path`.
 
     Args:
         shown: how messages name the file.
 
     Returns:
-        The calibration that is there; `None`: there is no file yet.
+        The calibration in the file, or `None` if there is no file yet.
 
     Raises:
-        ValueError: a folder or a device, or a file to which nothing can be added: damaged, of another version.
-        OSError: it cannot be written.
+        ValueError: `path` is a folder or a device, or a file to which nothing can be added: damaged, or of another
+            version.
+        OSError: `path` cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"{shown} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
@@ -42,8 +44,8 @@ def try_file(path: Path, shown: str) -> Calibration | None:
 
 
 def try_user_files(model_name: str) -> None:
-    """As `try_file`, for the files of the user's folder that a model of this name may get: which one it is depends on its
-    weights, which are not loaded yet."""
+    """Call `try_file` for all files of the user's folder that may belong to a model of this name. The model's file
+    depends on its weights, which are not loaded yet."""
     _try_folder(user_folder(), "the user's folder of calibrations")
     pattern = re.compile(re.escape(model_name) + r"-[0-9a-f]{16}\.safetensors")
     for path in sorted(user_folder().iterdir()):
@@ -61,26 +63,27 @@ def _try_folder(folder: Path, shown: str) -> None:
 
 
 def add_to_file(calibration: Calibration, path: Path) -> Calibration:
-    """Write a calibration to `path`, together with what the file there holds by now.
+    """Write a calibration to `path`, merged with the content that a file there has by then.
 
     Returns:
-        What the file holds.
+        The calibration that the file now holds.
 
     Raises:
-        OSError: that failed. The calibration is in another file then, which the message names: beside `path`, or in the folder
-            for temporary files.
+        OSError: `path` could not be written. The calibration is then written to another file, beside `path` or in the
+            folder for temporary files. The message names this file, or says that the calibration is lost.
     """
     try:
         if path.exists():
             calibration = Calibration.load(path).merged(calibration)
         calibration.save(path)
-    except Exception as error:  # whatever it is, minutes of work must not be lost
+    except Exception as error:  # no error may lose minutes of work
         raise OSError(f"{str(path)!r} could not be written: {error}. {_rescued(calibration, path)}") from error
     return calibration
 
 
 def _rescued(calibration: Calibration, path: Path) -> str:
-    """Write it to a new file, and say which."""
+    """Write the calibration to a new file. Returns a sentence that names the file, or says that none could be
+    written."""
     reasons = []
     for folder in (path.parent, Path(tempfile.gettempdir())):
         other: Path | None = None

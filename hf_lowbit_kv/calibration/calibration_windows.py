@@ -1,4 +1,4 @@
-"""Texts become windows of tokens, which a model reads one by one."""
+"""Cuts texts into windows of tokens, which a model reads one by one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-#: tokens that are read where nothing is said, by device
+#: tokens that are read by default, by device
 TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
-#: texts of fewer are refused
+#: texts with fewer tokens are rejected
 FEWEST_TOKENS = 8 * 512
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows to read, int64 `[length]` each. wanted: how many tokens of them were wanted."""
+    """Windows to read, int64 `[length]` each. wanted: how many tokens the caller wanted in all."""
 
     windows: list[torch.Tensor]
     length: int
@@ -33,7 +33,7 @@ class Tokens:
         texts: strings of any length. tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
 
     Raises:
-        TypeError: texts are no list of strings.
+        TypeError: `texts` is not a list of strings.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any):
@@ -47,8 +47,8 @@ class Tokens:
         self.end: int | None = getattr(tokenizer, "eos_token_id", None)
 
     def windows(self, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All windows of `length` tokens, without overlap: those that lie in one text, and those of joined pieces. Pieces are
-        texts shorter than a window, and what remains of longer ones; an end token stands between two."""
+        """All windows of `length` tokens, without overlap: those inside one text, and those of joined pieces. Pieces
+        are texts shorter than a window and the remainders of longer texts. An end token separates two pieces."""
         whole = [window for x in self.ids for window in x[: len(x) // length * length].view(-1, length)]
         pieces = [piece for x in self.ids if len(piece := x[len(x) // length * length :])]
         row: list[torch.Tensor] = []
@@ -60,10 +60,10 @@ class Tokens:
         return whole, list(joined[: len(joined) // length * length].view(-1, length))
 
     def draw(self, samples: int | None, length: int, seed: int, device: str, least: int) -> Windows:
-        """Windows for calibration; see `calibrate`. Those of joined pieces are taken where the others are too few.
+        """Windows for calibration; see `calibrate`. Windows of joined pieces are used only if the others are too few.
 
         Args:
-            device: type of the model's. least: tokens that a window must have.
+            device: type of the model's device. least: the fewest tokens that a window may have.
 
         Raises:
             ValueError: a number is not allowed, or the texts are too short.
@@ -83,10 +83,10 @@ class Tokens:
         return Windows(_draw_windows(whole, joined, wanted, seed), length, wanted * length)
 
     def draw_for_gradients(self, count: int, lengths: Sequence[int], seed: int) -> Windows:
-        """At most `count` windows of the first of these lengths that the texts have a window of.
+        """At most `count` windows. Their length is the first of `lengths` for which the texts have a window.
 
         Raises:
-            ValueError: they have none.
+            ValueError: the texts have no window of any of these lengths.
         """
         for length in lengths:
             whole, joined = self.windows(length)
@@ -102,7 +102,7 @@ class Tokens:
 
 
 def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
-    """At random, `count` of the whole windows; if they are fewer, all of them and some of the joined ones."""
+    """`count` of the whole windows at random. If there are fewer, all of them and some of the joined windows."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(whole), generator=generator)[:count].sort().values.tolist()
     more = torch.randperm(len(joined), generator=generator)[: count - len(chosen)].sort().values.tolist()
@@ -110,7 +110,7 @@ def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: 
 
 
 def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) -> str:
-    """What is said before a model reads: how many tokens there are, how many are wanted, and how many are read."""
+    """The line that is printed before a model reads: how many tokens there are, are wanted, and will be read."""
     read = len(windows.windows) * windows.length
     fewer = ", as many as there are," if read < windows.wanted else ""
     text = f"calibrating on {tokens}; {windows.wanted} are wanted, and {read}{fewer} will be read: {windows}"
@@ -118,5 +118,5 @@ def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) ->
 
 
 def longest_window(model: Any) -> int:
-    """Tokens that the model was made for."""
+    """The longest context of the model, in tokens."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30

@@ -1,5 +1,7 @@
-"""What makes the parameters of each transform and format from a model's own keys and values. A new one is a class and a line in
-`CALIBRATORS`. `docs/dev/own-formats.md` explains those of the transform `eigen` and of the format `static`.
+"""Calibrators: each computes the parameters of a transform or format from a model's keys and values.
+
+A new calibrator is a class and a line in `CALIBRATORS`. `docs/dev/own-formats.md` explains the calibrators of the
+transform `eigen` and of the format `static`.
 """
 
 from __future__ import annotations
@@ -15,24 +17,25 @@ from ..formats.static import STEP, Static, uniform_codes
 from ..storage.transforms import Eigen, Smooth
 from .kmeans import MOST_POINTS, check_kmeans, check_points, kmeans
 
-#: tokens of a page where nothing else is said
+#: tokens of a page by default
 PAGE = 128
 
 
 class Calibrator(ABC):
-    """Makes the parameters of one transform or format, for one layer and one side (keys or values).
+    """Computes the parameters of one transform or format, for one layer and one side (keys or values).
 
-    `observe` sees every window that is read, `observe_gradients` those of further windows; `fit` then gets some of the tokens.
+    `observe` sees every window that the model reads. `observe_gradients` sees gradients of further windows. At the end
+    `fit` gets some of the tokens.
 
     Args:
-        part: the transform or format. head_dim, num_kv_heads: of the layer.
-        per_head: whether each KV head gets parameters of its own; `None`: what suits the part.
+        part: the transform or format. head_dim, num_kv_heads: those of the layer.
+        per_head: whether each KV head gets its own parameters. `None`: the default of the part.
         page_size: tokens of a page.
     """
 
-    #: whether it wants `observe_gradients`
+    #: whether this calibrator wants `observe_gradients` to be called
     gradients: ClassVar[bool] = False
-    #: tokens of a window, where the user says nothing
+    #: tokens of a window by default
     length: ClassVar[int] = 512
 
     def __init__(
@@ -43,68 +46,71 @@ class Calibrator(ABC):
 
     @property
     def attention(self) -> bool:
-        """Whether it wants weights of tokens, by attention (`attention_weights`). `observe` gets those of keys alone."""
+        """Whether this calibrator wants tokens weighed by attention (`attention_weights`). `observe` gets weights only
+        for keys."""
         return self.part.weighed
 
     @property
     def pages(self) -> int:
-        """Pages that `fit` wants of each KV head, at most; 0: all that there are."""
+        """The most pages of each KV head that `fit` wants; 0: all pages."""
         return 0
 
     def check(self, device: str, tokens: int) -> None:  # noqa: B027
-        """Raise what `fit` would raise for want of a package or of tokens, before the model reads anything.
+        """Raise the errors of `fit` for a missing package or too few tokens, before the model reads anything.
 
         Args:
-            device: type of the model's, e.g. `"cpu"`. tokens: of each KV head that `fit` will get.
+            device: type of the model's device, e.g. `"cpu"`. tokens: the number of tokens of each KV head that `fit`
+                will get.
         """
 
     def observe(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> None:  # noqa: B027
-        """See a window. Nothing need be done.
+        """See a window. By default this does nothing.
 
         Args:
-            tokens: keys or values, `[1, H, S, D]`, as the transforms in front give them.
-            weights: what each counts, float32 `[H, S]`, 0 where that is not known; `None`: all count alike.
+            tokens: keys or values, `[1, H, S, D]`, after the earlier transforms.
+            weights: the weight of each token, float32 `[H, S]`, 0 if it is not known. `None`: all weights are equal.
         """
 
     def observe_gradients(self, gradients: torch.Tensor) -> None:  # noqa: B027
-        """gradients: of log p(tokens drawn from the model) with respect to keys or values of a window, `[1, H, S, D]`, as
-        queries far behind see them (`calibration/gradients.py`). Nothing need be done."""
+        """See gradients of a window, `[1, H, S, D]`: of log p(tokens drawn from the model) with respect to keys or
+        values, through far later queries only (`calibration/gradients.py`). By default this does nothing."""
 
     @abstractmethod
     def fit(self, pages: torch.Tensor, seed: int, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """The tensors that `part.parameters` lists, in that order.
 
         Args:
-            pages: `[H, n, page_size, D]`, float32, as the transforms in front give them.
-            seed: of all that is drawn at random.
-            weights: what each token counts, float32 `[H, n, page_size]`, 0 where that is not known; `None`: all count alike.
+            pages: `[H, n, page_size, D]`, float32, after the earlier transforms.
+            seed: seed of all random choices.
+            weights: the weight of each token, float32 `[H, n, page_size]`, 0 if it is not known. `None`: all weights
+                are equal.
         """
 
 
-#: share of the identity in a head's weights: directions that no calibration text asked for are not free
+#: multiple of the identity added to a head's weights, so that errors cost something in every direction
 RIDGE = 0.3
-#: factors of the Gaussian step that are tried for each channel
+#: multiples of the Gaussian step that are tried for each channel
 FACTORS = tuple(0.6 + i / 15 for i in range(13))
-#: tokens that steps are fitted on, of each KV head
+#: tokens of each KV head on which steps are fitted
 TOKENS = 128 * 128
 SMALLEST = 1e-6
 FP16_MAX = 65504.0
-#: share of all tokens alike, beside the tokens that are weighed by attention
+#: share of the statistics in which all tokens count the same; in the rest they are weighed by attention
 ALIKE = 0.4
 
 
 class EigenCalibrator(Calibrator):
-    """A map to channels that are independent inside a page, sorted by what an error in them costs.
+    """A map to channels that are independent inside a page, sorted by their variance, largest first.
 
-    C is the covariance of keys around the mean of their page: `ALIKE` of it that of all keys alike, and the rest one in which
-    a key counts as much as it is attended to, in each window by itself. W is the mean of g g^T plus a ridge, where g is the
-    gradient of log p(tokens drawn from the model) with respect to a key, as queries far behind it see it. The eigenvectors U
-    of W^1/2 C W^1/2 give k' = U^T W^1/2 k. An error of any channel then costs the same, to second order. Without gradients W
-    is the identity.
+    C is the covariance of keys around the mean of their page. It mixes two covariances, with shares `ALIKE` and 1 -
+    `ALIKE`. In the first all keys count the same. In the second each key has its attention weight, normalized within
+    each window. W is the mean of g g^T plus a ridge. Here g is the gradient of log p(tokens drawn from the model) with
+    respect to a key, through far later queries only. The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 k. An
+    equal error then costs the same in each channel, to second order. Without gradients W is the identity.
     """
 
     gradients = True
-    length = 4096  # how keys vary depends on their positions
+    length = 4096  # the variance of keys depends on their positions
 
     def __init__(self, part, head_dim, num_kv_heads, *options, **named):
         super().__init__(part, head_dim, num_kv_heads, *options, **named)
@@ -139,25 +145,28 @@ class EigenCalibrator(Calibrator):
         costs = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
         root = _square_root(costs + RIDGE * identity)
         vectors = torch.linalg.eigh(root @ covariance @ root).eigenvectors
-        # ascending -> descending; keys are rows: k' = k (W^1/2 U). Half precision makes the file small: any matrix serves
+        # flip: ascending -> descending. Keys are rows: k' = k (W^1/2 U). Rounding to half precision makes the file
+        # small and does no harm, because queries get the inverse of the rounded matrix
         return ((root @ vectors.flip(-1)).half(),)
 
 
 def _square_root(matrix: torch.Tensor) -> torch.Tensor:
-    """Of symmetric positive definite matrices."""
+    """The square roots of symmetric positive definite matrices."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=1e-12).sqrt().unsqueeze(-2)) @ vectors.mT
 
 
 class StaticCalibrator(Calibrator):
-    """Centers are means. Steps are fitted to what remains around the mean of a page: the best of 13 multiples of the Gaussian
-    step for each channel, by errors of tokens as they are weighed. With token scales it is the Gaussian step, for tokens of
-    typical size.
+    """Centers and steps of each channel.
 
-    Where pages have no means, a KV head's center is the mean or 0. Values of the tokens that are attended to most are often
-    small: around 0 they get small token scales, and around a mean they do not. So errors of weighed tokens decide (squared
-    attention is what an error of a value counts for). Without weights it is 0, unless the mean halves the error, as it does
-    where values have large biases.
+    Centers are means. Steps are fitted to tokens minus the mean of their page. For each channel the best of 13
+    multiples of the Gaussian step is chosen, by the weighed error. With token scales the step is the Gaussian step for
+    tokens of typical size.
+
+    If pages have no means, a KV head's center is the mean or 0. Tokens with the most attention often have small values.
+    Around 0 these values get small token scales, but around a mean they do not. So the weighed error decides between
+    the two, because an error of a value counts as much as the squared attention. Without weights the center is 0,
+    unless the mean halves the error. This happens if values have large biases.
     """
 
     part: Static
@@ -169,7 +178,7 @@ class StaticCalibrator(Calibrator):
     def fit(self, pages, seed, weights=None):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
-        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # where a channel's zero lies; any number serves
+        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # a channel's zero; rounding it does no harm
         if self.part.page_mean:
             return center, self._step((pages - pages.mean(2, keepdim=True)).flatten(1, 2), weights)
         centers = torch.zeros_like(center), center
@@ -181,14 +190,14 @@ class StaticCalibrator(Calibrator):
     def _error(
         self, pages: torch.Tensor, center: torch.Tensor, step: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """What each KV head's pages lose, `[H]`: squared errors, as tokens are weighed."""
+        """The weighed squared error of each KV head's pages, `[H]`."""
         parameters, x = (center.float(), step), pages.transpose(0, 1)
         arrays = self.part.encode_arrays(x, parameters)
         lost = (self.part.decode_arrays(arrays, self.head_dim, parameters) - x).square().sum(-1).transpose(0, 1)
         return (lost if weights is None else lost * weights).sum((1, 2))
 
     def _step(self, rest: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """Steps `[H, D]` for what remains of tokens, `[H, n, D]`. weights: as `fit` gets them."""
+        """Steps `[H, D]`. rest: tokens minus their mean or center, `[H, n, D]`. weights: those of `fit`."""
         if self.part.token_scale:
             weights = None
         shares = _shares(weights, rest)
@@ -208,7 +217,8 @@ class StaticCalibrator(Calibrator):
 
 
 def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """What each of the tokens `[H, n, D]` counts, float32 `[H, n, 1]`, 1 in all for each head. weights: as `fit` gets them."""
+    """The share of each of the tokens `[H, n, D]`, float32 `[H, n, 1]`. Shares of a head sum to 1. weights: those of
+    `fit`."""
     alike = tokens.new_full((*tokens.shape[:2], 1), 1 / tokens.shape[1])
     if weights is None:
         return alike
@@ -217,12 +227,13 @@ def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, ALIKE * alike + (1 - ALIKE) * counts / total.clamp(min=1e-30), alike)
 
 
-#: factors below this share of a head's largest are raised to it
+#: the smallest factor, relative to the head's largest; smaller factors are raised to it
 SMALLEST_FACTOR = 1e-3
 
 
 class SmoothCalibrator(Calibrator):
-    """Square root of each channel's largest magnitude (VecInfer, section 3.2). A channel that is always 0 keeps its size."""
+    """Square root of each channel's largest magnitude (VecInfer, section 3.2). A channel that is always 0 gets the
+    factor 1."""
 
     largest: torch.Tensor | None = None
 
@@ -240,13 +251,13 @@ class SmoothCalibrator(Calibrator):
 
 
 class CodebookCalibrator(Calibrator):
-    """k-means of the sub-vectors: of each KV head, or of all that share a codebook."""
+    """k-means of the sub-vectors of each KV head, or of all KV heads that share a codebook."""
 
     part: Codebook
 
     @property
     def separate(self) -> bool:
-        return bool(self.per_head)  # one codebook a layer is the paper's choice, and faster where rows are short
+        return bool(self.per_head)  # the paper has one codebook for each layer, which is faster if rows are short
 
     @property
     def pages(self) -> int:
@@ -277,7 +288,7 @@ CALIBRATORS: dict[type[Parametrized], type[Calibrator]] = {
 def calibrator_for(
     part: Parametrized, head_dim: int, num_kv_heads: int, per_head: bool | None = None, page_size: int = PAGE
 ) -> Calibrator:
-    """The calibrator of a transform or format that has parameters. Raises `ValueError` where there is none."""
+    """The calibrator of a transform or format that has parameters. Raises `ValueError` if there is none."""
     if (cls := CALIBRATORS.get(type(part))) is None:
         raise ValueError(f"{part} has parameters, and nothing that calibrates them: pass parameters= yourself")
     return cls(part, head_dim, num_kv_heads, per_head, page_size)

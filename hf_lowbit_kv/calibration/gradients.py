@@ -1,8 +1,10 @@
-"""What errors in stored keys and values cost: gradients of a model's predictions, through queries that read packed pages.
+"""The cost of errors in stored keys and values: gradients of a model's predictions, through queries that read packed
+pages.
 
-A cache keeps the newest tokens exact, so what a query makes of its near neighbours does not matter. Here a window goes through
-the model in chunks of a page. Where a query attends to keys at least a page behind its own, a zero is added to them, and the
-gradient with respect to that zero is what they are worth as packed keys.
+A cache keeps the newest tokens exact, so attention to near neighbours does not matter. Here the model reads a window in
+chunks of a page. For each chunk a tensor of zeros is added to the keys that are at least a page before the chunk. The
+gradient with respect to the zeros shows the cost of errors in packed keys, because only queries that read them
+contribute.
 """
 
 from __future__ import annotations
@@ -19,18 +21,19 @@ from .calibration_windows import longest_window
 from .calibrators import PAGE
 from .recomputed_layers import recomputed_layers
 
-#: windows, by device, and tokens of a window
+#: number of windows, by device; tokens of a window
 SAMPLES = {"cpu": 8, "cuda": 32}
 LENGTH = 1024
-#: keys count from the chunk so many chunks behind their own; 0: for all queries
+#: keys count for queries that are at least this many chunks later; 0: for all queries
 DISTANCE = 2
 
 
 def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
-    """How many windows, and of how many tokens each: the second length where texts have no window of the first.
+    """The number of windows, and their lengths in tokens. A length is used if texts have no window of the lengths
+    before it.
 
     Raises:
-        ValueError: the model's context is too short for a query that reads a page packed.
+        ValueError: the model's context is too short: no query would read a page packed.
     """
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
     if not (enough := [length for length in lengths if length > DISTANCE * page_size]):
@@ -42,7 +45,7 @@ def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
 
 
 class _GradientCache(DynamicCache):
-    """A full-precision cache whose packed layers add zeros to old keys and values, and keep those zeros."""
+    """A full-precision cache. Its packed layers add zeros to old keys and values, and keep these zeros."""
 
     def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int, page_size: int):
         super().__init__(config=config)
@@ -74,21 +77,24 @@ def read_gradients(
     page_size: int = PAGE,
     offload: bool = False,
 ) -> None:
-    """Let the model read each window, and call `see(layer, side, gradients [1, H, S, D])`: those of the sum, over positions, of
-    log p(a token drawn from the model's distribution there).
+    """Let the model read each window, and call `see(layer, side, gradients)` with gradients of shape `[1, H, S, D]`.
+
+    At each position a token is drawn from the model's distribution there. The gradients are those of the sum of log p
+    of these tokens.
 
     Args:
-        windows: tokens, int64 `[S]`. layers: those that are packed. sides: 0 for keys, 1 for values.
-        page_size: tokens of a page, in which the model reads.
-        offload: compute layers again in the backward pass, so that a window's activations are not kept. The same gradients, in
-            about a third more time.
+        windows: tokens, int64 `[S]`. layers: the packed layers. sides: 0 for keys, 1 for values.
+        page_size: tokens of a page. The model reads windows in chunks of this size.
+        offload: compute layers again in the backward pass, instead of keeping a window's activations. The gradients are
+            the same and take about a third longer.
 
     Raises:
-        ValueError: the model cannot be differentiated, or its layers cannot be computed again; says what to do.
+        ValueError: the model cannot be differentiated, or its layers cannot be computed again. The message says what to
+            do.
     """
     generator = torch.Generator().manual_seed(seed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:  # nothing is kept for gradients that nobody asks for
+    for parameter in trained:  # so autograd keeps nothing for gradients of weights
         parameter.requires_grad_(False)
     try:
         for number, window in enumerate(windows):
@@ -112,7 +118,7 @@ def _gradients(model: Any, window: torch.Tensor, cache: _GradientCache, generato
             chunk = ids[:, first : first + cache.page_size]
             logits = model(chunk, **as_argument(cache), use_cache=True).logits[0]
             if not cache.zeros:
-                continue  # these predictions depend on nothing that is watched
+                continue  # these predictions depend on no zeros yet
             log_p = logits.float().log_softmax(-1)
             uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
             sampled = (log_p.detach().exp().cumsum(-1) < uniform).sum(-1).clamp(max=log_p.shape[-1] - 1)

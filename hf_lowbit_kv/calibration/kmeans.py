@@ -1,4 +1,5 @@
-"""k-means for codebooks: by faiss on a CPU; on a GPU, where faiss is not at hand, by Lloyd's algorithm in PyTorch."""
+"""k-means for codebooks: faiss on a CPU, and Lloyd's algorithm in PyTorch on a GPU, because faiss is not available
+there."""
 
 from __future__ import annotations
 
@@ -8,19 +9,21 @@ import torch
 
 from ..machine.determinism import deterministic
 
-#: points used for a centroid, at most
+#: most points used for a centroid
 MOST_POINTS = 256
-#: iterations, at most (VecInfer, section 4.1)
+#: most iterations (VecInfer, section 4.1)
 ITERATIONS = 30
-#: distances that a GPU computes at a time
+#: distances that a GPU computes at once
 _CHUNK = 1 << 27
 
 
 def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS) -> torch.Tensor:
-    """Centroids `[count, dim]` of points `[n, dim]`, float32, on the device of `x`. At most 256 points a centroid are used.
+    """Centroids `[count, dim]` of points `[n, dim]`, float32, on the device of `x`. Uses at most 256 points for each
+    centroid.
 
     Raises:
-        ValueError: fewer points than centroids, or points that are not finite. ImportError: no faiss, on a CPU.
+        ValueError: there are fewer points than centroids, or points are not finite. ImportError: faiss is missing, on a
+            CPU.
     """
     check_points(len(x), count)
     if not bool(x.isfinite().all()):
@@ -31,18 +34,18 @@ def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS)
         x = x[torch.randperm(len(x), generator=generator)[: MOST_POINTS * count].to(x.device)]
     if x.device.type == "cpu":
         return _faiss(x, count, seed, iterations)
-    with deterministic():  # sums in a fixed order: the same codebooks each time
+    with deterministic():  # sums have a fixed order, so codebooks are reproducible
         return _lloyd(x, count, seed, iterations)
 
 
 def check_points(points: int, count: int) -> None:
-    """Raise `ValueError` where there are fewer points than centroids."""
+    """Raise `ValueError` if there are fewer points than centroids."""
     if points < count:
         raise ValueError(f"{points} sub-vectors are too few for {count} centroids")
 
 
 def check_kmeans(device: str) -> None:
-    """Raise `ImportError` where `kmeans` lacks the package that it needs for points on this type of device."""
+    """Raise `ImportError` if the package is missing that `kmeans` needs on this type of device."""
     if device == "cpu":
         _faiss_package()
 
@@ -69,7 +72,7 @@ def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Ten
 
 
 def _lloyd(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
-    """Centroids begin as points drawn at random. One that is nobody's nearest begins again as a point far from its own."""
+    """Centroids start at random points. A centroid without points restarts at a point that is far from its centroid."""
     starts = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
     centroids = x[starts.to(x.device)].clone()
     for _ in range(iterations):

@@ -1,7 +1,7 @@
-"""A model's layers, computed a second time in the backward pass instead of keeping what their first pass made.
+"""Computes a model's layers again in the backward pass, instead of keeping their activations.
 
-transformers' own gradient checkpointing leaves the cache away, which calibration needs. Here a layer keeps its inputs alone
-(`torch.utils.checkpoint`), and before it is computed again its part of the cache is what it was before the first time.
+transformers' own gradient checkpointing drops the cache, but calibration needs it. Here a layer keeps only its inputs
+(`torch.utils.checkpoint`). Before a layer is computed again, its layer of the cache is reset to the earlier state.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Module, int]:
-    """The decoder layers that can be computed again, each with the one layer of the cache that it writes. Left out are those
-    whose cache changes its tensors in place (recurrent states)."""
+    """The decoder layers that can be computed again, each with the index of the one cache layer that it writes. Layers
+    whose cache changes tensors in place (recurrent states) are left out."""
     layers: dict[torch.nn.Module, int] = {}
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
@@ -27,7 +27,7 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
         indices = {index for index in named if isinstance(index, int)}
         if len(indices) != 1 or (index := indices.pop()) >= len(cache.layers):
             continue
-        # these replace their tensors by longer ones
+        # a `DynamicLayer` replaces its tensors by longer ones, so the old ones stay valid
         if isinstance(cache.layers[index], DynamicLayer):
             layers[module] = index
     return layers
@@ -35,10 +35,11 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
 
 @contextmanager
 def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
-    """Inside, the model's layers keep their inputs for the backward pass, and nothing else. The backward pass belongs inside.
+    """Inside this context the model's layers keep only their inputs for the backward pass. Run the backward pass inside
+    too.
 
     Args:
-        cache: transformers' own, empty; the one that the model is called with.
+        cache: an empty cache of transformers, with which the model is called.
 
     Raises:
         ValueError: the model has no layer that can be computed again.
@@ -57,7 +58,7 @@ def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
 
 
 def _recomputed(forward: Callable[..., Any], cache: Any, index: int) -> Callable[..., Any]:
-    """A layer's `forward` that keeps its inputs."""
+    """A layer's `forward` that keeps only its inputs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before, first = dict(vars(cache.layers[index])), True
@@ -72,7 +73,7 @@ def _recomputed(forward: Callable[..., Any], cache: Any, index: int) -> Callable
             try:
                 _set(layer, before)
                 return forward(*args, **kwargs)
-            finally:  # torch ends this call by an exception once it has what it needs
+            finally:  # torch ends this call with an exception when it has what it needs
                 _set(layer, now)
 
         return checkpoint(compute, *args, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""What long work tells of itself on standard error: a line before it begins, and a bar for each of its parts."""
+"""Progress of long work on standard error: a line before the work begins, and a bar for each of its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: called with the name of a part of the work, how many steps of it are done, and how many it has
+#: called with the name of a part of the work, the number of its steps done, and the number of all its steps
 Report = Callable[[str, int, int], None]
 
 
@@ -18,17 +18,19 @@ def say(text: str, progress: bool | Report | None) -> None:
 
 
 def log_line(stage: str, done: int, total: int) -> None:
-    """For standard error that is no terminal, where a bar cannot move: a line for every 16 steps, and for the last one."""
+    """A `Report` for standard error that is not a terminal: prints a line for every 16th step, and for the last
+    step."""
     if done == total or done % 16 == 0:
         print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
-    """Yields what to call after each step.
+    """Yields a function to call after each step.
 
     Args:
-        progress: `True`: bars, where standard error is a terminal. `False`, `None`: nothing. A function: that function.
+        progress: `True` shows bars if standard error is a terminal. `False` and `None` show nothing. A function is
+            yielded itself.
     """
     if callable(progress):
         yield progress

@@ -1,4 +1,5 @@
-"""A model reads windows of texts, and its keys and values are handed on, with the attention that each token got."""
+"""Lets a model read windows of texts, and passes on its keys and values with weights by the attention that tokens
+get."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .attention_weights import CHUNK, PageGrid, weights_of
 
-#: called with number of the window, layer, (keys, values) `[1, H, S, D]`, and weights of their tokens `[H, S]` by grid
+#: called with the number of the window, the layer, (keys, values) `[1, H, S, D]`, and token weights `[H, S]` by grid
 See = Callable[[int, int, tuple, Mapping[PageGrid, torch.Tensor]], None]
 
 
 class WindowCache(DynamicCache):
-    """A cache that hands keys and values to `see(layer, keys, values)` and keeps none."""
+    """A cache that passes keys and values to `see(layer, keys, values)` and stores none."""
 
     def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor], None]):
         super().__init__(config=config)
@@ -45,11 +46,12 @@ def read_windows(
 
     Args:
         windows: tokens, int64 `[S]`.
-        see: gets what each layer makes of each window.
-        grids: pages for which tokens are weighed. Without any, `see` gets no weights, and every layer's keys and values.
+        see: gets the keys and values of each layer for each window.
+        grids: page grids for which tokens are weighed. Without grids `see` gets no weights, and the keys and values of
+            all layers. With grids it gets those of packed layers only.
 
     Raises:
-        ValueError: weights are asked of a layer that stores no keys and values (MLA).
+        ValueError: weights are asked for, but a layer stores no keys and values (MLA).
     """
     for number, window in enumerate(windows):
         ids = window[None].to(model.device)
@@ -67,8 +69,8 @@ def read_windows(
 def _watching(
     model: Any, see: Callable[[int, tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]
 ) -> LowBitCache:
-    """A low-bit cache whose packed layers store nothing: they hand on what they are given, and attend in full precision. Good
-    for one forward pass. Layers that are not packed (sliding ones) are the host's."""
+    """A low-bit cache for one forward pass. Its packed layers store nothing: they pass on their keys and values, and
+    attend in full precision. Layers that are not packed (sliding windows) are those of transformers."""
     cache = LowBitCache(model, "dense", "dense", backend="torch")
     for index, layer in enumerate(cache.layers):
         if layer not in cache.packed_layers:
