@@ -1,1 +1,1 @@
-"""What calibrated presets know of a model, in files: written, read, looked up."""
+"""Calibration files: written, read and looked up."""

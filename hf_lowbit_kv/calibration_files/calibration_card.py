@@ -1,4 +1,4 @@
-"""Calibrations on a hub: the page that says what one was made from, and what its presets lose on another text."""
+"""Uploads calibrations to a hub, with a card that shows their source and the measured loss of their presets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
-#: what a run of `calibrate` may say of itself, and how the card calls it
+#: fields of a run of `calibrate` -> their headings on the card
 OF_A_RUN = {
     "presets": "presets",
     "texts": "texts",
@@ -22,7 +22,7 @@ OF_A_RUN = {
     "attention": "weighed by attention",
     "versions": "versions",
 }
-#: of a measured preset
+#: fields of a measured preset -> their headings on the card
 OF_A_PRESET = {
     "preset": "preset",
     "bits_per_value": "bits",
@@ -37,11 +37,12 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
 
     Args:
         calibration: a `Calibration`.
-        measured: one mapping a preset, as `hf-lowbit-kv eval perplexity --json` prints them: `preset`, `bits_per_value`, `kl`,
-            `top1`, and `text`, the name of the text, which must not be one that was calibrated on.
+        measured: one mapping for each preset, as `hf-lowbit-kv eval perplexity --json` prints them: `preset`,
+            `bits_per_value`, `kl`, `top1` and `text`, the name of the text. The calibration must not have used this
+            text.
 
     Raises:
-        ValueError: something was measured on a text that the calibration was made from, or lacks `preset` or `kl`.
+        ValueError: a mapping names a text that the calibration has used, or lacks `preset` or `kl`.
     """
     texts = {str(text) for run in calibration.source for text in _listed(run.get("texts"))}
     for row in measured:
@@ -96,7 +97,8 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Upload a calibration as `file_name` and its card; see `Calibration.push_to_hub`. Returns the commit's address."""
+    """Upload a calibration as `file_name`, with its card. Returns the URL of the commit. See
+    `Calibration.push_to_hub`."""
     page = ModelCard(card(calibration, measured).replace("THIS_REPOSITORY", repo_id), ignore_metadata_errors=False)
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)

@@ -1,11 +1,11 @@
-"""Calibrations on disk: tensors by layer, side, transform and format, with what they were made from. Never pickled.
+"""Calibrations on disk: tensors by layer, side, transform and format, and a record of their source. Never pickled.
 
-A file carries a digest of its content, so one that was altered is refused. Files of earlier releases have none.
+A file contains a digest of its content, so altered files are rejected. Files of earlier releases have no digest.
 
-One file serves several presets: those that share a transform and a format share the tensors. Names of tensors are
+One file serves several presets. Presets with the same transform and format share tensors. Names of tensors are
 
     layers.<index>.<keys|values>.<transform>.<parameter>              of a transform, e.g. layers.3.keys.smooth+hadamard.scale
-    layers.<index>.<keys|values>.<transform>.<format>.<parameter>     of a format that stores what the transform gives
+    layers.<index>.<keys|values>.<transform>.<format>.<parameter>     of a format that stores the transform's output
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..machine.staleness import digest
 from .calibration_card import push_to_hub
 from .model_description import check_description, difference
 
-#: of the file's layout; another one is refused
+#: version of the file's layout; files of other versions are rejected
 VERSION = 1
 FILE_NAME = "calibration.safetensors"
-#: a larger file is damaged, and is not read: that of a model of 400B has some 100 MB
+#: larger files are not read, because they must be damaged: the file of a model of 400B has about 100 MB
 MOST_BYTES = 2**33
 
 
@@ -42,11 +42,12 @@ class Calibration:
     """Parameters of transforms and formats for one model.
 
     Attributes:
-        tensors: by name, see the module's description.
-        model: what they were made for: `name`, `model_type`, `layers`, `marks` (see `describe_model`).
-        source: what they were made from, one entry for each run of `calibrate`: presets, samples, length, seed, versions, and
-            the names of its `tensors`. A dict, as in older files, becomes one entry with the names of all tensors.
-        path: where it was loaded from.
+        tensors: by name; the module's docstring explains names.
+        model: the model that the tensors were made for: `name`, `model_type`, `layers`, `marks` (see `describe_model`).
+        source: the runs of `calibrate` that made the tensors. An entry holds presets, samples, length, seed, versions
+            and the names of the run's `tensors`. A dict, as in older files, becomes one entry with the names of all
+            tensors.
+        path: the file from which the calibration was loaded.
 
     Example:
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
@@ -65,7 +66,7 @@ class Calibration:
             self.source = [{**self.source, "tensors": sorted(self.tensors)}] if self.source else []
 
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
-        """One tensor. Raises `ValueError` where the calibration does not hold it."""
+        """One tensor. Raises `ValueError` if the calibration does not hold it."""
         *stages, parameter = names
         name = ".".join(("layers", str(layer), side, *stages, parameter))
         if (tensor := self.tensors.get(name)) is None:
@@ -76,12 +77,12 @@ class Calibration:
         return tensor
 
     def contents(self) -> list[str]:
-        """What it was made for: `keys of smooth+hadamard.vq-d4b8`, ..."""
+        """The parts that the calibration has tensors for: `keys of smooth+hadamard.vq-d4b8`, ..."""
         parts = {tuple(name.split(".")[2:-1]) for name in self.tensors}
         return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in parts)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, which appears whole or not at all. Raises `OSError` where that fails."""
+        """Write a safetensors file. The file appears only when it is complete. Raises `OSError` if that fails."""
         path = Path(path)
         metadata = {
             "format": "hf-lowbit-kv calibration",
@@ -113,19 +114,21 @@ class Calibration:
         revision: str | None = None,
         commit_message: str | None = None,
     ) -> str:
-        """Upload it, with a card that says what it was made from; `calibration="org/name"` then finds it.
+        """Upload the calibration with a card that describes its source. `calibration="org/name"` then finds it.
 
         Args:
-            repo_id: `org/name`; made where it does not exist.
-            measured: what presets lose on a text that was not calibrated on, for the card: one mapping a preset with `preset`,
-                `kl`, and if known `bits_per_value`, `top1` and `text`, as `hf-lowbit-kv eval perplexity --json` prints them.
+            repo_id: `org/name`. The repository is created if it does not exist.
+            measured: measured loss of presets, for the card, on a text that the calibration has not used. One mapping
+                for each preset has `preset`, `kl`, and optionally `bits_per_value`, `top1` and `text`, as
+                `hf-lowbit-kv eval perplexity --json` prints them.
             private, token, revision, commit_message: as for `huggingface_hub.HfApi`.
 
         Returns:
-            The address of the commit.
+            The URL of the commit.
 
         Raises:
-            ValueError: `measured` lacks something, or names a text that was calibrated on. Nothing has been uploaded then.
+            ValueError: `measured` lacks a field, or names a text that the calibration has used. Nothing is uploaded
+                then.
         """
         return push_to_hub(
             self,
@@ -143,8 +146,9 @@ class Calibration:
         """Read a file, or the file `calibration.safetensors` of a folder or of a hub repository.
 
         Raises:
-            ValueError: no calibration, truncated, altered, of another version, or with numbers that are not finite.
-            TypeError: no path. OSError: there is nothing of that name, or it cannot be opened.
+            ValueError: the file is not a calibration, is truncated, altered or of another version, or has numbers that
+                are not finite. TypeError: `source` is not a path. OSError: there is no such file, or it cannot be
+                opened.
         """
         path, shown = find_file(source), f"calibration={str(source)!r}"
         with opened(path, shown) as file:
@@ -162,12 +166,12 @@ class Calibration:
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
-        """With the tensors of `other`, made for the same model, put in the place of those of the same names. A run
-        of which no tensor is left has no entry in `source` any more.
+        """A calibration with the tensors of both. `other` must be for the same model, and its tensors replace those of
+        the same names. Runs of which no tensor is left are dropped from `source`.
 
         Raises:
-            ValueError: for different models, or a transform would change under a format whose tensors were made behind it, and
-                stay.
+            ValueError: the models differ, or `other` changes a transform but not a format whose tensors depend on this
+                transform.
         """
         if (reason := difference(self.model, other.model)) is not None:
             raise ValueError(f"calibrations for different models cannot be joined: {reason}")
@@ -179,7 +183,7 @@ class Calibration:
         return Calibration(self.tensors | other.tensors, self.model, source, self.path)
 
     def _check_kept(self, other: Calibration) -> None:
-        """Raise `ValueError` where `other` changes what tensors of this one stand behind."""
+        """Raise `ValueError` if `other` changes a transform on which kept tensors of this calibration depend."""
         stored = self.tensors
         changed = {
             x for x, tensor in other.tensors.items() if x in stored and not torch.equal(stored[x].cpu(), tensor.cpu())
@@ -193,7 +197,7 @@ class Calibration:
                 )
 
     def check(self, model: Mapping[str, Any]) -> None:
-        """Raise `ValueError` where `model` (`describe_model`) is not the one it was made for."""
+        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`)."""
         if (reason := difference(self.model, model)) is not None:
             raise ValueError(f"calibration{self._where()} was made for another model ({self.model['name']}): {reason}")
 
@@ -202,7 +206,7 @@ class Calibration:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """64 hexadecimal digits that tell the content of a file from others."""
+    """64 hexadecimal digits that identify the content of a file."""
     said = [metadata[key] for key in ("format", "version", "model", "source")]
     content = [(name, digest(tensor).hex()) for name, tensor in sorted(tensors.items())]
     return hashlib.sha256(json.dumps([said, content]).encode()).hexdigest()
@@ -226,14 +230,15 @@ class OpenFile(NamedTuple):
 
 @contextmanager
 def opened(path: Path, shown: str) -> Iterator[OpenFile]:
-    """Open a calibration file of this version. shown: what messages call it.
+    """Open a calibration file of this version. shown: its name in messages.
 
     Raises:
-        ValueError: no calibration, truncated, of another version, or nothing said of the model. OSError: it cannot be opened.
+        ValueError: the file is not a calibration, is truncated, is of another version, or does not describe its model.
+        OSError: the file cannot be opened.
     """
     try:
         at = path.stat()
-        if not (stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)):  # a pipe would be waited for
+        if not (stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)):  # reading a pipe could block
             raise OSError("it is no file")
         if at.st_size > MOST_BYTES:
             raise ValueError(
@@ -263,7 +268,7 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
 
 
 def _are_runs(source: Any) -> bool:
-    """Whether this is what `Calibration.source` holds."""
+    """Whether `source` has the form of `Calibration.source`."""
     return isinstance(source, list) and all(
         isinstance(run, dict)
         and isinstance(names := run.get("tensors"), list)
@@ -272,12 +277,12 @@ def _are_runs(source: Any) -> bool:
     )
 
 
-#: by name of a hub repository, its file: each is asked for once a process
+#: name of a hub repository -> its file, so that a process asks for each only once
 _of_hub: dict[str, Path] = {}
 
 
 def find_file(source: str | Path) -> Path:
-    """The file that `calibration=` names: itself, or the one of a folder or of a hub repository."""
+    """The file for the argument `calibration=`, which names a file, a folder or a hub repository."""
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"calibration must be a path, a hub repository or a Calibration, not {type(source).__name__}")
     path = Path(source)

@@ -1,4 +1,4 @@
-"""The calibration of a cache: the one that the user names, else one from the user's folder, else one of the package."""
+"""Finds the calibration of a cache: the one that the user names, else one in the user's folder, else a bundled one."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from .calibration_file import Calibration, find_file, opened
 from .model_description import describe_model, difference
 
 T = TypeVar("T")
-#: calibrations that were loaded for caches, and the models that files were made for
+#: calibrations loaded for caches; descriptions of the models of files
 _loaded: ReadOnce[Calibration] = ReadOnce(most=8)
 _made_for: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
 
 
 @dataclass(frozen=True)
 class Borrowed:
-    """`calibration=` of a cache that nobody else sees before it has copied its tensors. Until then it may share them with other
-    caches, so a file is read only once while it does not change."""
+    """The argument `calibration=` of a cache that copies its tensors before others can see it. Until then caches may
+    share tensors, so a file is read only once while it does not change."""
 
     source: Calibration | str | Path | None
 
 
-@torch.inference_mode(False)  # of tensors made inside it, PyTorch does not count changes
+@torch.inference_mode(False)  # PyTorch does not count changes of tensors made in inference mode
 def _load_once(source: str | Path) -> Calibration:
-    """As `Calibration.load`; whoever gets the result shares it, and must not change it."""
+    """`Calibration.load`, but callers share the result and must not change it."""
     return _loaded.get(find_file(source), lambda: Calibration.load(source))
 
 
 def user_folder() -> Path:
-    """Where calibrations are looked for, below `folders.cache_root`."""
+    """The folder below `folders.cache_root` in which calibrations are looked up."""
     return cache_root() / "calibrations"
 
 
 def user_file(model: Mapping[str, Any]) -> Path:
-    """The file of a model in that folder: its name and a hash of what `describe_model` says of it."""
+    """The file of a model in the user's folder. Its name has the model's name and a hash of `model`
+    (`describe_model`)."""
     marks = json.dumps([model["model_type"], model["layers"], [f"{x:.2g}" for x in model.get("marks", [])]])
     return user_folder() / f"{model['name']}-{hashlib.sha256(marks.encode()).hexdigest()[:16]}.safetensors"
 
@@ -56,9 +57,9 @@ def bundled_folder() -> Path:
 
 
 def find(model: Mapping[str, Any], load: Callable[[Path], Calibration] = Calibration.load) -> Iterator[Calibration]:
-    """Calibrations made for `model`: the user's, then the bundled ones. Both folders are looked through each time. A file that
-    cannot be used is skipped, with a warning, until it is mended."""
-    if "marks" not in model:  # a configuration alone does not tell models apart
+    """Calibrations made for `model`: the user's, then the bundled ones. Both folders are searched at each call.
+    Unusable files are skipped with a warning until they are repaired."""
+    if "marks" not in model:  # a configuration alone does not identify a model
         return
     for folder in (user_folder(), bundled_folder()):
         for path in sorted(folder.glob("*.safetensors")):
@@ -70,19 +71,19 @@ def find(model: Mapping[str, Any], load: Callable[[Path], Calibration] = Calibra
 
 
 def _model_of(path: Path) -> dict[str, Any]:
-    """What a file says of the model that it was made for."""
+    """The description of the model that a file was made for."""
     with opened(path, "the file") as file:
         return file.model
 
 
-#: files that a warning has named
+#: files that a warning has already named
 _skipped: set[Path] = set()
 _skipping = threading.Lock()
 
 
 def _usable(path: Path, read: Callable[[], T]) -> T | None:
-    """What `read` returns of a file in a folder that is looked through. `None` where the file is damaged, which the first time
-    warns, or was removed meanwhile."""
+    """The result of `read` for a file of a searched folder. `None` if the file has been removed, or if it is damaged. A
+    damaged file causes a warning the first time."""
     try:
         return read()
     except FileNotFoundError:
@@ -96,7 +97,7 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
 
 
 def _skip(path: Path, reason: str) -> None:
-    """Warn, once for each file, that it is not used."""
+    """Warn that a file is not used, once for each file."""
     with _skipping:
         known = path in _skipped
         _skipped.add(path)
@@ -108,11 +109,11 @@ def _skip(path: Path, reason: str) -> None:
 
 
 class _WrongTensorError(ValueError):
-    """A calibration's tensor is not of the shape that the layer asks for."""
+    """A tensor of a calibration does not have the shape that the layer needs."""
 
 
 class CalibratedParameters(NamedTuple):
-    """By layer, tensors by their full names (`LayerSpec.parameters`), and a remark for `summary()`."""
+    """Tensors by layer and full name (`LayerSpec.parameters`), and a remark for `summary()`."""
 
     tensors: dict[int, dict[str, torch.Tensor]]
     remark: str | None = None
@@ -125,15 +126,16 @@ def parameters_for(
     sizes: Mapping[int, tuple[int | None, ...]],
     preset: str | None,
 ) -> CalibratedParameters:
-    """The tensors that each layer's `LayerSpec` asks for.
+    """The tensors that each layer's `LayerSpec` needs.
 
     Args:
-        calibration: given by the user; `None`: the user's own files, then the bundled ones, are looked through.
-        specs, sizes: of each packed layer, its spec, and its KV heads and their size.
-        preset: name to show in messages.
+        calibration: the user's argument. `None`: search the user's own files, then the bundled ones.
+        specs, sizes: for each packed layer its spec, and its number of KV heads with their sizes.
+        preset: name for messages.
 
     Raises:
-        ValueError: there is none, it was made for another model, or it does not hold what a layer asks for, in its shape.
+        ValueError: there is no calibration, it was made for another model, or it lacks a tensor that a layer needs, or
+            has it in another shape.
     """
     load: Callable[[Any], Calibration] = Calibration.load
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
@@ -178,7 +180,8 @@ def _how_to_make(
     preset: str | None,
     path: str | None = None,
 ) -> str:
-    """The command for what layers ask for, or the call where no preset has it; path: of a file to add to."""
+    """The command that makes the tensors that layers need, or a Python call if no preset has them. path: file to add
+    to."""
     by_preset = {
         name: set(needs_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())
     }
@@ -194,7 +197,7 @@ def _how_to_make(
 
 
 def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:
-    """What a spec asks for: full name, side, names in the file, and dtype."""
+    """The tensors that a spec needs: full name, side, names in the file, and dtype."""
     for side, role in (("keys", "key"), ("values", "value")):
         transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
         for name, dtype in transform.parameter_kinds:
@@ -204,7 +207,8 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
-    """What users should know of a calibration: that it did not count tokens by attention, where layers want that."""
+    """A remark for users if layers want tokens weighed by attention and the calibration was made without; else
+    `None`."""
     counted = {name for run in calibration.source if run.get("attention") for name in run.get("tensors", [])}
     for layer, spec in specs.items():
         for side, role in (("keys", "key"), ("values", "value")):
@@ -218,7 +222,8 @@ def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
 
 
 def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a spec asks for, by full name; none where the configuration does not tell the layer's sizes."""
+    """Shapes of the tensors that a spec needs, by full name. Empty if the configuration does not give the layer's
+    sizes."""
     heads, *dims = size
     if heads is None or None in dims:
         return {}

@@ -1,4 +1,4 @@
-"""What a calibration says of the model that it was made for, and in what two models differ."""
+"""Descriptions of models in calibrations, and differences between two descriptions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-#: numbers of a model's embedding that tell it from others, and by how much (relative to their root mean square) they may differ
+#: how many numbers of its embedding identify a model; how much they may differ, relative to their root mean square
 MARKS, TOLERANCE = 64, 0.02
-#: no weight is as large, and a file that says so is damaged
+#: no weight is this large, so a file with a larger number is damaged
 LARGEST_MARK = 1e39
 
 
 def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, ...]]) -> dict[str, Any]:
-    """What tells a model from others.
+    """A description that distinguishes a model from others.
 
     Args:
-        layers: of each packed layer, KV heads and the sizes of their keys and values.
+        layers: for each packed layer the number of KV heads and the sizes of their keys and values.
 
     Returns:
-        `name`, `model_type`, `layers` (index -> heads, sizes) and, of a model with weights, `marks`: numbers of its embedding.
+        `name`, `model_type` and `layers` (index -> heads, sizes). A model with weights also has `marks`, which are
+        numbers of its embedding.
     """
     config = getattr(model_or_config, "config", model_or_config)
     config = config.get_text_config(decoder=True)
@@ -43,7 +44,7 @@ def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, 
 
 
 def check_description(model: Any) -> None:
-    """Raise `ValueError` where `model` is not of the form that `describe_model` returns."""
+    """Raise `ValueError` if `model` does not have the form that `describe_model` returns."""
     if not isinstance(model, dict) or not all(isinstance(model.get(key), str) for key in ("name", "model_type")):
         raise ValueError(f"model {reprlib.repr(model)} has no name and model_type")
     layers, marks = model.get("layers"), model.get("marks", [])
@@ -58,7 +59,7 @@ def _is_list_of(types: tuple[type, ...], x: Any, least: int = 0) -> bool:
 
 
 def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """In what two descriptions of models differ, or `None`."""
+    """The first difference between two descriptions of models, or `None`."""
     for key in ("model_type", "layers"):
         if made_for[key] != model[key]:
             shown = (_sizes(made_for[key]), _sizes(model[key])) if key == "layers" else (made_for[key], model[key])
