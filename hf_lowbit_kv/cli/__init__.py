@@ -48,7 +48,7 @@ add_command(app, "calibrate", calibrate, extra="calibrate", extra_for="for vecin
 add_command(app, "share", share)
 add_command(app, "serve", serve, extra="serve", extra_for="always")
 
-#: what the demo shows: from the closest to full precision to the fewest bits
+#: presets of the demo, from the closest to full precision to the fewest bits
 SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
 _traceback_wanted = False
 
@@ -58,7 +58,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         app(args=args, prog_name="hf-lowbit-kv")
     except (ValueError, OSError, ImportError) as error:
-        # these say what the user can change; anything else is a defect, and its traceback is wanted
+        # these errors say what the user can change; any other error is a defect and needs its traceback
         if _traceback_wanted:
             raise
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
@@ -73,7 +73,7 @@ def _common(
     global _traceback_wanted
     _traceback_wanted = traceback
     load_installed()
-    if context.invoked_subcommand != "eval":  # which looks at its own commands
+    if context.invoked_subcommand != "eval":  # `eval` checks its own commands
         refuse_several_processes(str(context.invoked_subcommand))
 
 
@@ -167,7 +167,7 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
 
 
 def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:
-    """A continuation under the name of its cache; what differs from full precision in another colour."""
+    """Print a continuation under the name of its cache. Text that differs from full precision has another colour."""
     console.print(Text(name, style="bold"))
     console.print(Text.assemble(text[:agreeing].lstrip("\n"), (text[agreeing:], "yellow")))
     console.print()

@@ -143,7 +143,7 @@ def lm_eval(
         dtype=getattr(torch, dtype) if dtype else None,
     )
     for name in names:
-        lm.use(name, **cache_options)  # raises for what a preset cannot do, before anything is measured
+        lm.use(name, **cache_options)  # raises before the measurement if a preset cannot be used
     rows = evaluate(lm, presets, chosen, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
@@ -363,7 +363,7 @@ def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
-    """One row a preset, one column a range of positions."""
+    """Print one row for each preset and one column for each range of positions."""
     for metric in ("kl", "top1"):
         cells = [
             {"preset": row["preset"]}
@@ -523,7 +523,8 @@ def _calibrate_first(
     texts: list[Path] | None,
     measured: Path,
 ) -> None:
-    """Make the calibrations that presets within the budget lack, if the user wants that; say which are left out otherwise."""
+    """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
+    out."""
     if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
         return
     console, shown = Console(stderr=True), ", ".join(lacking)
@@ -531,7 +532,7 @@ def _calibrate_first(
     if wanted is None and sys.stdin.isatty() and console.is_terminal:
         wanted = typer.confirm(f"{takes}. Make it?", err=True)
     if not wanted and names:
-        return  # what is asked for by name is not left out: it raises, and says how to calibrate
+        return  # presets named by the user are not left out: they raise, and the message says how to calibrate
     if not wanted:
         console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
         return
@@ -558,7 +559,7 @@ add_command(eval_app, "baselines", baselines, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
 add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
-# what these commands do not know is lm-eval's
+# options that these commands do not know are passed to lm-eval
 add_command(
     eval_app,
     "protocol",

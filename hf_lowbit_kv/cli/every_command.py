@@ -1,4 +1,4 @@
-"""What every command has: `--import FILE` for formats and presets of the user's own, and a line of help on extras."""
+"""Parts of every command: `--import FILE` for formats and presets of the user, and a line of help on extras."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-#: files that were imported, and the names of their modules
+#: imported files -> names of their modules
 _imported: dict[Path, str] = {}
 
 
@@ -22,7 +22,7 @@ def import_files(paths: list[Path] | None) -> list[Path]:
     """Run Python files that register formats and presets, each once.
 
     Raises:
-        ValueError: not a Python file. ImportError: the file raises; the message says where.
+        ValueError: a file is not a Python file. ImportError: a file raises; the message says where.
     """
     for path in paths or []:
         if path.suffix != ".py":
@@ -35,7 +35,7 @@ def import_files(paths: list[Path] | None) -> list[Path]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses look their module up
+        sys.modules[name] = module  # dataclasses look up their module
         if str(full.parent) not in sys.path:
             sys.path.append(str(full.parent))  # the file may import its neighbours
         try:
@@ -76,11 +76,12 @@ def add_command(
     extra_for: str = "",
     **options: Any,
 ) -> None:
-    """Add a command to the application, with `--import`, which is carried out before other options are looked at.
+    """Add a command to the application, with `--import`, which runs before other options are read.
 
     Args:
-        extra: the project's extra that the command may need; its help says so. extra_for: what for.
-        options: of `typer.Typer.command`.
+        extra: the project's extra that the command may need, for the help text. extra_for: why the command needs the
+            extra.
+        options: those of `typer.Typer.command`.
     """
     needs = "Needs no extra." if extra is None else f"Extra: {_install(extra)} ({extra_for})."
     text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
@@ -88,7 +89,7 @@ def add_command(
 
 
 def need(extra: str, *modules: str) -> None:
-    """Raise `ImportError`, with the line that installs what lacks, where a package of an extra is missing."""
+    """Raise `ImportError` if a package of an extra is missing. The message has the command that installs the extra."""
     if lacking := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise ImportError(f"this command needs {', '.join(lacking)}: {_install(extra)}")
 

@@ -1,4 +1,4 @@
-"""Presets that a model could use once it is calibrated: which of them meet a budget, what that takes, and making it."""
+"""Presets that only lack a calibration of the model: finds those within a budget, and calibrates them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..presets import get_preset, preset_names
 
 
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
-    """The presets (of `names`, else of all that are listed) that would meet the budget and that only lack a calibration."""
+    """Presets that would meet the budget and only lack a calibration, of `names` or else of all listed presets."""
     plain = LowBitCache(model, "dense", "dense")
     if plain.spec.reading.name != "separate":
-        return []  # no preset for latents has parameters
+        return []  # presets for latents have no parameters
     sizes: dict[int, Any] = plain.packed_sizes
     uncalibrated = list[str]()
     for name in names or preset_names():
@@ -31,7 +31,7 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
             for _, *dims in sizes.values():
                 spec.validate(*dims)
         except ValueError:
-            continue  # it does not fit the model
+            continue  # the preset does not fit the model
         if spec.reading.name != "separate" or not any(wanted):
             continue
         try:
@@ -43,7 +43,7 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
 
 
 def _size(spec: Any, sizes: dict[int, Any], budget: Budget) -> Size:
-    """What a preset stores at the budget's context, parameters not counted."""
+    """The size of a preset's cache at the budget's context, without parameters."""
     numbers = bits = 0.0
     for heads, *dims in sizes.values():
         count = heads * sum(dims) * budget.context * budget.batch
@@ -59,13 +59,13 @@ def make(
     measured: Path,
     progress: bool | Report = True,
 ) -> Path:
-    """Calibrate presets, and add what was made to the user's file of this model, where caches find it.
+    """Calibrate presets, and add the calibration to the user's file of this model, where caches find it.
 
     Args:
-        texts: to calibrate on. measured: what accuracy is measured on.
+        texts: texts for the calibration. measured: the text on which accuracy is measured.
 
     Raises:
-        ValueError: the text that is measured is among them, or they are too short.
+        ValueError: `measured` is one of `texts`, or `texts` are too short.
     """
     if measured.resolve() in [path.resolve() for path in texts]:
         raise ValueError(f"{str(measured)!r} is what accuracy is measured on: calibrate on other texts")

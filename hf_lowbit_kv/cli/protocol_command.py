@@ -85,7 +85,7 @@ def protocol(
 
     quiet()
     parse_options(chosen, context.args)
-    # a prompt is read whole, as the papers do: some answers need no packed token
+    # a prompt is read whole, as in the papers, so some answers need no packed token
     lm = LowBitLM(
         model,
         allow_unpacked=True,

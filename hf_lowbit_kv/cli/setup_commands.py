@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv doctor`, `calibrate` and `fits`: what a machine and a model need once."""
+"""`hf-lowbit-kv doctor`, `calibrate`, `share` and `fits`: commands for setting up a machine and a model."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def fits(
     """Say what a model and its cache take of a GPU's memory, for every preset: weights, cache, reading a prompt, CUDA."""
     names = resolve_presets(preset) or None
     count = len(names or preset_names())
-    with progress(count) as begin:  # the longest part: a cache of each preset is made, on the meta device
+    with progress(count) as begin:  # slowest part: makes a cache of each preset, on the meta device
         table = memory_fits(
             model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
         )

@@ -24,7 +24,7 @@ from ..eval.preset_search import fitting_presets
 from ..presets import get_preset
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: columns of the tables whose name in JSON is longer than what 80 columns hold
+#: name in JSON -> shorter heading in tables, so that they fit into 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
 
 PresetOption = Annotated[
@@ -61,7 +61,7 @@ JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON obj
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:
-    """Names from repeated and comma-separated options, checked; none where there are none."""
+    """Checked names of presets, from repeated and comma-separated options. Empty if there are no options."""
     names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
@@ -69,7 +69,7 @@ def resolve_presets(options: list[str] | None) -> list[str]:
 
 
 def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
-    """The listed presets that serve the model. Which do not, and why, is told on standard error."""
+    """The listed presets that serve the model. Prints the other presets, with reasons, to standard error."""
     names, reasons = fitting_presets(model, overrides)
     for name, reason in reasons.items():
         Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -79,8 +79,8 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
 
 
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
-    """`--set` and `--calibration` as arguments of `from_preset`: numbers, lists and the like as in JSON, anything else as text.
-    The calibration is read once."""
+    """`--set` and `--calibration` as arguments of `from_preset`. Values that are valid JSON are parsed, and others are
+    text. The calibration is read once."""
     overrides: dict[str, Any] = {}
     for option in options or []:
         name, equals, value = option.partition("=")
@@ -96,19 +96,19 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """The model and its tokenizer, from the options of the same names."""
+    """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
     check_dtype(dtype)
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
 
 
 def check_dtype(name: str | None) -> None:
-    """Raise `ValueError` for a `--dtype` that is not offered."""
+    """Raise `ValueError` if `--dtype` is not one of `DTYPES`."""
     if name is not None and name not in DTYPES:
         raise ValueError(f"--dtype {name!r} is not offered; allowed: {', '.join(DTYPES)}")
 
 
 def check_device(name: str | None) -> torch.device | None:
-    """The device of that name, after trying it."""
+    """The device with this name. Raises `ValueError` if torch cannot use it."""
     try:
         where = None if name is None else torch.device(name)
         if where is not None:
@@ -119,10 +119,10 @@ def check_device(name: str | None) -> torch.device | None:
 
 
 def device_of_process(name: str | None) -> str | None:
-    """`--device` for this process. Of several processes on GPUs, each takes the GPU of its own.
+    """`--device` for this process. If there are several processes on GPUs, each takes its own GPU.
 
     Raises:
-        ValueError: several processes were started, and one GPU is named for all of them.
+        ValueError: there are several processes, and `--device` names one GPU for all of them.
     """
     count = process_count()
     if count == 1 or name == "cpu":
@@ -137,7 +137,7 @@ def device_of_process(name: str | None) -> str | None:
 
 
 def refuse_several_processes(command: str) -> None:
-    """Raise `ValueError` where a launcher has started several processes, each of which would do all the work."""
+    """Raise `ValueError` if a launcher has started several processes, because each would do all the work."""
     if (count := process_count()) > 1:
         raise ValueError(
             f"`{command}` runs in one process, and WORLD_SIZE={count}: start it without accelerate launch or torchrun. "
@@ -147,7 +147,7 @@ def refuse_several_processes(command: str) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A bar on standard error; yields a function to call with the name of each step as it begins."""
+    """Show a bar on standard error. Yields a function to call at the beginning of each step, with the step's name."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:16}"),
@@ -179,14 +179,13 @@ def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
     console = Console()
-    console.print(
-        title, style="italic", markup=False, highlight=False, soft_wrap=True
-    )  # a table would wrap it to its own width
+    # printed apart, because a table would wrap its title to the width of the table
+    console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
-    """Rows as a JSON list, or an object, on standard output. JSON has no NaN and no infinity: those become null."""
+    """Print rows as a JSON list, or an object, to standard output. NaN and infinity become null, as JSON lacks them."""
     print(json.dumps(_finite(rows), indent=2, ensure_ascii=False, allow_nan=False), flush=True)
 
 
