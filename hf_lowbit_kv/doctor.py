@@ -1,4 +1,5 @@
-"""What this machine offers: versions, the backend that each preset gets and why, what is missing, and one attention checked."""
+"""Examines this machine: versions, the backend of each preset and why, missing packages, and a check of one
+attention."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from .machine.toolchain import INSTALL_TRITON, accelerator, install_bindings, in
 from .presets import get_preset, preset_names
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
-#: the attention that is checked: preset, tokens stored, and the relative error allowed against the reference
+#: the checked attention: preset, stored tokens, and the largest relative error allowed against the reference
 CHECKED, TOKENS, BOUND = "kivi-4-sink", 400, 0.01
 _SIZES = {
     "hidden_size": 512,
@@ -42,22 +43,22 @@ _LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 1}
 
 
 class Diagnosis(dict):
-    """What `doctor` found: a dictionary that can be written as JSON, and a report when it is printed.
+    """Result of `doctor`: a dictionary that can be written as JSON, and that prints as a report.
 
     Keys:
-        packages: version of each package, or `None` where it is not installed.
+        packages: version of each package, or `None` if it is not installed.
         python, platform: text. cuda, rocm: the CUDA or ROCm that torch was built with, or `None`. driver: the NVIDIA driver, or
             `None`.
-        accelerator: type of the devices that torch can use, "cuda" (NVIDIA, AMD), "mps" or "xpu" for example; `None`: the CPU
-            alone.
-        devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is "9.0" for example, of an AMD GPU its
-            architecture ("gfx942"). What torch does not tell is `None`.
+        accelerator: type of the devices that torch can use, for example "cuda" (NVIDIA, AMD), "mps" or "xpu". `None`:
+            only the CPU.
+        devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is "9.0" for example, or the
+            architecture of an AMD GPU ("gfx942"). Values that torch does not report are `None`.
         kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels kept on disk.
         backends: per pair of formats `{"keys", "values", "reading", "presets", "backend", "why"}`. `reading` is "separate" for
-            keys and values, "latent" for MLA. `backend` is `None` where nothing serves the pair. `why` is `None`, or says why
-            it is not a faster one.
+            keys and values, "latent" for MLA. `backend` is `None` if no backend serves the pair. `why` is `None`, or
+            says why the backend is not a faster one.
         check: one packed attention `{"preset", "device", "dtype", "backend", "tokens", "relative_error", "bound", "error"}`.
-        missing: per thing that is missing `{"what", "for", "command"}`.
+        missing: per missing package or tool `{"what", "for", "command"}`.
         ok: whether the checked attention ran and agrees with the reference.
     """
 
@@ -75,14 +76,14 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
     """Look at this machine, and run one packed attention.
 
     Args:
-        device: where the attention is checked; by default the accelerator that torch has (a GPU of NVIDIA, AMD, Apple or
+        device: the device of the checked attention. By default torch's accelerator (a GPU of NVIDIA, AMD, Apple or
             Intel), else the CPU.
 
     Returns:
-        The findings; see `Diagnosis`.
+        A `Diagnosis`.
 
     Raises:
-        ValueError: a device that torch cannot use.
+        ValueError: torch cannot use the device.
 
     Example:
         >>> found = lb.doctor("cpu")
@@ -126,7 +127,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _device(kind: str, module: Any, index: int) -> dict[str, Any]:
-    """What torch's module of these devices (`torch.cuda`, `torch.xpu`, `torch.mps`) tells of one of them."""
+    """The properties of one device, from torch's module for its kind (`torch.cuda`, `torch.xpu`, `torch.mps`)."""
     properties_of = getattr(module, "get_device_properties", None)
     if properties_of is None:  # Apple's one device
         name = getattr(torch.backends.mps, "get_name", None) if kind == "mps" else None
@@ -140,7 +141,7 @@ def _device(kind: str, module: Any, index: int) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version as its own tool tells it."""
+    """The version of the NVIDIA driver, from `nvidia-smi`."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -165,7 +166,7 @@ def _kernels() -> dict[str, Any]:
     return {"directory": str(directory), "files": len(sizes), "bytes": sum(sizes), "why_refused": reason}
 
 
-#: by the tool that comes with a GPU's driver, what installs a torch that can use the GPU
+#: tool that comes with a GPU's driver -> how to install a torch that can use the GPU
 _TORCH_FOR_GPU = {
     "nvidia-smi": "pip install --upgrade --force-reinstall torch",
     "amd-smi": "torch for ROCm, see https://pytorch.org/get-started/locally",
@@ -175,7 +176,7 @@ _TORCH_FOR_GPU = {
 
 
 def _missing() -> list[dict[str, str]]:
-    """What would make something faster here, and the command that installs it."""
+    """Missing packages and tools that would make something faster here, and the commands that install them."""
     missing = []
 
     def lacks(name: str, purpose: str, command: str) -> None:
@@ -189,7 +190,7 @@ def _missing() -> list[dict[str, str]]:
         if commands:
             lacks("a torch that can use this GPU", "every kernel", commands[0])
         return missing
-    if not torch.cuda.is_available():  # no kernels are tested there: nothing that can be installed helps
+    if not torch.cuda.is_available():  # kernels are not tested on such devices, so no installation helps
         return missing
     if importlib.util.find_spec("triton") is None:
         lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
@@ -208,11 +209,11 @@ def _missing() -> list[dict[str, str]]:
     return missing
 
 
-# ---- what runs ------------------------------------------------------------------------------------------------------
+# ---- backends -------------------------------------------------------------------------------------------------------
 
 
 def _layer(preset: str, backend: str | None = None) -> Any:
-    """The layer of a cache of this preset for a model of one layer: with separate keys and values, or with a latent."""
+    """The cache layer of this preset for a model with one layer: with separate keys and values, or with a latent."""
     errors: list[Exception] = []
     for family, sizes in (("llama", {"head_dim": 128, "num_key_value_heads": 2}), ("deepseek_v3", _LATENT)):
         config = AutoConfig.for_model(family, **{**_SIZES, **sizes})
@@ -228,14 +229,14 @@ def _layer(preset: str, backend: str | None = None) -> Any:
 
 
 def _parameters(preset: str) -> dict[int, dict[str, torch.Tensor]] | None:
-    """Random numbers for what a calibration supplies: which backend serves a layer depends on shapes alone."""
+    """Random numbers in place of a calibration. The choice of a backend depends only on their shapes."""
     wanted, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
     tensors = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in wanted}
     return {0: tensors} if tensors else None
 
 
 def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A chunk's random query `[1, 4, tokens, 128]`, key and value `[1, 2, tokens, 128]`, the same ones for every layer."""
+    """A chunk's random query `[1, 4, tokens, 128]`, key and value `[1, 2, tokens, 128]`, equal for every layer."""
     random = torch.Generator().manual_seed(tokens)
     shapes = [(1, heads, tokens, 128) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
@@ -268,7 +269,7 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 
 def _initialize(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a layer choose its backend, as its first tokens do."""
+    """Let a layer choose its backend, as it does for its first tokens."""
     if layer.spec.reading.name == "latent":
         sizes = (_LATENT["kv_lora_rank"], _LATENT["qk_rope_head_dim"])
         layer.lazy_initialization(*(torch.zeros(1, 1, 1, size, device=device, dtype=dtype) for size in sizes))
@@ -277,18 +278,18 @@ def _initialize(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A prompt and a decode step of the preset `CHECKED`, on the backend that is chosen here and on the reference."""
+    """Compare a prompt and a decode step of the preset `CHECKED` on the chosen backend with the reference."""
     row: dict[str, Any] = {"preset": CHECKED, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     row |= {"backend": None, "tokens": TOKENS, "relative_error": None, "bound": BOUND, "error": None}
     try:
         layer = _layer(CHECKED)
         out = _attend(layer, device, dtype)
         row["backend"] = layer.backend
-        # where the reference itself runs, the CPU's is what it is compared with: with itself it would always agree
+        # if the chosen backend is the reference, compare with the CPU: compared with itself it would always agree
         other = torch.device("cpu") if layer.backend == "torch" else device
         want = _attend(_layer(CHECKED, "torch"), other, dtype).to(out.device)
         row["relative_error"] = float((out - want).norm() / want.norm())
-    except Exception as error:  # whatever keeps it from running is what the user wants to know
+    except Exception as error:  # the user wants to know why it does not run
         row["error"] = f"{type(error).__name__}: {error}"
     else:
         if not row["relative_error"] <= BOUND:  # NaN too

@@ -14,11 +14,13 @@ from .storage.paged_store import LayerSpec
 from .storage.readings import ModelSide, StreamSizes
 from .storage.transforms import parse_transform
 
-#: a preset, by name or itself, in place of all the cache's own choices but `page_size`; or some of `OPTIONS`, in place of these
+#: a preset or its name, which replaces all choices of the cache except `page_size`; or some of `OPTIONS`, which replace
+#: these
 Choice = str | Preset | Mapping[str, Any]
-#: by layer index (negative ones count from the last layer), or a function of index and configuration; `None`: the cache's own
+#: choices by layer index (negative ones count from the last layer), or a function of index and configuration, which
+#: returns `None` for layers that keep the choices of the cache
 PerLayer = Mapping[int, Choice] | Callable[[int, Any], Choice | None]
-#: argument of a cache -> field of a `LayerSpec`, and how it is read
+#: argument of a cache -> field of a `LayerSpec`, and the function that parses the argument
 OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "key_format": ("key_format", parse_format),
     "value_format": ("value_format", parse_format),
@@ -28,15 +30,15 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "transform": ("key_transform", parse_transform),
     "value_transform": ("value_transform", parse_transform),
 }
-#: what `dense_layers` stands for
+#: the options of layers in `dense_layers`
 DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "value_transform": "none"}
 
 
 class LayerTensors(Protocol):
-    """What `parameters=` takes besides a mapping: an object that knows the tensors of each layer."""
+    """An object that gives the tensors of each layer. `parameters=` takes it in place of a mapping."""
 
     def for_layer(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Tensors by full name (`LayerSpec.parameters`), of all KV heads; empty where a layer has none."""
+        """Tensors of all KV heads by full name (`LayerSpec.parameters`). Empty if a layer has no tensors."""
 
 
 def layer_specs(
@@ -49,11 +51,12 @@ def layer_specs(
     """The spec of each packed layer.
 
     Args:
-        spec: the cache's own. config: the model's. model_sides: of the packed layers.
+        spec: the spec of the cache. config: the configuration of the model. model_sides: by index, for the packed
+            layers.
 
     Raises:
-        ValueError: an index that is no packed layer or is given twice, an unknown preset or option, a preset that does not fit
-            the layer. TypeError: something that is no choice.
+        ValueError: an index is not a packed layer or is given twice, a preset or option is unknown, or a preset does
+            not fit the layer. TypeError: a value is not a `Choice`, or an index is not an integer.
     """
     if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
         raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
@@ -84,7 +87,7 @@ def layer_specs(
 def _by_index(
     argument: str, choices: Mapping[int, Choice], config: Any, model_sides: Mapping[int, ModelSide]
 ) -> dict[int, Choice]:
-    """`choices`, by layer indices that count from 0."""
+    """`choices` with layer indices that count from 0."""
     count, by_index = config.num_hidden_layers, dict[int, Choice]()
     for key, choice in choices.items():
         if not isinstance(key, int) or isinstance(key, bool):
@@ -102,7 +105,7 @@ def _by_index(
 
 
 def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, model_side: ModelSide) -> LayerSpec:
-    """`spec` as `choice` wants it for that layer."""
+    """`spec` with the changes of `choice` for layer `index`."""
     where = f"per_layer[{index}]"
     if not isinstance(choice, (str, Preset, Mapping)):
         raise TypeError(
@@ -136,10 +139,11 @@ def _by_options(spec: LayerSpec, choice: Mapping[str, Any]) -> LayerSpec:
 def layer_parameters(
     parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None, specs: Mapping[int, LayerSpec]
 ) -> dict[int, Mapping[str, torch.Tensor]]:
-    """Tensors by full name of each layer of `specs`.
+    """Tensors of each layer of `specs`, by full name.
 
     Raises:
-        ValueError: a layer that is not packed. TypeError: neither a mapping nor an object with `for_layer`.
+        ValueError: `parameters` names a layer that is not packed. TypeError: `parameters` is neither a mapping nor an
+            object with `for_layer`.
     """
     if parameters is None:
         return {index: {} for index in specs}
@@ -156,7 +160,8 @@ def layer_parameters(
 
 
 def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` where the layer's heads do not fit its spec, or its parameters do not; as far as `sizes` are known."""
+    """Raise `ValueError` if the layer's heads or parameters do not fit its spec. Checks only what depends on known
+    `sizes`."""
     if sizes.first is None or sizes.second is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Names for combinations of formats and window."""
+"""Presets: named combinations of formats, transforms and window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .storage.paged_store import LayerSpec
 from .storage.readings import parse_reading
 from .storage.transforms import parse_transform
 
-#: presets that are listed, in the order of the documentation; `get_preset` knows every name with suffixes besides
+#: listed presets, in the order of the documentation; `get_preset` also knows these names with suffixes
 PresetName = Literal[
     "dense",
     "kivi-2",
@@ -53,18 +53,19 @@ PresetName = Literal[
     "mla",
 ]
 
-#: what `generate` and `enable` take where no preset is named
+#: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
-#: of keys, in the presets of VecInfer: what was measured best (docs/dev/vecinfer.md); the paper's is "smooth+hadamard"
+#: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has
+#: "smooth+hadamard"
 VECINFER_TRANSFORM = "hadamard"
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named combination. `key_format` and `value_format` are format names, `sink` and `residual` tokens;
-    `note` tells where it comes from.
+    """A named combination. `key_format` and `value_format` are names of formats. `sink` and `residual` are numbers of
+    tokens. `note` says where the preset comes from.
 
     Example:
         >>> preset = lb.get_preset("kivi-4-sink")
@@ -83,7 +84,7 @@ class Preset:
     transform: str = "none"
     value_transform: str = "none"
     reading: str | None = None
-    """what the model's layers must be read as; `None`: either"""
+    """how the model's layers must be read, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
         formats = parse_format(self.key_format), parse_format(self.value_format)
@@ -124,7 +125,7 @@ _PLAIN = {
         _eigen("eigen-2", "static-44422000", "static-2-tn"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
         _eigen("eigen-4", "static-65444333", "static-4-tn"),
-        # the first generation, for calibrations that were made for it: values with a mean a page
+        # the first generation, whose values have a mean for each page: for calibrations made for these presets
         _eigen("eigen-2-v1", "static-44422000", "static-2-t"),
         _eigen("eigen-3-v1", "static-64332222", "static-3-t"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
@@ -150,7 +151,7 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
     return change
 
 
-#: what a name's suffixes mean; any preset may carry each kind once, in any order
+#: suffix of a name -> its effect; a name may have each kind of suffix once, in any order
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
     "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
@@ -159,7 +160,7 @@ SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
 
 
 def _derive(name: str) -> Preset | None:
-    """The preset of that name, suffixes and all; `None`: there is none."""
+    """The preset of a name with or without suffixes, or `None` if there is none."""
     base, suffixes = name, list[str]()
     while base not in _PLAIN:
         base, _, suffix = base.rpartition("-")
@@ -168,14 +169,14 @@ def _derive(name: str) -> Preset | None:
         suffixes.insert(0, suffix)
     kinds = ["score" if suffix in SCORES else suffix for suffix in suffixes]
     if len(set(kinds)) < len(kinds):
-        return None  # one of them would have no effect
+        return None  # one of two suffixes of a kind would have no effect
     preset = _PLAIN[base]
     for suffix in suffixes:
         preset = SUFFIXES[suffix](preset)
     return dataclasses.replace(preset, name=name)
 
 
-#: what is listed: those of `PresetName`, and registered ones
+#: the listed presets: those of `PresetName`, and registered ones
 PRESETS = {name: preset for name in get_args(PresetName) if (preset := _derive(name)) is not None}
 
 
@@ -191,15 +192,16 @@ def register_preset(
     reading: Literal["separate", "latent"] | None = None,
     note: str = "registered",
 ) -> Preset:
-    """Make a preset known: `from_preset`, `generate`, `enable` and every command take its name, with suffixes too.
+    """Register a preset. `from_preset`, `generate`, `enable` and all commands then take its name, also with suffixes.
 
     Args:
-        name: not taken yet, suffixes counted. key_format, value_format, transform, value_transform: names. sink, residual:
-            tokens. reading: what layers must be read as; `None`: either. note: where it comes from, for tables.
+        name: a new name; names of other presets with suffixes are taken too.
+        key_format, value_format, transform, value_transform: names. sink, residual: numbers of tokens.
+        reading: how layers must be read; `None`: either. note: where the preset comes from, for tables.
 
     Raises:
-        ValueError: the name is taken or empty, or a format, a transform or a number is not allowed. Nothing is registered then.
-        TypeError: the name is no string.
+        ValueError: the name is taken or not a word, or a format, a transform or a number is not allowed. Nothing is
+            registered then. TypeError: the name is not a string.
 
     Example:
         >>> preset = lb.register_preset("mine-3", "int4-channel", "int2-token", sink=64)
@@ -212,14 +214,14 @@ def register_preset(
     if (taken := _derive(name)) is not None:
         raise ValueError(f"preset name {name!r} is taken (keys {taken.key_format!r}, values {taken.value_format!r})")
     preset = Preset(name, key_format, value_format, note, sink, residual, transform, value_transform, reading)
-    preset.spec()  # raises for what is not allowed
+    preset.spec()  # raises if a part is not allowed
     _PLAIN[name] = PRESETS[name] = preset
     return preset
 
 
 def preset_names() -> list[str]:
-    """The presets, in the order of the documentation. Any of them may carry the suffixes `-sink` (32 sink tokens) and
-    `-hadamard` (rotated keys), and those of Kitty `-variance`, `-range` or `-random` (how channels are chosen).
+    """The presets, in the order of the documentation. All of them take the suffixes `-sink` (32 sink tokens) and
+    `-hadamard` (rotated keys). Presets of Kitty also take `-variance`, `-range` or `-random` (how channels are chosen).
 
     Example:
         >>> "kivi-4-sink" in lb.preset_names()
@@ -229,10 +231,10 @@ def preset_names() -> list[str]:
 
 
 def get_preset(name: str) -> Preset:
-    """The preset of that name.
+    """The preset with this name.
 
     Raises:
-        ValueError: unknown; names the close ones. TypeError: not a string.
+        ValueError: the name is unknown; the message suggests similar names. TypeError: the name is not a string.
 
     Example:
         >>> lb.get_preset("k4v2-sink").value_format
