@@ -1,7 +1,7 @@
-// Packing tokens of a page of one KV head into codes, a crew of threads together: `Format.encode`, bit for bit. An encoder's
-// `Space` is the shared memory that it needs.
+// A crew of threads packs the tokens of a page of one KV head into codes. The result is that of `Format.encode`, bit for bit. An
+// encoder's `Space` is the shared memory that it needs.
 //
-// It happens once in PAGE tokens, so it is written plainly: a thread gathers the codes of a word.
+// A page is packed only once in PAGE tokens, so this code is simple rather than fast: a thread collects the codes of a word.
 #pragma once
 #include "common.cuh"
 #include "crew.cuh"
@@ -12,8 +12,8 @@ struct Meta {
   float scale, zero;
 };
 
-// Tokens of one row and head by index (sink not counted): from the tail ring below `first`, then from the chunk, whose number
-// `skipped` is token `first`.
+// Tokens of one row and head by index, sink tokens not counted. Tokens before `first` are in the tail ring. Later tokens are in the
+// chunk, in which token `first` has the number `skipped`.
 struct Source {
   const u16 *tail, *chunk;
   const int* order;
@@ -28,10 +28,10 @@ struct Source {
   }
 };
 
-// Scale and zero point of a group that spans `low` to `high`, stored as number `at` of each. levels: the largest code.
+// Store scale and zero point of a group with values from `low` to `high`, at index `at`. levels: the largest code.
 __device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, float low, float high, float levels) {
   const u16 s = half_bits(fminf(__fdiv_rn(high - low, levels), FP16_MAX));
-  const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 makes one of the two zeros
+  const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 turns -0 into 0
   reinterpret_cast<u16*>(scales)[at] = s;
   reinterpret_cast<u16*>(zeros)[at] = z;
   meta[at] = Meta{half_to_float(s), half_to_float(z)};
@@ -41,8 +41,8 @@ __device__ __forceinline__ u32 quantized(float x, Meta m, float levels) {
   return m.scale > 0.f ? (u32)rintf(fminf(fmaxf(__fdiv_rn(x - m.zero, m.scale), 0.f), levels)) : 0u;
 }
 
-// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, rounded after every addition. The order is that of `fold_sum`: a tree whose last step
-// adds the sum over even tokens and the sum over odd tokens.
+// f(OFFSET) + f(OFFSET + STRIDE) + ... over a page, rounded after every addition. The order is that of `fold_sum`: a tree, whose last
+// step adds the sum over even tokens and the sum over odd tokens.
 template <int STRIDE, class F> __device__ __forceinline__ float fold(F f, int offset) {
   if constexpr (STRIDE >= PAGE) return f(offset);
   else {

@@ -1,8 +1,8 @@
 // Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static.py`.
-// (Pages without means, MEAN_AT -1, have no last term.)
+// Pages without means (MEAN_AT is -1) do not have the last term.
 //   sum p v = center sum p + step [gain (sum p t code - middle sum p t) + unit sum over pages of mean (sum p of the page)]
-// Sums are kept in units of step x gain; a token's scale t goes into the exponent of its weight, so that products are with p t, and
-// weights of tokens are divided by t again where they are summed. Means are added behind a page, in float32.
+// Sums are kept in units of step x gain. A token's scale t is added to the exponent of its weight, so codes are multiplied by p t. For
+// the sum of p, weights are divided by t again. Means are added after each page, in float32.
 #pragma once
 #include "static.cuh"
 
@@ -10,7 +10,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
   static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static_fragment.validate");
   static constexpr int PER_TILE = HIGH / 2,
-                       LOW_AT = D / 16 * PER_TILE;  // words of 16 channels; where those of the lower plane are
+                       LOW_AT = D / 16 * PER_TILE;  // words of 16 channels; first word of the lower plane
   static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0),
                        V = WORDS % 4 == 0   ? 4
                            : WORDS % 2 == 0 ? 2
@@ -19,21 +19,21 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + (MEAN_AT < 0 ? 0 : D);
   static constexpr int SLOT = SCALES + (SCALED ? PT / 2 : 0), SCRATCH = SCALED ? 2 * PT * 4 : 0;
   static constexpr float SUM_UNIT = 1 / TWO24,
-                         STEPS = 1 << W::LOW;  // in which `add` sums up, times so many steps of the codes
-  static constexpr bool RECORD = true;         // wants the KV head's parameters
+                         STEPS = 1 << W::LOW;  // `add` sums multiples of STEPS code steps, times SUM_UNIT
+  static constexpr bool RECORD = true;         // needs the KV head's parameters
 
-  const float* record;      // of the row's KV head: center, step
-  float shift[PT / 32][4];  // added to the exponents of the lane's tokens
-  float z[NT][2];           // minus middle times the sum of p t, of the lane's tokens
-  float page[NT][2];        // sum of p of the present page, of the lane's tokens
-  float pages[NT][2];       // the same of all pages before it
+  const float* record;      // center and step of the row's KV head
+  float shift[PT / 32][4];  // added to the exponents of the lane's tokens' weights
+  float z[NT][2];           // minus middle times the sum of p t, over the lane's tokens
+  float page[NT][2];        // sum of p in the current page, over the lane's tokens
+  float pages[NT][2];       // the same for all earlier pages
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = pages[n][0] = pages[n][1] = 0.f;
   }
 
-  // Whether a piece at `token` is the last one of its page, or of its unit.
+  // Whether the piece at `token` is the last one of its page or unit.
   static __device__ __forceinline__ constexpr bool ends(int token) { return PAGE < UNIT || token % UNIT != 0; }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
@@ -45,12 +45,12 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     cp16_if(in_unit(limit) && (mean ? ends(token) : lane < MEAN_LANES + SCALE_LANES), slot + MEANS + 16 * lane, from);
   }
 
-  // A token's place in words multiplies its code with 2^place; j: which of a lane's four neighbours
+  // A token's place in words multiplies its code by 2^place. j: number among the lane's four neighbouring tokens.
   static __device__ __forceinline__ constexpr int place(int j) {
     return HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1);
   }
 
-  // For each token of the piece: the binary logarithm of its scale (place divided out), and 1 / scale.
+  // For each token of the piece compute log2(scale / 2^place), and 1 / (scale / 2^place).
   __device__ __forceinline__ void weigh(u32 slot, u32 scratch, int, int lane) {
     if constexpr (!SCALED) {
 #pragma unroll
@@ -81,7 +81,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     return shift[tile >> 1][2 * (tile & 1) + (i >> 1)];
   }
 
-  // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the page's.
+  // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the sums of the page.
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 slot, u32 scratch, int,
                                       int lane) {
 #pragma unroll
@@ -121,7 +121,8 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     }
   }
 
-  // The plane of the lowest bit: half of what the one above counts for, and a quarter where it stands a bit higher.
+  // The plane of the lowest bit. Its bits count half as much as those of the plane above. In odd groups of channels they are one
+  // place higher in their words, so there the factor is a quarter.
   static __device__ __forceinline__ void add_low(float (*o)[NT][4], const u32 (*p)[NT][2], const u32* w) {
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
@@ -146,7 +147,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     }
   }
 
-  // Behind the last piece of a page (or of a unit): its weights, and its means times them.
+  // After the last piece of a page or unit: add its weights to the totals, and its means times its weights to o.
   __device__ __forceinline__ void end_page(float (*o)[NT][4], float (*l)[2], u32 slot, int lane) {
     if constexpr (MEAN_AT < 0) {
 #pragma unroll
@@ -160,7 +161,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
       return;
     }
     const int g = lane >> 2;
-    // a weight of o's unit
+    // converts a mean times a weight to the unit of o
     const float unit = __uint_as_float(W::UNIT) * (1 / (STEPS * TWO24)) / __uint_as_float(W::GAIN);
     float part[NT][2];
 #pragma unroll
@@ -175,7 +176,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       constexpr int WHOLE = D / 32;
-      u32 m[2];  // channels of the lane's rows of two times 16 (`channel_of`), and neighbours
+      u32 m[2];  // means of the lane's channels in two groups of 16 (`channel_of`), and of their neighbours
       if (b < WHOLE) lds<2>(m, slot + MEANS + 32 * b + 8 * (g >> 1));
       else lds<1>(m, slot + MEANS + 32 * b + 4 * (g >> 1));
 #pragma unroll
@@ -199,7 +200,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     pages[n][e] *= a;
   }
 
-  // f(o of a channel and row, center, step x gain, e, n), for the lane's
+  // Call f(o, center, step x gain, n, e) for each channel and row of the lane.
   template <class F> __device__ __forceinline__ void channels(float (*o)[NT][4], int lane, F f) const {
 #pragma unroll
     for (int c = 0; c < D / 16; c++)
@@ -214,12 +215,12 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
       }
   }
 
-  // What the window has added to o, in the unit of pages. Centers have no part in it: what is 0 stays so.
+  // Convert the window's sums in o to the unit of pages. Centers are not used: they are added in `leave`, for tokens of pages only.
   __device__ __forceinline__ void enter(float (*o)[NT][4], int lane) const {
     channels(o, lane, [&](float& x, float, float step, int, int) { x = __fdividef(x, step); });
   }
 
-  // Bring o to true size.
+  // Convert o from the unit of pages to final values.
   __device__ __forceinline__ void leave(float (*o)[NT][4], int lane) const {
     float total[NT][2], middle[NT][2];
 #pragma unroll

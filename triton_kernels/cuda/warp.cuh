@@ -1,16 +1,17 @@
-// What a warp holds while it attends, and how shared memory and work are counted.
+// The state of a warp during attention, and the sizes of shared memory and of work.
 #pragma once
 #include "common.cuh"
 #include "model_tokens.cuh"
-// of the two formats; which files these are, `format_structs.py` says
+// the headers of the two formats, chosen by `format_structs.py`
 #include KEY_HEADER
 #include VALUE_HEADER
 
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-// What only some formats have: bytes of shared memory for a codebook, bytes of a page's part, an order of their own of a lane's channels,
-// keys that fold parameters into the queries (`StaticFold`), values that want theirs and the ends of pages (`StaticValues`).
+// Members that only some formats have: bytes of shared memory for a codebook, bytes of a page's part, their own order of a lane's
+// channels, keys that multiply parameters into queries (`StaticFold`), values that need their parameters and the ends of pages
+// (`StaticValues`).
 template <class F, class = void> struct TableBytes {
   static constexpr int value = 0;
 };
@@ -54,7 +55,7 @@ template <class F> struct Record<F, decltype((void)F::RECORD)> {
 template <class F> __device__ __forceinline__ void give_record(F& values, const Parameter& x, int h) {
   if constexpr (Record<F>::WANTED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
 }
-// Between window and pages, behind the last piece of a page or unit, and at the end: of sums o and weights l.
+// Change sums o and weights l between window and pages, after the last piece of a page or unit, and at the end.
 template <class F, class O> __device__ __forceinline__ void enter_pages(const F& values, O o, int lane) {
   if constexpr (Record<F>::WANTED) values.enter(o, lane);
 }
@@ -67,7 +68,7 @@ template <class F, class O> __device__ __forceinline__ void leave_pages(F& value
 }
 constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
 
-// Channel of a lane's sum `o[k][n][i]` over pages, j = i >> 1.
+// Channel of a lane's sum `o[k][n][i]` over pages; j is i >> 1.
 __device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { return Order<Values>::channel(k, j, g); }
 
 constexpr int TILES = PT / 16;
@@ -75,12 +76,12 @@ constexpr int Q_STRIDE = DK * 2 + 16;  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT || FOLDED ? 3 : 2) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);  // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
-// Of a unit's two pieces: keys, values, values, keys (which may need less room); then what values are made into.
+// Slots for the two pieces of a unit: keys, values, values, keys (the last may be smaller). Then scratch memory of the values.
 constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
-// NARROW: keys and values of a block of the window take turns in one place, so that the window does not bound the number of warps.
+// NARROW: keys and values of a block of the window use the same memory in turn. So the window does not limit the number of warps.
 constexpr int WINDOW_BYTES =
     NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
-constexpr int MERGE_STRIDE = DV + 1;  // floats of a row of a warp's result, padded against bank conflicts
+constexpr int MERGE_STRIDE = DV + 1;  // floats per row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
 constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
@@ -89,14 +90,14 @@ static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES,
               "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
 static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES,
               "formats and structs differ on a page's parts");
-constexpr int SLOT_FLOATS = ROWS * (DV + 2);  // of a partial result in memory
+constexpr int SLOT_FLOATS = ROWS * (DV + 2);  // floats of a partial result in memory
 constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
-constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;  // of 32 tokens of the window
-// Weights are at most 2^(HEADROOM + GROWTH), which fp16 holds. The maximum is renewed when a score exceeds the last one by GROWTH powers
-// of two, and is then put HEADROOM below it: so much more is left of small weights.
+constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;  // cost of 32 tokens of the window
+// Scores are in powers of two. A new maximum is set HEADROOM below the largest score, so that small weights lose less precision in fp16.
+// It is replaced when a score exceeds that largest score by GROWTH. So weights are at most 2^(HEADROOM + GROWTH), which fp16 can hold.
 constexpr float GROWTH = 8.f, HEADROOM = 7.f;
 
-// A row's work, in units of its pages and blocks of its window, and where its tokens stand.
+// The work of a row: units of its pages and blocks of its window. Also the numbers of its tokens in each region.
 struct Row {
   int b, h, length, paged, units, sinks, tail, chunk, blocks;
   __device__ __forceinline__ void count(const Args& a, int row_block, int length_, int paged_) {
@@ -128,7 +129,7 @@ struct Warp {
     values.begin();
   }
 
-  // Scores of T tiles, in powers of two, become exponents relative to a maximum that is renewed only where they outgrow it.
+  // Subtract the maximum from scores of T tiles, in powers of two. The maximum changes only if scores exceed it by too much.
   template <int T> __device__ __forceinline__ void subtract_maximum(float (*s)[NT][4]) {
     bool grew = false;
     float most[NT][2];
@@ -166,7 +167,7 @@ struct Warp {
         for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
   }
 
-  // Sums in the order of the window become sums in the order of the pages. memory: of the warp, for ROWS rows.
+  // Change sums from the window's order of channels to the order of pages. memory: the warp's own, for ROWS rows.
   __device__ __forceinline__ void reorder(float* memory, int lane) {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
@@ -187,9 +188,9 @@ struct Warp {
     }
   }
 
-  // Between window and pages, which sum up in another unit, and whose exponents have the scales of values in them: a sink's score would
-  // leave fp16 nothing of the pages' weights. Lowered so far, the maximum is renewed by the first piece that counts at all; sums stay
-  // what they are to it.
+  // Between window and pages: convert sums to the unit of pages, and lower the maximum. Exponents of pages include the scales of values,
+  // so with a maximum from a sink's large score the weights of pages would vanish in fp16. After lowering, the first piece whose weights
+  // matter sets a new maximum. Sums are scaled by the same factor, so their values relative to the maximum do not change.
   __device__ __forceinline__ void turn_to_pages() {
     constexpr float BY = 60.f, FACTOR = 0x1p60f;
 #pragma unroll
@@ -206,7 +207,7 @@ struct Warp {
     }
   }
 
-  // score: true one times log2(e), or true one where there is a cap
+  // x: the score, times log2(e) if there is no cap. Returns the capped score times log2(e).
   static __device__ __forceinline__ float capped(float x, float cap) {
     if constexpr (SOFTCAP) return (cap * LOG2E) * (1.f - 2.f * __fdividef(1.f, 1.f + ex2(x * (2.f * LOG2E / cap))));
     else return x;
