@@ -141,7 +141,7 @@ def test_the_documentation_gives_the_measured_kl():
         record = records[preset, size(chunk)]
         assert (exact, from_whole) == (f"{record['kl']:.4f}", f"{record['kl_whole']:.4f}")
         assert f"reads {record['prompt']} tokens" in section()
-        assert f"the {record['behind']} tokens behind" in " ".join(section().split())
+        assert f"the next {record['behind']} tokens" in " ".join(section().split())
 
 
 def test_the_documentation_gives_the_measured_memory():
