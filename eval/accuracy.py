@@ -1,9 +1,9 @@
-"""The project's accuracy table, each row against its band: `python -m hf_lowbit_kv.eval.accuracy`.
+"""The project's accuracy table. Each row is compared with its band: `python -m hf_lowbit_kv.eval.accuracy`.
 
-The bands come from an independent simulation (fake quantization, no cache) of the same model and texts; a figure
-outside its band, better or worse, is a question to answer before it is published. They hold for the defaults: the
-bundled model in float32, the default texts, 4096 tokens scored from 512. In a checkout rows
-go to `perplexity-smollm2.jsonl` in `eval/results/`.
+The bands come from an independent simulation (fake quantization, no cache) of the same model and texts. If a figure
+lies outside its band, better or worse, the reason must be found before the figure is published. The bands hold for the
+defaults: the bundled model in float32, the default texts, 4096 tokens scored from 512. In a checkout rows go to
+`perplexity-smollm2.jsonl` in `eval/results/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_lowbit_kv.eval.provenance import (
 
 
 class Band(NamedTuple):
-    """What KL (nats) and top-1 agreement may be."""
+    """Allowed range of KL (nats), and the least top-1 agreement."""
 
     kl_min: float
     kl_max: float
@@ -47,7 +47,7 @@ BANDS = {
     "k2v4-sink": Band(0.22 * 0.85, 0.22 * 1.15),
     "kitty": Band(0.065 * 0.85, 0.065 * 1.15),
     "kitty-pro": Band(0.035 * 0.85, 0.035 * 1.15),
-    # simulated on one of the two texts alone, hence wider
+    # these bands are wider: only one of the two texts was simulated
     "kivi-2-hadamard-sink": Band(0.123 * 0.8, 0.123 * 1.2),
     "kitty-pro-variance": Band(0.027 * 0.8, 0.027 * 1.2),
     "kitty-random": Band(0.19 * 0.8, 0.19 * 1.2),
@@ -92,7 +92,7 @@ def main(
 
 
 def table(rows: list[dict[str, Any]], bands: dict[str, Band] = BANDS) -> Table:
-    """The rows, with their bands."""
+    """A table of the rows and their bands."""
     out = Table("preset", "bits", "ppl", "ppl_full", "KL", "band", "top-1", "")
     for row in rows:
         band = bands.get(row["preset"])

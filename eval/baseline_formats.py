@@ -1,6 +1,6 @@
-"""Page formats of the methods in `baselines`: integers with scales of 16 bits, token by token, as their papers have them.
+"""Page formats of the methods in `baselines`: integers with 16-bit scales for each token, as in the papers.
 
-They are measured, not served: they have no kernels, and no preset.
+These formats exist only for measurements. They have no kernels and no presets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ BITS = (2, 3, 4)
 
 
 class _TokenIntegers(Format):
-    """Codes of a token, in planes that fill words of 16 bits: `codes` int16 `[page_size, head_dim * bits / 16]`."""
+    """Base of formats with integer codes for each token. The array `codes` is int16
+    `[page_size, head_dim * bits / 16]`: bit planes, packed into 16-bit words."""
 
     bits: int
 
@@ -36,11 +37,11 @@ class _TokenIntegers(Format):
         scales = [(name, torch.float16, (page_size, 1)) for name in self.scales]
         return [("codes", torch.int16, (page_size, head_dim * self.bits // 16)), *scales]
 
-    #: names of the numbers of 16 bits that a token has
+    #: names of the arrays that hold one 16-bit number for each token
     scales: ClassVar[tuple[str, ...]] = ("scale",)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """int32 `[..., page, head_dim]` -> the array `codes`, the plane of the high bits first."""
+        """int32 `[..., page, head_dim]` -> the array `codes`. The plane of the high bits comes first."""
         parts, left = [], self.bits
         for width in PLANES[self.bits]:
             left -= width
@@ -60,13 +61,14 @@ class _TokenIntegers(Format):
 
 @dataclass(frozen=True, repr=False)
 class Quest(_TokenIntegers):
-    """The quantizer of WUSH-KV's analysis and perplexities (arXiv 2609.38121, equation 5; QuEST's projection): symmetric
-    levels, a step from the token's root mean square, larger numbers clipped.
+    """The quantizer that WUSH-KV uses in its analysis and perplexities (arXiv 2609.38121, equation 5; QuEST's
+    projection). The levels are symmetric, the step comes from the token's root mean square, and larger numbers are
+    clipped.
 
         step = 2 alpha_b / (2^b - 1) * rms(x)      Q(x) = step * (floor(x / step) + 1/2)
 
-    alpha_b has the least squared error on Gaussian numbers, so the step is `STEP[b] * rms`. Stored: the codes, and the step in
-    fp16.
+    alpha_b has the least squared error on Gaussian numbers, so the step is `STEP[b] * rms`. A page stores the codes and
+    the step in fp16.
     """
 
     grammar: ClassVar[str] = "'quest<2|3|4>'"
@@ -97,12 +99,12 @@ class Quest(_TokenIntegers):
 
 @dataclass(frozen=True, repr=False)
 class Clipped(_TokenIntegers):
-    """OSCAR's quantizer (arXiv 2605.17757; written out in 2609.38121, equation 7): asymmetric integers between a token's
-    smallest and largest number, after clipping at a quantile of the magnitudes. Stored: the codes, scale and zero point in
-    fp16.
+    """OSCAR's quantizer (arXiv 2605.17757; 2609.38121 writes it out in equation 7). Numbers are clipped at a quantile
+    of the magnitudes. Asymmetric integers then cover the range from a token's smallest to its largest number. A page
+    stores the codes, and scale and zero point in fp16.
 
     Args:
-        share: of the magnitudes, as hundredths, that are not clipped. The papers take 96 for keys and 92 for values.
+        share: percentage of the magnitudes that are not clipped. The papers take 96 for keys and 92 for values.
     """
 
     grammar: ClassVar[str] = "'clipped<2|3|4>-q<1 to 100>'"

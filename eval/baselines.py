@@ -1,16 +1,19 @@
-"""Other methods beside the package's presets: `hf-lowbit-kv eval baselines`. Own implementations of what two papers say.
+"""Other methods, compared with the package's presets: `hf-lowbit-kv eval baselines`. These are our own implementations
+of two papers.
 
-- **WUSH-KV** (Chen et al., arXiv 2609.38121): T = c H L^-1/4 U' C', for keys and for values. C C' is what an error costs: of
-  keys the sum of q q', of values W_O W_O'. U L U' = C' M C, with M the second moment of what is stored. H is a Hadamard matrix.
-- **OSCAR** (Zhou et al., arXiv 2605.17757): rotations U H. U are the eigenvectors of the sum of q q' (keys), or of o o'
-  (values), where o is what a query head's attention returns.
+- **WUSH-KV** (Chen et al., arXiv 2609.38121): T = c H L^-1/4 U' C', for keys and for values. C C' is the cost of an
+  error: the sum of q q' for keys, W_O W_O' for values. U L U' = C' M C, with M the second moment of the keys or values.
+  H is a Hadamard matrix.
+- **OSCAR** (Zhou et al., arXiv 2605.17757): rotations U H. For keys, U holds the eigenvectors of the sum of q q'. For
+  values it holds those of the sum of o o', with o the attention output of a query head.
 
-A baseline is a transform (`matrix`) and two formats (`baseline_formats`), with scales and bits of its own. The papers differ:
+A baseline is a transform (`matrix`) and two formats (`baseline_formats`), with its own scales and bits. These
+implementations differ from the papers:
 
-- The window is that of the package's presets, 32 sinks and the 128 newest tokens.
-- Texts and lengths of the calibration are those of `calibrate`.
-- OSCAR's bit reversal is left out. It changes nothing where all channels of a head share a scale.
-- OSCAR's released code weighs values in another way than its paper. This is the paper's.
+- The window is the same as in the package's presets: 32 sink tokens and the 128 newest tokens.
+- Texts and lengths of the calibration are the same as in `calibrate`.
+- OSCAR's bit reversal is left out. It has no effect if all channels of a head share a scale.
+- OSCAR's released code weights values in another way than OSCAR's paper. This implementation follows the paper.
 """
 
 from __future__ import annotations
@@ -41,15 +44,15 @@ from .texts import Text
 
 #: share of the identity in both of WUSH's matrices (its section 5.1)
 DAMPING = 1e-2
-#: hundredths of magnitudes that OSCAR's quantizer keeps, of keys and of values
+#: percentage of the magnitudes that OSCAR's quantizer does not clip, for keys and for values
 KEPT = 96, 92
-#: tokens of a calibration window, as for the presets that are compared
+#: tokens of a calibration window, the same as for the compared presets
 LENGTH = 4096
 
 
 class Moments:
-    """Second moments of a layer's keys, values, queries and outputs, float64 `[H, D, D]`: sums over tokens, and over the
-    query heads of a KV head."""
+    """Second moments of a layer's keys, values, queries and outputs, float64 `[H, D, D]`. Each is a sum over tokens,
+    and over the query heads of a KV head."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -61,7 +64,7 @@ class Moments:
         self.sums[name] = self.sums.get(name, 0) + moment
 
     def step(self, chunk: Chunk) -> torch.Tensor:
-        """`LowBitLayer.step` for a whole window: attends in full precision, and stores nothing."""
+        """Replaces `LowBitLayer.step` for a whole window: attends in full precision, and stores nothing."""
         out = attend_in_full(chunk)
         heads = chunk.k.shape[1]
         for name, x in zip(("q", "k", "v", "o"), (chunk.queries, chunk.k, chunk.v, out.transpose(1, 2)), strict=True):
@@ -73,10 +76,10 @@ class Moments:
 def read_moments(
     model: Any, windows: Sequence[torch.Tensor], told: Callable[[int], None] = lambda done: None
 ) -> dict[int, Moments]:
-    """Moments of each packed layer, over windows of tokens int64 `[S]`.
+    """Moments of each packed layer, summed over the windows. A window holds token ids, int64 `[S]`.
 
     Raises:
-        ValueError: a layer that stores no keys and values (MLA).
+        ValueError: a layer does not store keys and values (MLA).
     """
     moments: dict[int, Moments] = {}
     for number, window in enumerate(windows):
@@ -96,10 +99,10 @@ def read_moments(
 
 
 def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """Sum of W_O W_O' over the query heads of each KV head, float64 `[H, D, D]`, by layer.
+    """For each layer: the sum of W_O W_O' over the query heads of each KV head, float64 `[H, D, D]`.
 
     Raises:
-        ValueError: a layer has no output projection `o_proj` with weights in floating point.
+        ValueError: a layer has no output projection `o_proj` with floating-point weights.
     """
     costs: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -108,7 +111,7 @@ def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, i
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and isinstance(index, int):
             heads, head_dim = num_kv_heads.get(index, 0), getattr(module, "head_dim", 0)
             if heads and head_dim:
-                # [hidden, Hq D] -> of each KV head, the rows of all its query heads
+                # [hidden, Hq D] -> for each KV head, the rows of all its query heads
                 blocks = weight.detach().double().cpu().T.unflatten(0, (heads, -1, head_dim))
                 costs[index] = (blocks @ blocks.mT).sum(1)
     if lacking := [index for index in layers if index not in costs]:
@@ -120,10 +123,11 @@ def output_costs(model: Any, layers: Iterable[int], num_kv_heads: Mapping[int, i
 
 
 def wush(moment: torch.Tensor, cost: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """WUSH's transform for rows, x' = x M, float64 `[H, D, D]`; equation 1 of the paper, transposed.
+    """WUSH's transform for rows, x' = x M, float64 `[H, D, D]`. It is equation 1 of the paper, transposed.
 
     Args:
-        moment: second moment of what is stored. cost: Hessian of the loss in it. `[H, D, D]`, any scale.
+        moment: second moment of the stored keys or values, `[H, D, D]`, any scale.
+        cost: Hessian of the loss with respect to them, `[H, D, D]`, any scale.
     """
     d = moment.shape[-1]
     identity = torch.eye(d, dtype=torch.float64)
@@ -135,7 +139,8 @@ def wush(moment: torch.Tensor, cost: torch.Tensor, damping: float = DAMPING) -> 
 
 
 def oscar(moment: torch.Tensor) -> torch.Tensor:
-    """OSCAR's rotation for rows, x' = x R, float64 `[H, D, D]`. moment: of queries, or of outputs."""
+    """OSCAR's rotation for rows, x' = x R, float64 `[H, D, D]`. `moment` is that of queries (keys) or outputs
+    (values)."""
     return torch.linalg.eigh(moment.double()).eigenvectors.flip(-1) @ _rotation(moment.shape[-1])
 
 
@@ -152,14 +157,14 @@ def _mean_diagonal(x: torch.Tensor) -> torch.Tensor:
 
 
 class Baseline(NamedTuple):
-    """Another method: how its matrices are made, and in which formats keys and values are stored."""
+    """A method to compare with: the method that makes its matrices, and the formats of keys and values."""
 
     method: str
     key_format: formats.Format
     value_format: formats.Format
 
     def matrices(self, moments: Moments, output_cost: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What the transforms of a layer take, float32 `[H, D, D]`. output_cost: see `output_costs`."""
+        """Parameters of a layer's transforms, float32 `[H, D, D]`. output_cost: see `output_costs`."""
         of = moments.sums
         if self.method == "wush":
             assert output_cost is not None
@@ -169,7 +174,8 @@ class Baseline(NamedTuple):
         return {"key_transform.matrix": keys.float(), "value_transform.matrix": values.float()}
 
 
-#: by name. "wush" has the quantizer of its paper's perplexities, "wush-clipped" that of its benchmarks, which is OSCAR's
+#: all baselines by name. "wush" has the quantizer of the paper's perplexities. "wush-clipped" has that of the paper's
+#: benchmarks, which is OSCAR's
 BASELINES: dict[str, Baseline] = {}
 for _bits in BITS:
     _clipped = Clipped(_bits, KEPT[0]), Clipped(_bits, KEPT[1])
@@ -180,7 +186,7 @@ DEFAULT = ("wush-2", "oscar-2")
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """The names, each once. Raises `ValueError` for one that is not known."""
+    """The names without repetitions. Raises `ValueError` for an unknown name."""
     for name in names:
         if name not in BASELINES:
             raise ValueError(f"baseline={name!r} is not known; allowed: {', '.join(BASELINES)}")
@@ -188,7 +194,7 @@ def check_names(names: Sequence[str]) -> list[str]:
 
 
 def register() -> None:
-    """Make the formats known by their names, once."""
+    """Register the formats under their names, if they are not registered yet."""
     for cls in (Quest, Clipped):
         if cls not in formats.FORMATS:
             register_format(cls)
@@ -204,14 +210,16 @@ def calibrated(
     seed: int = 0,
     progress: bool | Report | None = True,
 ) -> dict[str, Callable[[], LowBitCache]]:
-    """What makes each baseline's cache. The model reads the texts once for all of them.
+    """Functions that make the cache of each baseline, by name. The model reads the texts once for all baselines.
 
     Args:
-        texts: strings, to calibrate on; other ones than those that are measured. samples, length, seed, progress: as for
-            `lb.calibrate`; a window has 4096 tokens where nothing is said, or as many as the model was made for.
+        texts: strings to calibrate on. They must differ from the measured texts.
+        samples, length, seed, progress: as for `lb.calibrate`. By default a window has 4096 tokens, or the model's
+            longest context if that is shorter.
 
     Raises:
-        ValueError: a name is not known, texts are too short, or the model has layers for which a baseline is not defined.
+        ValueError: an unknown name, texts that are too short, or a model with layers for which a baseline is not
+            defined.
     """
     names = check_names(names)
     register()
@@ -257,22 +265,25 @@ def run(
     progress: bool | Report = True,
     overrides: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Baselines and presets on the same texts, each window in one forward pass.
+    """Measure baselines and presets on the same texts. Each window is read in one forward pass.
 
     Args:
-        names: of `BASELINES`. presets: beside them. calibration_texts: for the baselines; presets take their own calibration.
-        overrides: further arguments of `from_preset`, for every preset. The others are those of `perplexity.run` and of
-            `calibrated`.
+        names: names in `BASELINES`.
+        presets: presets to measure too.
+        calibration_texts: texts for the baselines. Presets use their own calibration.
+        overrides: further arguments of `from_preset`, for every preset. The other arguments are those of
+            `perplexity.run` and of `calibrated`.
 
     Returns:
-        As `perplexity.run`, and `bits_of_page`: bits a number without the window and without matrices.
+        Rows like those of `perplexity.run`, and `bits_of_page`: bits per number without the window and without
+        matrices.
     """
     names = check_names(names)
     of_presets: dict[str, Callable[[], LowBitCache]] = {
         name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)
     }
     for make in of_presets.values():
-        make()  # raises for what a preset lacks, before the model reads anything
+        make()  # raises if a preset lacks something, before the model reads anything
     factories = {**calibrated(model, tokenizer, calibration_texts, names, samples, progress=progress), **of_presets}
     measured = score(
         factories, texts, model, tokenizer, context, start, windows=windows, progress=progress is True, parallel=True
@@ -285,9 +296,9 @@ def run(
 
 
 def bits_of_page(cache: LowBitCache) -> float:
-    """Bits a number in a page, metadata counted, over all packed layers."""
+    """Bits per number in pages of all packed layers, metadata included."""
     stored = numbers = 0
-    sizes: Any = cache.packed_sizes.values()  # a configuration that was loaded tells them all
+    sizes: Any = cache.packed_sizes.values()  # the configuration of a loaded model gives all sizes
     for layer, (heads, first, second) in zip(cache.packed_layers, sizes, strict=True):
         stored += heads * sum(layer.spec.part_bytes(first, second, torch.float16))
         numbers += heads * layer.spec.page_size * (first + second)

@@ -1,13 +1,15 @@
-"""Log-likelihoods of texts that a model reads through a KV cache, in chunks, so that later tokens attend to packed history.
+"""Log-likelihoods of texts that a model reads through a KV cache, in chunks, so that later tokens attend to packed
+history.
 
-One forward pass over a whole text attends to nothing packed: its own tokens are exact. Here a text goes through a fresh
-cache in chunks. A chunk ends wherever a page is packed. With chunks of at most one page, every token then attends to
-exactly what it would meet in token-by-token decoding, wherever else a chunk ends. (A cache without a tail packs each
-token at once; only `chunk=1` is decoding there.) Larger chunks are faster and flatter the cache.
+In one forward pass over a whole text, tokens attend to no packed page, because the pass reads its own tokens exactly.
+Here a text goes through a fresh cache in chunks. A chunk ends at each position at which a page is packed. With chunks
+of at most one page, every token attends to exactly the same data as in token-by-token decoding, wherever else chunks
+end. (A cache without a tail packs each token at once. For such a cache only `chunk=1` equals decoding.) Larger chunks
+are faster, but the cache looks better than it is.
 
-Texts that begin alike share the work: the common beginning is read once, its row of the cache is repeated, and packed
-pages are shared between rows. Rows of a batch may have any lengths. Chunk ends are positions of a row's own tokens, so a
-text's result does not depend on the other rows.
+Texts with the same beginning share its work. The model reads the beginning once, its row of the cache is repeated, and
+the rows share packed pages. Rows of a batch may have any lengths. Chunks end at positions of each row's own tokens, so
+a text's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: name of transformers' own full-precision cache in tables, records and options
 FULL = "full"
-#: columns that a CPU computes for each token, padding included, at most; to a GPU padding costs little
+#: on a CPU, the largest allowed ratio of computed columns, padding included, to real tokens. On a GPU padding costs
+#: little
 MOST_PADDED = 1.25
-#: a beginning of fewer tokens is not worth a forward pass of its own: every text reads it again
+#: least tokens of a shared beginning. A shorter one is not worth its own forward pass, so every text reads it again
 MIN_SHARED = 16
 
 
 class Text(NamedTuple):
-    """Token ids of a text; those from `start` on are scored, given all before them. `start` is 1 or more."""
+    """Token ids of a text. Tokens from `start` on are scored, given all tokens before them. `start` is 1 or more."""
 
     tokens: Sequence[int]
     start: int
@@ -42,10 +45,11 @@ class Text(NamedTuple):
 
 @dataclass
 class Score:
-    """What the model says of a text's scored tokens.
+    """The model's result for the scored tokens of a text.
 
     Attributes:
-        logprob: sum of their log-probabilities, nats. greedy: whether each was the likeliest token at its place.
+        logprob: sum of the tokens' log-probabilities, nats.
+        greedy: whether each token was the likeliest one at its position.
     """
 
     logprob: float = 0.0
@@ -54,7 +58,8 @@ class Score:
 
 @dataclass
 class Share:
-    """Tokens that the scored positions attended to, and how many of them were read packed (means over the layers)."""
+    """Number of tokens that the scored positions attended to, and how many of them were read from packed pages (means
+    over the layers)."""
 
     packed: float = 0.0
     attended: float = 0.0
@@ -65,13 +70,14 @@ class Share:
 
     @property
     def value(self) -> float:
-        """0 to 1."""
+        """The share of attended tokens that were read packed, 0 to 1."""
         return self.packed / self.attended if self.attended else 0.0
 
 
 @dataclass
 class Node:
-    """Tokens `start` to `end` of the texts `members`, which agree up to `end`; the texts go on in `children`."""
+    """Tokens `start` to `end` of the texts `members`, which agree up to `end`. `children` hold the tokens after
+    `end`."""
 
     start: int
     end: int
@@ -81,7 +87,8 @@ class Node:
 
 
 class Target(NamedTuple):
-    """A logit of a chunk that predicts a scored token: its row and column, the position there, the text, the token."""
+    """A place in a chunk whose logits predict a scored token: row, column and position of the place, the text, and the
+    token."""
 
     row: int
     column: int
@@ -91,13 +98,14 @@ class Target(NamedTuple):
 
 
 def shared_beginnings(texts: Sequence[Sequence[int]], min_shared: int = MIN_SHARED) -> list[Node]:
-    """Texts (token ids) as a forest: what several have in common, from their start on, stands in one node."""
+    """Texts (token ids) as a forest. If several texts begin with the same tokens, one node holds these tokens."""
     order = sorted(range(len(texts)), key=lambda index: tuple(texts[index]))
     return _grow(texts, order, 0, 0, min_shared)
 
 
 def _grow(texts: Sequence[Sequence[int]], order: list[int], start: int, depth: int, min_shared: int) -> list[Node]:
-    """Nodes for the sorted texts `order`, which agree up to `depth` and are still to be read from `start` on."""
+    """Nodes for the sorted texts `order`. The texts agree up to `depth`, and no node holds their tokens from `start` on
+    yet."""
     nodes: list[Node] = []
     for _, run in itertools.groupby(order, key=lambda index: tuple(texts[index][depth : depth + 1])):
         group = list(run)
@@ -105,7 +113,7 @@ def _grow(texts: Sequence[Sequence[int]], order: list[int], start: int, depth: i
         common = depth
         while common < min(len(first), len(last)) and first[common] == last[common]:
             common += 1
-        if common == len(last):  # all the same
+        if common == len(last):  # all texts are the same
             nodes.append(Node(start, common, last, group))
         elif common - start >= min_shared:
             longer = [index for index in group if len(texts[index]) > common]
@@ -120,22 +128,22 @@ def _grow(texts: Sequence[Sequence[int]], order: list[int], start: int, depth: i
 
 
 def windows(cache: Cache) -> set[tuple[int, int]]:
-    """`(sink + residual, page_size)` of the cache's packed layers: a page is packed that many tokens after the start, and
-    every page from there on. Empty for a cache that packs nothing."""
+    """`(sink + residual, page_size)` of the cache's packed layers. A page is packed after `sink + residual` tokens, and
+    then after every `page_size` further tokens. The set is empty for a cache that packs nothing."""
     specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
     return {(spec.sink + spec.residual, spec.page_size) for spec in specs}
 
 
 def next_bound(position: int, page_starts: set[tuple[int, int]], chunk: int) -> int:
-    """Where the chunk that begins at `position` ends: after `chunk` tokens, or earlier, where a page is packed (every
-    `chunk // page_size`-th page for chunks of several pages)."""
+    """The end of the chunk that begins at `position`. The chunk has `chunk` tokens, or fewer if a page is packed before
+    (for chunks of several pages: every `chunk // page_size`-th page)."""
     bounds = [position + chunk]
     for first, page in page_starts:
         stride = max(chunk // page, 1) * page
         bounds.append(position + stride - (position - first) % stride)
         origin = max(
             position - (position - first) % stride, 0
-        )  # chunks shorter than a page count from where it was packed
+        )  # chunks shorter than a page count from the position at which the last page was packed
         bounds.append(origin + ((position - origin) // chunk + 1) * chunk)
     return min(bounds)
 
@@ -144,13 +152,13 @@ class Reader:
     """Reads texts through caches and scores them.
 
     Args:
-        model: a causal language model, with `attn_implementation="lowbit_kv"` where caches are low-bit ones.
-        make_cache: gives a fresh, growing cache for the model.
-        chunk: tokens read at a time, at most.
-        batch_size: rows read at a time, at most.
+        model: a causal language model. Low-bit caches need `attn_implementation="lowbit_kv"`.
+        make_cache: returns a fresh, growing cache for the model.
+        chunk: most tokens of a forward pass.
+        batch_size: most rows of a forward pass.
 
     Attributes:
-        share: what the scored positions attended to so far.
+        share: counts of tokens that the positions scored so far attended to.
     """
 
     def __init__(self, model: Any, make_cache: Callable[[], Cache], chunk: int = 128, batch_size: int = 8):
@@ -162,16 +170,17 @@ class Reader:
         self.share = Share()
         cache = make_cache()
         self.windows = windows(cache)
-        # padding behind a row's tokens would be read by recurrent layers, and counts in sliding windows
+        # recurrent layers would read the padding after a row's tokens, and sliding windows would count it
         plain = all(isinstance(layer, LowBitLayer) or type(layer) is DynamicLayer for layer in cache.layers)
         self.batch_size = batch_size if plain else 1
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text], done: Callable[[int], None] = lambda count: None) -> list[Score]:
-        """Score texts, in their order. `done` is called with the number of texts finished since the last call.
+        """Score texts. The scores are in the order of the texts. `done` is called with the number of texts finished
+        since the last call.
 
         Raises:
-            ValueError: a text without a token to score, or without one before it.
+            ValueError: a text has no token to score, or no token before the first scored one.
         """
         for text in texts:
             if not 1 <= text.start < len(text.tokens):
@@ -179,7 +188,7 @@ class Reader:
                     f"start={text.start} is not allowed for a text of {len(text.tokens)} tokens; allowed: 1 to the last one"
                 )
         scores = [Score() for _ in texts]
-        # the last token is only predicted; texts that differ in it alone are read as one
+        # the model does not read the last token; texts that differ only in it are read as one text
         roots = shared_beginnings([text.tokens[:-1] for text in texts])
         for batch in self._batches(roots):
             self._read(self.make_cache(), None, batch, texts, scores, done)
@@ -199,7 +208,7 @@ class Reader:
             yield batch
 
     def _columns(self, batch: Sequence[Node]) -> int:
-        """Rows times columns of all chunks in which a batch is read."""
+        """Rows times columns, summed over all chunks of a batch."""
         columns, position = 0, min(node.start for node in batch)
         while position < max(node.end for node in batch):
             bound = next_bound(position, self.windows, self.chunk)
@@ -208,11 +217,12 @@ class Reader:
         return len(batch) * columns
 
     def _read(self, cache, mask, nodes: list[Node], texts, scores: list[Score], done) -> None:
-        """Read `nodes`, one a row of the cache, then their children. mask: bool `[rows, seen]`, False for padding."""
+        """Read `nodes`, one node in each row of the cache, then their children. mask: bool `[rows, seen]`, False for
+        padding."""
         position = min(node.start for node in nodes)
         while position < max(node.end for node in nodes):
             bound = next_bound(position, self.windows, self.chunk)
-            if any(node.start < bound and node.end > position for node in nodes):  # rows may lie far apart
+            if any(node.start < bound and node.end > position for node in nodes):  # rows may be far apart
                 mask = self._read_chunk(cache, mask, nodes, position, bound, texts, scores)
             position = bound
         done(sum(len(texts[index].tokens) - 1 == node.end for node in nodes for index in node.members))
@@ -225,14 +235,15 @@ class Reader:
             self._read(branch, mask[chosen], batch, texts, scores, done)
 
     def _read_chunk(self, cache, mask, nodes: list[Node], low: int, high: int, texts, scores: list[Score]):
-        """Read the tokens at positions `low` to `high` of every row that has some. Returns the mask with their columns."""
+        """Read the tokens at positions `low` to `high` of each row. A row may have none there. Returns the mask with
+        the new columns."""
         spans = [(max(low, node.start), min(high, node.end)) for node in nodes]
         width = max(end - start for start, end in spans)
         device = self.model.device
         ids = torch.zeros(len(nodes), width, dtype=torch.long)
         real = torch.zeros(len(nodes), width, dtype=torch.bool)
         positions = torch.tensor([start for start, _ in spans])[:, None] + torch.arange(width)
-        positions = positions.clamp(max=high - 1)  # padding must not leave a table of learned positions
+        positions = positions.clamp(max=high - 1)  # padding must not point outside a table of learned positions
         for row, (node, (start, end)) in enumerate(zip(nodes, spans, strict=True)):
             if start < end:
                 ids[row, : end - start] = torch.tensor(node.tokens[start:end])
@@ -256,7 +267,8 @@ class Reader:
         return mask
 
     def _add(self, logits: torch.Tensor, targets: list[Target], first: int, scores: list[Score]) -> None:
-        """Add to the scores of texts. logits: `[rows, kept, vocabulary]`, of the columns from `first` on."""
+        """Add a chunk's results to the scores of its texts. logits: `[rows, kept, vocabulary]`, for columns from
+        `first` on."""
         places = torch.tensor([(target.row, target.column - first, target.token) for target in targets])
         rows, columns, tokens = places.to(logits.device).unbind(1)
         chosen = logits[rows, columns]
@@ -269,7 +281,7 @@ class Reader:
 
 
 def _targets(nodes: list[Node], spans: list[tuple[int, int]], texts: Sequence[Text]) -> Iterator[Target]:
-    """Which logits of a chunk predict a scored token."""
+    """The places of a chunk whose logits predict a scored token."""
     for row, (node, (start, end)) in enumerate(zip(nodes, spans, strict=True)):
         for index in node.members:
             text = texts[index]
@@ -278,10 +290,11 @@ def _targets(nodes: list[Node], spans: list[tuple[int, int]], texts: Sequence[Te
 
 
 def packed_tokens(cache: Cache, rows: int) -> list[float]:
-    """How many tokens each row holds in packed pages, a mean over the low-bit layers; layers in format `dense` count 0."""
+    """How many tokens each row holds in packed pages, as a mean over the low-bit layers. Layers in format `dense` count
+    as 0."""
     layers = [layer for layer in cache.layers if isinstance(layer, LowBitLayer)]
     counts = torch.zeros(rows, dtype=torch.float64)
-    by_spec: dict[Any, torch.Tensor] = {}  # layers of one spec hold the same: one look at the device for all of them
+    by_spec: dict[Any, torch.Tensor] = {}  # layers with the same spec hold equally many: one copy from the GPU
     for layer in layers:
         if layer.store is None or not packs(layer.spec):
             continue
@@ -292,5 +305,5 @@ def packed_tokens(cache: Cache, rows: int) -> list[float]:
 
 
 def packs(spec: Any) -> bool:
-    """Whether a layer stores keys or values in fewer bits than the model's dtype has."""
+    """Whether a layer stores keys or values in fewer bits than the model's dtype."""
     return not all(isinstance(fmt, Dense) for fmt in spec.formats)

@@ -16,7 +16,7 @@ from .local_models import essay
 
 
 class Continuation(NamedTuple):
-    """What one cache made of the prompt."""
+    """The continuation of the prompt with one cache."""
 
     tokens: list[int]
     text: str
@@ -24,9 +24,9 @@ class Continuation(NamedTuple):
 
 
 def default_prompt() -> str:
-    """Part of an essay, a second essay, and the beginning of a sentence that only the first can complete.
+    """Part of an essay, a second essay, and the beginning of a sentence that only the first essay can complete.
 
-    About 1200 tokens of the bundled model: what the sentence asks for stands in packed pages by then.
+    The prompt has about 1200 tokens of the bundled model. By its end, the facts for the sentence are in packed pages.
     """
     first, second = (essay(name).read_text(encoding="utf-8") for name in ("island", "weird"))
     first = first[: first.rindex("\n", 0, 3000)]
@@ -50,8 +50,8 @@ def compare(
         overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
-        The full-precision continuation, and one row per preset: `preset, text, agreeing_tokens` (length of the common
-        prefix with the full-precision tokens), `bits_per_value, kv_bytes, kv_bytes_full, seconds`.
+        The full-precision continuation, and one row for each preset: `preset, text, agreeing_tokens` (how many tokens
+        agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full, seconds`.
     """
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     report("full precision")
@@ -76,7 +76,7 @@ def compare(
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens two continuations share before they part."""
+    """How many tokens of two continuations agree before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -91,6 +91,6 @@ def _continue(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_token
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(**inputs, generation_config=greedy, **as_argument(cache))
-    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the GPU
     seconds = time.perf_counter() - start
     return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), seconds)

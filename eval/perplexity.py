@@ -1,15 +1,16 @@
-"""What a cache costs in accuracy: teacher forcing through it, against the full-precision cache on the same tokens.
+"""Accuracy of a cache: teacher forcing through it, compared with the full-precision cache on the same tokens.
 
 A text is fed in chunks. A chunk's tokens attend to the history as the cache holds it, and to their own chunk exactly.
-Decoding goes token by token, so how much is exact differs, unless chunks end where pages are packed: the tokens between
-two packings all see the same pages and all newer tokens exactly. Chunks are therefore cut at those points (see
-`chunk_bounds`), and with the default chunk, one page, every token attends to precisely what it would in decoding.
-Larger chunks are faster and flatter the cache. (A window of 0 packs each token at once: only `chunk=1` is decoding.)
+In decoding, the same tokens are exact only if chunks end when pages are packed. All tokens between two packings read
+the same packed pages, and read all newer tokens exactly. Chunks are therefore cut at these positions (see
+`chunk_bounds`). With the default chunk, one page, every token attends to exactly the same data as in decoding. Larger
+chunks are faster, but the cache looks better than it is. (A window of 0 packs each token at once: only `chunk=1` equals
+decoding.)
 
-`score(parallel=True)` takes a text in one forward pass, for a fraction of the work. A token's keys and values depend on the
-tokens before it alone, so a layer may get those of the whole text at once. Each layer encodes and decodes all pages together,
-with the formats, transforms and parameters of the cache that is asked for. Then each chunk of queries attends to what it would
-find in that cache: pages that are packed by then as they decode, and everything newer exactly.
+`score(parallel=True)` reads a text in one forward pass, with a fraction of the work. A token's keys and values depend
+only on earlier tokens, so a layer may get the keys and values of the whole text at once. Each layer encodes and decodes
+all pages together, with the formats, transforms and parameters of the wanted cache. Then each chunk of queries attends
+to the same data as with that cache: decoded numbers for pages that are packed by then, and exact ones for newer tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ from .bootstrap import error_of_mean
 from .data_parallel import ALONE, Processes
 from .texts import Text, read_text
 
-#: positions whose distributions are compared at a time
+#: positions whose distributions are compared in one operation
 SLICE = 256
-#: makes an empty cache
+#: a function that makes an empty cache
 Factory = Callable[[], Any]
 
 
 class Expected:
-    """What the full-precision cache says of a chunk; shared by all that is compared with it.
+    """Results of the full-precision cache for a chunk. All compared caches share them.
 
     Args:
-        logits: `[n, vocabulary]`. labels: the true next tokens, int64 `[n]`. first: position of the first one.
+        logits: `[n, vocabulary]`.
+        labels: the true next tokens, int64 `[n]`.
+        first: position of the first logit.
     """
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, first: int = 0):
@@ -58,7 +61,7 @@ class Expected:
 
 
 class Scores:
-    """What was found at each position that was scored, in the order in which it came."""
+    """Results of one cache at each scored position, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[torch.Tensor]] = {
@@ -67,7 +70,7 @@ class Scores:
         self.bits_per_value = 0.0
 
     def add(self, logits: torch.Tensor, expected: Expected) -> None:
-        """Logits `[n, vocabulary]` of the cache that is scored."""
+        """Add results. logits: `[n, vocabulary]`, of the scored cache."""
         log_q = logits.float().log_softmax(-1)
         values = {
             "nll": -log_q.gather(-1, expected.labels[:, None])[:, 0],
@@ -82,7 +85,7 @@ class Scores:
 
     @classmethod
     def joined(cls, windows: Sequence[Scores]) -> Scores:
-        """Those of a text, from those of its windows in their order."""
+        """The scores of a text, from the scores of its windows in their order."""
         whole = cls()
         for window in windows:
             for name, parts in window._parts.items():
@@ -95,8 +98,8 @@ class Scores:
         return torch.cat(self._parts[name]).double()
 
     def means(self) -> dict[str, float]:
-        """`ppl`, `ppl_full`, `kl`, `kl_error` (its standard error, see `bootstrap`), `kl_p99` (99th percentile over positions)
-        and `top1`."""
+        """`ppl`, `ppl_full`, `kl`, `kl_error` (its standard error, see `bootstrap`), `kl_p99` (99th percentile over
+        positions) and `top1`."""
         return {
             "ppl": float(self["nll"].mean().exp()),
             "ppl_full": float(self["nll_full"].mean().exp()),
@@ -107,7 +110,8 @@ class Scores:
         }
 
     def by_position(self, edges: Sequence[int]) -> list[dict[str, float]]:
-        """Means between each two edges that have a position in between: `from`, `to`, `kl`, `top1`."""
+        """Means between neighbouring edges: `from`, `to`, `kl`, `top1`. Intervals without scored positions are left
+        out."""
         rows = []
         for low, high in itertools.pairwise(edges):
             here = (self["position"] >= low) & (self["position"] < high)
@@ -118,7 +122,7 @@ class Scores:
 
 
 def position_edges(start: int, context: int) -> list[int]:
-    """`start`, the powers of two from 256 on that lie between, and `context`."""
+    """`start`, `context`, and the powers of two between them, from 256 on."""
     powers = [2**i for i in range(8, context.bit_length()) if start < 2**i < context]
     return [start, *powers, context]
 
@@ -139,24 +143,25 @@ def run(
     """Score presets on texts.
 
     Args:
-        texts: files, or texts by name.
-        model: a causal language model, with `attn_implementation="lowbit_kv"` so that packed history is attended to.
-        context: tokens of a window; each window begins with an empty cache.
-        start: first position of a window that is scored; the tokens before it are only read.
-        chunk: tokens fed at a time, at most; see the module's description.
+        texts: files, or `Text`s.
+        model: a causal language model. It needs `attn_implementation="lowbit_kv"` to attend to packed history.
+        context: tokens of a window. Each window begins with an empty cache.
+        start: first scored position of a window. The tokens before it are only read.
+        chunk: most tokens of a forward pass; see the module's description.
         overrides: further arguments of `from_preset`, for every preset.
-        windows: windows of each text, one behind the other, at most; 0: as many as it has.
-        processes: those that share the windows. Each returns the results of all.
+        windows: most windows of each text, one after the other; 0: as many as the text has.
+        processes: the processes that share the windows. Each returns the results of all.
 
     Returns:
-        One dict a preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything counted),
-        `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_error` (its standard
-        error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
-        caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
+        One dict for each preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything
+        counted), `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats),
+        `kl_error` (its standard error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share
+        of positions where both caches prefer the same token), `by_position` (see `Scores.by_position`; edges as
+        `position_edges` says).
 
     Raises:
-        ValueError: an unknown preset, `start` not below `context`, a `context` beyond what the model was made for, or a text
-            that is too short. Nothing has run then.
+        ValueError: an unknown preset, `start` not below `context`, a `context` beyond the model's longest, or a text
+            that is too short. It is raised before the model reads a window.
     """
     overrides = overrides or {}
     names = list(dict.fromkeys(presets))
@@ -190,17 +195,26 @@ def score(
     processes: Processes = ALONE,
     reference: Any = None,
 ) -> dict[str, list[Scores]]:
-    """Score caches, each made anew for a window by its factory, on texts: by name, one `Scores` a text. Arguments and errors
-    are those of `run`. batch: windows that go through a cache side by side, as rows; on a GPU several cost what one does.
-    parallel: take a window in one forward pass; the same up to rounding, and several times faster. reference: the model whose
-    full-precision cache is the truth, e.g. the one with 16-bit weights; `None`: the model itself."""
+    """Score caches on texts. For each window, a factory makes a new cache. Arguments not listed here, and errors, are
+    those of `run`.
+
+    Args:
+        factories: by name, functions that make a cache.
+        batch: windows that go through a cache together, as rows. On a GPU several windows take about as long as one.
+        parallel: read a window in one forward pass. The results are the same up to rounding, and several times faster.
+        reference: the model whose full-precision cache is the truth, e.g. one with 16-bit weights; `None`: the model
+            itself.
+
+    Returns:
+        For each name, one `Scores` for each text.
+    """
     truth = model if reference is None else reference
     if chunk < 1:
         raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
     if windows < 0:
         raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
     check_window(model, context, start)
-    groups: dict[tuple[int, ...], list[str]] = {}  # those with the same chunks share a full-precision pass
+    groups: dict[tuple[int, ...], list[str]] = {}  # caches with the same chunks share a full-precision pass
     for name, factory in factories.items():
         groups.setdefault(chunk_bounds(factory().spec, context, chunk), []).append(name)  # nothing is allocated yet
     pieces = [(text.name, window_tokens(text, tokenizer, context, windows)) for text in map(read_text, texts)]
@@ -209,10 +223,10 @@ def score(
     everything = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
     rows = processes.part(everything)
     by_preset: dict[str, list[Scores]] = {name: [Scores() for _ in rows] for name in factories}
-    exact = 1 if parallel else len(groups)  # full-precision passes: one pass has no chunks
+    exact = 1 if parallel else len(groups)  # number of full-precision passes; with `parallel` chunks do not matter
     steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)  # standard output is the caller's
+    console = Console(stderr=True)  # standard output belongs to the caller
     with Progress(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
         for first in range(0, len(rows), batch):
@@ -237,7 +251,7 @@ def score(
 
 
 def check_window(model: Any, context: int, start: int) -> None:
-    """Raise `ValueError` where no position would be scored, or the model was not made for windows of this length."""
+    """Raise `ValueError` if no position would be scored, or if a window is longer than the model's context."""
     if not 0 <= start < context - 1:
         raise ValueError(f"start={start} is not allowed with context={context}; at least one position must be scored")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -249,19 +263,20 @@ def check_window(model: Any, context: int, start: int) -> None:
 
 
 def chunk_bounds(spec: LayerSpec, context: int, chunk: int) -> tuple[int, ...]:
-    """Where chunks begin and end, `0` to `context`: a bound at each length at which a page is packed, `chunk` apart."""
+    """Positions at which chunks begin and end, from 0 to `context`. The bounds between are `chunk` apart, with one at
+    each length at which a page is packed."""
     first = (spec.sink + spec.residual) % chunk or chunk
     return (0, *range(first, context, chunk), context)
 
 
 def window_tokens(text: Text, tokenizer: Any, context: int, windows: int, name: str = "context") -> list[torch.Tensor]:
-    """Tokens of the windows, int64 `[1, context]` each; what is left behind the last one is not used. name: what the caller
-    calls `context`.
+    """Tokens of the windows, int64 `[1, context]` each. Tokens after the last whole window are not used. name: the name
+    of `context` in error messages.
 
     Raises:
         ValueError: the text has fewer tokens than one window.
     """
-    # a warning about the model's maximal length would be about text that is cut off here
+    # no warning about the model's maximal length: longer texts are cut here anyway
     ids = tokenizer(text.content, return_tensors="pt", verbose=False).input_ids
     if ids.shape[1] < context:
         raise ValueError(
@@ -284,7 +299,8 @@ def _score_windows(
     bar: Progress,
     task: Any,
 ) -> None:
-    """All caches go through the windows `[B, context]` side by side, so that nothing larger than a chunk's logits is kept."""
+    """Read each chunk of the windows `[B, context]` with all caches before the next chunk. So only the logits of one
+    chunk are in memory."""
     full = DynamicCache(config=truth.config)
 
     def logits(model: Any, cache: Any, low: int, high: int, scored: int) -> torch.Tensor:
@@ -294,7 +310,7 @@ def _score_windows(
 
     for low, high in itertools.pairwise(bounds):
         scored = max(high - max(low, start), 0)
-        labels = ids[:, high - scored + 1 : high + 1]  # of a window's last position the next token is not known
+        labels = ids[:, high - scored + 1 : high + 1]  # the last position of a window has no next token
         count = labels.shape[1]
         exact = logits(truth, full, low, high, scored)
         expected = [Expected(x[:count], y, high - scored) for x, y in zip(exact, labels, strict=True) if scored]
@@ -305,9 +321,7 @@ def _score_windows(
     for name, cache in caches.items():
         nbytes, bits = cache.nbytes, float(cache.bits_per_value)
         stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
-        bits *= (stored + (len(ids) - 1) * nbytes.parameters) / max(
-            stored, 1
-        )  # those of a window in a cache of its own
+        bits *= (stored + (len(ids) - 1) * nbytes.parameters) / max(stored, 1)  # as if each window had its own cache
         for of in scores[name]:
             of.bits_per_value = bits
 
@@ -330,7 +344,7 @@ def _score_in_one_pass(
     bar: Progress,
     task: Any,
 ) -> None:
-    """As `_score_windows`, one cache after the other. exact: logits of the full-precision cache."""
+    """Like `_score_windows`, but with one forward pass for each cache. exact: logits of the full-precision cache."""
     context = ids.shape[1]
     labels = ids[:, start + 1 :]
     for name, factory in factories.items():
@@ -347,16 +361,16 @@ def _score_in_one_pass(
             of.bits_per_value = _stored_bits_per_value(cache, context)
 
 
-#: pages that are encoded and decoded together
+#: pages that are encoded and decoded in one operation
 SLAB = 8
 
 
 def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
-    """Let a new cache's packed layers attend as if the text came in chunks that end at `bounds`. Good for one forward pass;
-    nothing is stored.
+    """Let the packed layers of a new cache attend as if the text came in chunks that end at `bounds`. This works for
+    one forward pass, and nothing is stored.
 
     Raises:
-        ValueError: a layer whose two streams are not keys and values.
+        ValueError: the two streams of a layer are not keys and values.
     """
     for layer in cache.packed_layers:
         if layer.spec.reading.name != "separate":
@@ -365,7 +379,7 @@ def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
 
 
 def _stored_bits_per_value(cache: Any, tokens: int) -> float:
-    """What `cache.bits_per_value` is when a row of so many tokens is stored."""
+    """The value of `cache.bits_per_value` after one row of `tokens` tokens."""
     stored = values = 0
     for layer in cache.packed_layers:
         spec, store = layer.spec, layer.store
@@ -379,7 +393,7 @@ def _stored_bits_per_value(cache: Any, tokens: int) -> float:
 
 
 def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tensor:
-    """`LowBitLayer.step` for a whole text: `[B, S, Hq, D]`."""
+    """Replaces `LowBitLayer.step` for a whole text. Returns `[B, S, Hq, D]`."""
     if chunk.mask is not None:
         raise ValueError("padding is not offered in one pass; use parallel=False")
     spec, dtype, scaling, softcap, sinks = layer.spec, chunk.k.dtype, *chunk[4:7]
@@ -408,12 +422,13 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
 
 
 def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end: int) -> torch.Tensor:
-    """What a chunk that ends at `end` finds where `seen` tokens behind the sink are packed."""
+    """The keys or values that a chunk ending at `end` attends to, if the first `seen` tokens after the sink are
+    packed."""
     return torch.cat([x[:, :, :sink], decoded[:, :, :seen], x[:, :, sink + seen : end]], 2) if seen else x[:, :, :end]
 
 
 def _decoded(fmt: Format, x: torch.Tensor, size: int, dtype: torch.dtype, parameters: Any) -> torch.Tensor:
-    """Tokens `[B, H, n, D]`, `n` a multiple of the page size, packed and unpacked."""
+    """Tokens `[B, H, n, D]` after encoding and decoding. `n` is a multiple of the page size."""
     if x.shape[2] % size:
         raise ValueError(f"{x.shape[2]} packed tokens are not a multiple of page_size={size}; use parallel=False")
     parts = []

@@ -1,7 +1,8 @@
-"""Which preset for a model: those that fit it, the best at a budget, and a sweep over formats that have no name.
+"""Finds a preset for a model: presets that fit the model, the best ones within a budget, and a sweep over other
+formats.
 
-`recommend` is what `hf-lowbit-kv recommend` prints, `sweep` what `hf-lowbit-kv eval sweep` does. `pareto` says which points of
-bits against KL no other point beats, and `plot` draws them.
+`hf-lowbit-kv recommend` prints the results of `recommend`, and `hf-lowbit-kv eval sweep` those of `sweep`. `pareto`
+finds the points of bits and KL that no other point beats. `plot` draws the points.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 from .perplexity import Factory, mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
-#: how many presets are measured at most: those with the most bits within the budget, and the default
+#: most presets to measure: those with the most bits within the budget, and the default
 MOST = 8
 
 
 class Size(NamedTuple):
-    """What a preset stores of `context` tokens: bits per number, and bytes of all rows, the packed layers alone."""
+    """Size of a preset's cache at `context` tokens: bits per number, and bytes of all rows. Only packed layers are
+    counted."""
 
     bits: float
     nbytes: int
     nbytes_full: int
-    """in 16 bits"""
+    """bytes of a 16-bit cache"""
 
 
 class Budget(NamedTuple):
-    """What may be stored of rows of `context` tokens: at most `bits` per number, or `memory` bytes of all rows together."""
+    """Limit for a cache with `batch` rows of `context` tokens: `bits` per number, or `memory` bytes of all rows
+    together."""
 
     bits: float | None
     memory: int | None
@@ -54,15 +57,15 @@ class Budget(NamedTuple):
 
 
 def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int) -> dict[str, Size]:
-    """What each cache stores of `batch` rows of `context` tokens, as arithmetic: metadata, window and parameters are counted,
-    the window in 16 bits. Layers that are not packed (sliding, recurrent) are not counted: no preset changes them."""
+    """Computed size of each cache at `batch` rows of `context` tokens. Metadata, parameters and the window in 16 bits
+    are counted. Layers that are not packed (sliding, recurrent) are not counted, because no preset changes them."""
     dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     by_preset = {}
     for name, factory in factories.items():
         cache = factory()
         with torch.no_grad():
-            model(token, **as_argument(cache), use_cache=True)  # layers know their sizes then
+            model(token, **as_argument(cache), use_cache=True)  # afterwards layers know their sizes
         stored = full = 0
         for layer in cache.packed_layers:
             store, spec = layer.store, layer.spec
@@ -71,17 +74,17 @@ def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int
             pages = -(-paged // spec.page_size) * sum(spec.part_bytes(store.head_dim_k, store.head_dim_v, dtype))
             stored += store.num_heads * (pages + (context - paged) * width * dtype.itemsize)
             full += store.num_heads * context * width * dtype.itemsize
-        stored = batch * stored + cache.nbytes.parameters  # codebooks and the like, whatever the number of rows
+        stored = batch * stored + cache.nbytes.parameters  # e.g. codebooks: the same for any number of rows
         by_preset[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
     return by_preset
 
 
 def within(budget: Budget, sizes_of: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
-    """The caches that meet the budget, those with the most bits first, at most `most`; `wanted` is among them if it meets
+    """At most `most` caches that meet the budget, those with the most bits first. `wanted` is among them if it meets
     the budget.
 
     Raises:
-        ValueError: none does; the message names the nearest.
+        ValueError: no cache meets the budget. The message names the nearest one.
     """
     order = sorted(sizes_of, key=lambda name: sizes_of[name].bits, reverse=True)
     if names := [name for name in order if budget.holds(sizes_of[name])]:
@@ -107,17 +110,18 @@ def recommend(
     """Measure the presets that meet a budget, the best first.
 
     Args:
-        text: what to measure on; its first `tokens` tokens are read, and scored from `start`.
-        presets: candidates; `None`: all that serve the model. Of presets that store the same one is measured.
+        text: the text to measure on. Its first `tokens` tokens are read, and scored from `start`.
+        presets: candidates; `None`: all presets that fit the model. If several presets store the same, one is measured.
         overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
-        One dict a preset, in the order of `kl`: `preset`, `same_as` (presets that store the same), `bits_per_value`, `bytes`
-        and `bytes_full` (all rows at the budget's context; see `sizes`), `kl`, `kl_p99`, `top1`, `ppl`, `ppl_full`, and `code`,
-        the line that makes the cache.
+        One dict for each preset, in the order of `kl`: `preset`, `same_as` (presets that store the same),
+        `bits_per_value`, `bytes` and `bytes_full` (all rows at the budget's context; see `sizes`), `kl`, `kl_p99`,
+        `top1`, `ppl`, `ppl_full`, and `code`, the line of code that makes the cache.
 
     Raises:
-        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too short.
+        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too
+            short.
     """
     overrides = overrides or {}
     source = read_text(text)
@@ -143,7 +147,7 @@ def recommend(
 
 
 class _Maker:
-    """Makes a preset's cache, and the line of code that does."""
+    """Makes a preset's cache. `code` is the line of code that makes the same cache."""
 
     def __init__(self, name: str, model: Any, overrides: dict[str, Any]):
         self.name, self.model, self.overrides = name, model, overrides
@@ -158,7 +162,7 @@ class _Maker:
 
 
 def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:
-    """The first of the presets that store the same, and the others."""
+    """Groups presets that store the same: the first preset of a group -> the others."""
     first: dict[tuple, str] = {}
     same: dict[str, list[str]] = {}
     for name, factory in factories.items():
@@ -171,9 +175,10 @@ def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:
 
 
 def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = None) -> tuple[list[str], dict[str, str]]:
-    """The listed presets that serve this model with these arguments of `from_preset`, and why the others do not.
+    """The listed presets that work with this model and these arguments of `from_preset`, and the reasons why others do
+    not.
 
-    Presets for latent attention serve other models than the rest, and a calibrated preset needs its calibration.
+    Presets for latent attention work only with models that have it. A calibrated preset needs its calibration.
     """
     fitting, reasons = list[str](), dict[str, str]()
     for name in preset_names():
@@ -195,7 +200,7 @@ RESIDUALS = (128,)
 
 
 def parse_pair(text: str) -> tuple[str, str]:
-    """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` where there are not two."""
+    """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` if there are not exactly two."""
     keys, slash, values = text.partition("/")
     if not (keys and slash and values) or "/" in values:
         raise ValueError(f"formats {text!r} are not understood; give KEYS/VALUES, e.g. int4-channel/int2-token")
@@ -216,19 +221,22 @@ def sweep(
     progress: bool = True,
     calibration: Calibration | str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Every combination, in the order of bits.
+    """Measure every combination of formats and options.
 
     Args:
-        pairs: key format and value format. The other arguments are those of `LowBitCache` and of `perplexity.run`.
-        calibration: for formats and transforms that need one; `None`: looked up for the model.
-        bits_at: length at which `bits_per_value` is stated, with a window in 16 bits.
+        pairs: key format and value format. Arguments not listed here are those of `LowBitCache` and of
+            `perplexity.run`.
+        calibration: for formats and transforms that need one; `None`: the calibration found for the model.
+        bits_at: tokens at which `bits_per_value` is computed, with a window in 16 bits.
 
     Returns:
-        One dict a combination: `name`, `keys`, `values`, `transform`, `sink`, `residual`, `bits_per_value`, `kl`, `kl_p99`,
-        `top1`, `ppl`, `ppl_full`, and `pareto`: whether no other one has at most its bits and at most its KL.
+        One dict for each combination, in the order of bits: `name`, `keys`, `values`, `transform`, `sink`, `residual`,
+        `bits_per_value`, `kl`, `kl_p99`, `top1`, `ppl`, `ppl_full`, and `pareto` (whether no other combination is
+        better, see `pareto`).
 
     Raises:
-        ValueError: a combination that does not exist, or a text that is too short. Nothing has run then.
+        ValueError: a combination that does not exist, or a text that is too short. It is raised before anything is
+            measured.
     """
     rows, factories = dict[str, dict[str, Any]](), {}
     for (keys, values), transform, sink, residual in itertools.product(pairs, transforms, sinks, residuals):
@@ -254,12 +262,13 @@ def sweep(
     return [row | {"pareto": best} for row, best in zip(ordered, pareto(ordered))]
 
 
-#: inches of the picture
+#: width and height of the picture, inches
 SIZE = (7.5, 4.5)
 
 
 def pareto(rows: Sequence[dict[str, Any]], x: str = "bits_per_value", y: str = "kl") -> list[bool]:
-    """Whether no other row has at most the same `x` and `y` and less of one of them."""
+    """For each row: `True` if no other row beats it. A row is beaten if another has no larger `x` and `y`, and one of
+    them is smaller."""
 
     def beaten(row: dict[str, Any]) -> bool:
         return any(
@@ -270,7 +279,7 @@ def pareto(rows: Sequence[dict[str, Any]], x: str = "bits_per_value", y: str = "
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, label: str = "preset", **options: Any) -> None:
-    """Write the picture that `draw` makes to `path` (`.png`, `.svg`). options: those of matplotlib's `savefig`."""
+    """Write the picture of `draw` to `path` (`.png`, `.svg`). options: those of matplotlib's `savefig`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, layout="constrained")
@@ -279,8 +288,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, label: str = "p
 
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "preset") -> None:
-    """Draw rows with `bits_per_value` and `kl` on matplotlib axes: the Pareto front as a line; points named by `label` where
-    there is room."""
+    """Draw rows with `bits_per_value` and `kl` on matplotlib axes. A line shows the Pareto front. Points get the names
+    in field `label` if there is room."""
     front = [row for row, best in zip(rows, pareto(rows)) if best]
     rest = [row for row in rows if row not in front]
     front.sort(key=lambda row: row["bits_per_value"])
@@ -301,19 +310,19 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "pr
     ]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.figure.canvas.draw()  # places are known then
+    axes.figure.canvas.draw()  # afterwards the positions of points are known
     taken = [*_markers(axes, rows), *_steps(axes, front)]
     _name(axes, front, label, "black", 9, taken)
     _name(axes, rest, label, "0.45", 7, taken)
 
 
 def _places(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    """Where the rows' points are, in pixels `[rows, 2]`."""
+    """Positions of the rows' points, in pixels `[rows, 2]`."""
     return axes.transData.transform([(row["bits_per_value"], row["kl"]) for row in rows]) if rows else []
 
 
 def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The boxes of the points."""
+    """Bounding boxes of the points."""
     from matplotlib.transforms import Bbox
 
     half = 3 * axes.figure.dpi / 72
@@ -321,7 +330,7 @@ def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _steps(axes: Any, front: Sequence[dict[str, Any]]) -> list[Any]:
-    """The boxes of the line that joins the front: to the right, then down."""
+    """Bounding boxes of the line that joins the points of the front: first to the right, then down."""
     from matplotlib.transforms import Bbox
 
     boxes = []
@@ -330,18 +339,18 @@ def _steps(axes: Any, front: Sequence[dict[str, Any]]) -> list[Any]:
     return boxes
 
 
-#: where a label may begin, or end, beside its point, in points: the first place where nothing else stands is taken
+#: offsets from a point at which its label may begin or end, in typographic points. The first free place is taken
 _SIDES = (
     *((6, -3), (6, 5), (6, -11), (12, 14), (12, -20), (18, 24), (18, -30)),
     *((30, 34), (30, -40), (45, 20), (45, -26), (45, -50), (60, -60)),
 )
 _OFFSETS = [(sign * x, y) for x, y in _SIDES for sign in (1, -1)]
-#: a label this far away is joined to its point
+#: from this horizontal offset on, a line joins the label to its point
 _FAR = 12
 
 
 def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[Any]:
-    """Boxes along the line from a point, but for its first quarter, to the label in `box`."""
+    """Small boxes along the line from a point to the label in `box`, without the first quarter of the line."""
     from matplotlib.transforms import Bbox
 
     x, y = axes.transData.transform(point)
@@ -351,7 +360,7 @@ def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[
 
 
 def _name(axes: Any, rows: Sequence[dict[str, Any]], label: str, colour: str, size: int, taken: list[Any]) -> None:
-    """Write the rows' names beside their points, where there is room; `taken` collects what stands where."""
+    """Write the rows' names beside their points if there is room. `taken` collects the boxes of everything drawn."""
     for row in rows:
         point = row["bits_per_value"], row["kl"]
         for x, y in _OFFSETS:

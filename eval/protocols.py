@@ -1,7 +1,8 @@
-"""Evaluations that papers of this field report, so that a row of ours can stand beside theirs.
+"""Evaluations that papers of this field report, so that our results can be compared with theirs.
 
-- `wikitext`: perplexity on the test part of WikiText-2, in windows of 2048 tokens that are read 16 tokens at a time. The
-  first 16 tokens stay in 16 bits, and the newest ones too: at least 0, and at least 128 (OSCAR, WUSH-KV and others).
+- `wikitext`: perplexity on the test part of WikiText-2 (OSCAR, WUSH-KV and others). Windows of 2048 tokens are read 16
+  tokens at a time. The first 16 tokens stay in 16 bits. The newest tokens stay in 16 bits too: at least 0, or at least
+  128 of them.
 - `kivi`: GSM8K and eight tasks of LongBench through lm-eval, the sets of KIVI's tables.
 
 The data come from the hub, or from local files.
@@ -21,12 +22,12 @@ from hf_lowbit_kv.eval.perplexity import check_window, mean_row, position_edges,
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
 NAMES = ("wikitext", "kivi")
-#: of the protocol `wikitext`: tokens of a window, of a chunk, and of the sink, and newest tokens in 16 bits
+#: protocol `wikitext`: tokens of a window, of a chunk and of the sink, and numbers of newest tokens in 16 bits
 CONTEXT, CHUNK, SINK, RESIDUALS = 2048, 16, 16, (0, 128)
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
-#: more than the text has
+#: more tokens than the text has
 EVERYTHING = 10**7
-#: lm-eval's tasks of the protocol `kivi`, and where it describes them
+#: protocol `kivi`: lm-eval's tasks, and lm-eval's files that describe them
 KIVI_TASKS = {
     "gsm8k": "gsm8k/gsm8k.yaml",
     "longbench_qasper": "longbench/qasper.yaml",
@@ -38,15 +39,16 @@ KIVI_TASKS = {
     "longbench_lcc": "longbench/lcc.yaml",
     "longbench_repobench-p": "longbench/repobench-p.yaml",
 }
-#: their modules of metrics
+#: packages that LongBench's metrics need
 LONGBENCH_PACKAGES = ("jieba", "fuzzywuzzy", "rouge")
 
 
 def wikitext_text(dataset: str | None = None) -> Text:
-    """The text of the protocol `wikitext`: documents joined by a blank line. dataset: a file in place of the hub's data.
+    """The text of the protocol `wikitext`: documents joined by blank lines. dataset: a file to use instead of the hub's
+    data.
 
     Raises:
-        OSError: the hub, or the file, is not reached.
+        OSError: the hub or the file cannot be read.
     """
     name, config, split = WIKITEXT if dataset is None else (dataset, None, "test")
     return dataset_text(name, config, split, tokens=EVERYTHING)
@@ -62,18 +64,22 @@ def wikitext(
     progress: bool = True,
     **overrides: Any,
 ) -> list[dict[str, Any]]:
-    """Perplexity of presets on a text, as the protocol `wikitext` says. All tokens of a window but its first are scored.
+    """Perplexity of presets on a text by the protocol `wikitext`. All tokens of a window except the first are scored.
 
     Args:
-        windows: windows to read; 0: as many as the text has. batch_size: windows that go through a cache side by side.
-        **overrides: further arguments of `from_preset`, e.g. `calibration`; not `sink` and `residual`, which the protocol sets.
+        windows: windows to read; 0: as many as the text has.
+        batch_size: windows that go through a cache together.
+        **overrides: further arguments of `from_preset`, e.g. `calibration`. `sink` and `residual` are not allowed,
+            because the protocol sets them.
 
     Returns:
-        The full-precision cache first, then one dict for each preset and residual: `protocol`, `preset`, `sink`, `residual`,
-        `ppl`, `ppl_full`, `kl`, `kl_error`, `top1`, `bits_per_value` (at 2048 tokens, everything counted), `windows`, `text`.
+        The full-precision cache first, then one dict for each preset and residual: `protocol`, `preset`, `sink`,
+        `residual`, `ppl`, `ppl_full`, `kl`, `kl_error`, `top1`, `bits_per_value` (at 2048 tokens, everything counted),
+        `windows`, `text`.
 
     Raises:
-        ValueError: an unknown preset, `sink` or `residual` among the overrides, a text or a model's context that is too short.
+        ValueError: an unknown preset, `sink` or `residual` among the overrides, or a text or a model's context that is
+            too short.
     """
     if taken := {"sink", "residual", "residual_length"} & overrides.keys():
         raise ValueError(f"{min(taken)}= is set by the protocol wikitext: sink={SINK}, residual={RESIDUALS}")
@@ -108,16 +114,19 @@ def kivi(
     options: Sequence[str] = (),
     **overrides: Any,
 ) -> list[dict[str, Any]]:
-    """The tasks of KIVI's tables with each preset, full precision first: rows as `lm_eval_model.evaluate` returns them.
+    """Run the tasks of KIVI's tables with full precision, then with each preset. Returns rows like
+    `lm_eval_model.evaluate`.
 
     Args:
-        lm: a `LowBitLM`. tasks: some of `KIVI_TASKS`; `None`: all.
-        dataset: a folder with a file `<task>.jsonl` for each task, or a folder `<task>` with one for each split
+        lm: a `LowBitLM`.
+        tasks: some of `KIVI_TASKS`; `None`: all.
+        dataset: a folder that has, for each task, a file `<task>.jsonl` or a folder `<task>` with a file for each split
             (`train.jsonl`, `test.jsonl`); `None`: the hub's data.
-        options: of lm-eval's own command, e.g. `["--limit", "200"]`.
+        options: options of lm-eval's own command, e.g. `["--limit", "200"]`.
 
     Raises:
-        ValueError: another task, or a task without a file. ImportError: a package that LongBench's metrics need is missing.
+        ValueError: a task that is not in `KIVI_TASKS`, or a task without a file.
+        ImportError: a package that LongBench's metrics need is missing.
     """
     from hf_lowbit_kv.eval.lm_eval_model import evaluate
 
@@ -132,7 +141,7 @@ def kivi(
 
 
 def check_kivi(tasks: Sequence[str] | None) -> list[str]:
-    """The tasks, each once, after checking that they can run."""
+    """The tasks without repetitions. Raises if one of them cannot run (see `kivi`)."""
     import importlib.util
 
     chosen = list(dict.fromkeys(tasks or KIVI_TASKS))
@@ -145,7 +154,7 @@ def check_kivi(tasks: Sequence[str] | None) -> list[str]:
 
 
 def local_task(task: str, dataset: Path) -> str:
-    """The description of one of `KIVI_TASKS` on local data, as YAML for lm-eval.
+    """YAML for lm-eval that describes one of `KIVI_TASKS` with local data.
 
     Raises:
         ValueError: the folder has no file for the task.

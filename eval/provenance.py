@@ -1,4 +1,5 @@
-"""What scripts that measure have in common: records with what is needed to repeat them, and a console for tables."""
+"""Shared code of measuring scripts: records, the data that is needed to repeat a measurement, and a console for
+tables."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-#: where records are kept in a checkout; the wheel has no such folder
+#: the folder of records in a checkout; the wheel has no such folder
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -26,19 +27,20 @@ def device_name(device: torch.device | str) -> str:
 
 
 def results_path(kind: str, name: str) -> Path:
-    """`eval/results/<kind>-<name>.jsonl`, the name in lower case with hyphens: `decode-nvidia-h200.jsonl`."""
+    """`eval/results/<kind>-<name>.jsonl`. The name is in lower case with hyphens, e.g. `decode-nvidia-h200.jsonl`."""
     return RESULTS / f"{kind}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.jsonl"
 
 
 def default_records(kind: str, name: str) -> Path | None:
-    """Where a script that users have appends its records unless they say: `results_path` in a checkout, elsewhere nowhere."""
+    """The default file for records of a script that is part of the wheel: `results_path` in a checkout, `None`
+    elsewhere."""
     return results_path(kind, name) if RESULTS.is_dir() else None
 
 
 def commit() -> str:
-    """The checkout's commit, with `-dirty` where it has uncommitted changes; `"unknown"` outside a checkout."""
+    """The checkout's commit, with `-dirty` if there are uncommitted changes. Outside a checkout: `"unknown"`."""
     if not RESULTS.is_dir():
-        return "unknown"  # an installed package may lie in somebody else's checkout
+        return "unknown"  # an installed package may be in the checkout of another project
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
@@ -48,8 +50,8 @@ def commit() -> str:
 
 
 def provenance(commit_name: str | None = None) -> dict[str, str | None]:
-    """`torch`, `triton`, `transformers`, `commit`, `date` (UTC). `commit_name` overrides what git says, for machines
-    that hold the files without their history."""
+    """`torch`, `triton`, `transformers`, `commit`, `date` (UTC). `commit_name` replaces the commit that git reports,
+    for machines that have the files without git's history."""
     return {
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -67,14 +69,14 @@ def _version(package: str) -> str | None:
 
 
 def run_command(main: Callable[..., Any]) -> None:
-    """Run `main` as a command. Help is shown as it is written: what stands in brackets is no markup."""
+    """Run `main` as a command. Its help is shown as written: brackets are not treated as markup."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(main)
     app()
 
 
 def wide_console() -> Console:
-    """For tables: a terminal as wide as it is, and a log of 160 columns, where nothing has to be cut."""
+    """A console for tables. A terminal keeps its width. A log gets 160 columns, so that tables are not cut."""
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -82,7 +84,7 @@ def wide_console() -> Console:
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add one JSON line. NaN and infinity are no JSON: they raise."""
+    """Append one JSON line. NaN and infinity raise `ValueError`, because JSON does not have them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")

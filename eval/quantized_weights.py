@@ -1,8 +1,9 @@
-"""Packed caches under quantized weights: `python -m hf_lowbit_kv.eval.quantized_weights`.
+"""Accuracy of packed caches with quantized weights: `python -m hf_lowbit_kv.eval.quantized_weights`.
 
-torchao and bitsandbytes quantize the weights while transformers loads the model (`weight_quantization`). Every combination of
-weights and cache is compared with 16-bit weights and the full-precision cache: both losses together, as a user meets them. In a
-checkout rows go to `weights-accuracy-<model>.jsonl` in `eval/results/`. Times: `eval/benchmarks/bench_weights.py`.
+torchao and bitsandbytes quantize the weights while transformers loads the model (`weight_quantization`). Every
+combination of weights and cache is compared with 16-bit weights and the full-precision cache, so a row shows both
+losses together. In a checkout rows go to `weights-accuracy-<model>.jsonl` in `eval/results/`.
+`eval/benchmarks/bench_weights.py` measures times.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from hf_lowbit_kv.eval.weight_quantization import (
     stored_bytes,
 )
 
-#: `dense` keeps keys and values in the model's dtype: what the weights alone cost
+#: `dense` keeps keys and values in the model's dtype, so its rows show the loss from the weights alone
 PRESETS = ("dense", "kv8", "kivi-4-sink", "k4v2-sink")
 
 
@@ -93,8 +94,8 @@ def main(
 def measure(
     model: Any, reference: Any, tokenizer: Any, weights: str, presets: Any, context: int, start: int
 ) -> list[dict[str, Any]]:
-    """One row for each preset under these weights: `weights`, `meaning`, `preset`, `ppl`, `ppl_reference`, `kl` (nats from
-    `reference` with its full-precision cache), `kl_error`, `top1`, `weight_bytes`, `bits_per_value`."""
+    """One row for each preset with these weights: `weights`, `meaning`, `preset`, `ppl`, `ppl_reference`, `kl` (from
+    `reference` with its full-precision cache, nats), `kl_error`, `top1`, `weight_bytes`, `bits_per_value`."""
     factories = {preset: functools.partial(from_preset, preset, model) for preset in presets}
     texts = default_texts()
     measured = score(factories, texts, model, tokenizer, context, start, parallel=True, reference=reference)
@@ -108,7 +109,7 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows."""
+    """A table of the rows."""
     out = Table("weights", "cache", "ppl", "KL", "top-1", "weights MB", "bits of the cache")
     for row in rows:
         numbers = f"{row['ppl']:.2f}", f"{row['kl']:.5f}", f"{row['top1']:.3f}", f"{row['weight_bytes'] / 1e6:.1f}"

@@ -1,4 +1,4 @@
-"""Texts to measure on: files, and documents of a `datasets` source."""
+"""Texts to measure on: files, or documents from the package `datasets`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from .local_models import MissingPackageError
 
-#: file endings that `datasets` reads with the loader of that name
+#: file endings, and the names of the loaders that `datasets` has for them
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
-#: characters to read for each token that is needed: more than any common tokenizer takes
+#: characters to read for each needed token: more than the characters per token of any common tokenizer
 CHARACTERS_PER_TOKEN = 20
 OFFLINE = (
     "Without the hub, use --text FILE, a local file (--dataset documents.jsonl), or no option: the default essays come "
@@ -20,17 +20,18 @@ OFFLINE = (
 
 
 class Text(NamedTuple):
-    """A text by name."""
+    """A text with a name."""
 
     name: str
     content: str
 
 
 def read_text(source: str | Path | Text) -> Text:
-    """A file as a text; a `Text` is returned as it is.
+    """Read a file. A `Text` is returned unchanged.
 
     Raises:
-        ValueError: the file is not UTF-8. OSError: it cannot be read.
+        ValueError: the file is not UTF-8.
+        OSError: the file cannot be read.
     """
     if isinstance(source, Text):
         return source
@@ -43,17 +44,19 @@ def read_text(source: str | Path | Text) -> Text:
 def dataset_text(
     name: str, config: str | None = None, split: str = "test", column: str = "text", tokens: int = 4096
 ) -> Text:
-    """Documents of a dataset, a blank line between two, as one text.
+    """Documents of a dataset as one text, separated by blank lines.
 
     Args:
         name: a hub name, a folder, or a file that `datasets` can load (`.jsonl`, `.csv`, `.parquet`, `.txt`).
-        config, split: as for `datasets.load_dataset`; a file's only split is `"train"`, which is taken whatever is given.
-        column: the documents.
-        tokens: how many tokens are needed; reading stops when there are enough characters for them.
+        config, split: as for `datasets.load_dataset`. For a file `split` is ignored, because its only split is
+            `"train"`.
+        column: the column with the documents.
+        tokens: how many tokens are needed. Reading stops when there are enough characters for them.
 
     Raises:
         MissingPackageError: `datasets` is not installed.
-        ValueError: there is no such column. OSError: the dataset cannot be loaded, e.g. because the hub is not reached.
+        ValueError: there is no such column.
+        OSError: the dataset cannot be loaded, e.g. because the hub cannot be reached.
     """
     rows = iter(_load(name, config, split))
     documents = _documents(rows, name, column, tokens * CHARACTERS_PER_TOKEN)

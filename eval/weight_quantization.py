@@ -1,7 +1,7 @@
-"""Weights below 16 bits as transformers' own integrations make them: torchao and bitsandbytes, while a model is loaded.
+"""Weights below 16 bits. transformers' integrations of torchao and bitsandbytes quantize them while a model is loaded.
 
-Checkpoints that somebody has quantized before (GPTQ, AWQ, FP8, MXFP4) need nothing from here: `from_pretrained` reads how from
-their configuration.
+Checkpoints that are already quantized (GPTQ, AWQ, FP8, MXFP4) do not need this module. `from_pretrained` reads the
+method from their configuration.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-#: numbers of a weight that share a scale where scales belong to groups; it divides the sizes of the bundled model
+#: size of the groups of weights that share a scale, for methods with groups. It divides the sizes of the bundled model
 GROUP_SIZE = 64
 SIXTEEN_BITS = "16-bit"
 
 
 class WeightQuantization(NamedTuple):
-    """A way to store the weights of linear layers; the embedding, the head and norms stay in 16 bits.
+    """A way to store the weights of linear layers. The embedding, the head and norms stay in 16 bits.
 
     Attributes:
-        package: that has to be installed, or `None`.
+        package: a package that must be installed, or `None`.
         meaning: bits of weights and of activations, and the method.
-        configuration: `quantization_config=` of `from_pretrained`, from the device and the model's dtype.
+        configuration: function of the device and the model's dtype that returns `quantization_config=` for
+            `from_pretrained`.
     """
 
     package: str | None
@@ -44,9 +45,10 @@ def _int4(device: torch.device, dtype: torch.dtype) -> Any:
     from torchao.quantization.quant_primitives import MappingType
     from transformers import TorchAoConfig
 
-    if device.type == "cuda":  # the packing of PyTorch's own kernel; torchao's others need further packages
+    if device.type == "cuda":  # the packing of PyTorch's kernel; torchao's others need more packages
         return TorchAoConfig(Int4WeightOnlyConfig(group_size=GROUP_SIZE, int4_packing_format="tile_packed_to_4d"))
-    # no 4-bit kernel of PyTorch takes every CPU and dtype: the same numbers, a zero point a group, dequantized in each call
+    # no 4-bit kernel of PyTorch works on every CPU and dtype. Here the same numbers, with a zero point for each group,
+    # are dequantized in each call
     int4: Any = torch.int4  # type: ignore[attr-defined]
     return TorchAoConfig(
         IntxWeightOnlyConfig(int4, PerGroup(GROUP_SIZE), mapping_type=MappingType.ASYMMETRIC, scale_dtype=dtype)
@@ -72,7 +74,7 @@ def _bitsandbytes_8(device: torch.device, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
-#: by the names that `--weights` takes
+#: all quantizations, by the names for `--weights`
 WEIGHT_QUANTIZATIONS: Mapping[str, WeightQuantization] = {
     SIXTEEN_BITS: WeightQuantization(None, "W16A16", lambda device, dtype: None),
     "torchao-int8": WeightQuantization("torchao", "W8A16, a scale per output", _int8),
@@ -84,10 +86,11 @@ WEIGHT_QUANTIZATIONS: Mapping[str, WeightQuantization] = {
 
 
 def check_weights(name: str) -> WeightQuantization:
-    """The quantization of that name.
+    """The quantization with this name.
 
     Raises:
-        ValueError: the name is not known. ImportError: its package is missing.
+        ValueError: the name is not known.
+        ImportError: the package of the quantization is missing.
     """
     if (quantization := WEIGHT_QUANTIZATIONS.get(name)) is None:
         raise ValueError(f"weights={name!r} is not offered; allowed: {', '.join(WEIGHT_QUANTIZATIONS)}")
@@ -106,14 +109,16 @@ def load_quantized(
     state: Mapping[str, torch.Tensor] | None = None,
     attn_implementation: str = "lowbit_kv",
 ) -> Any:
-    """A causal language model in evaluation mode, with its linear layers stored as `weights` says.
+    """A causal language model in evaluation mode, with linear layers quantized by the method `weights`.
 
     Args:
-        source: hub name or folder, or a configuration; then `state` holds the weights.
-        weights: name in `WEIGHT_QUANTIZATIONS`. dtype: of activations, and of what is not quantized.
+        source: hub name or folder, or a configuration. With a configuration, `state` holds the weights.
+        weights: name in `WEIGHT_QUANTIZATIONS`.
+        dtype: dtype of activations, and of weights that are not quantized.
 
     Raises:
-        ValueError: `weights` is not known. ImportError: its package is missing.
+        ValueError: `weights` is not known.
+        ImportError: the package of the quantization is missing.
     """
     quantization = check_weights(weights).configuration(device, dtype)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
@@ -129,7 +134,7 @@ def load_quantized(
 
 
 def stored_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers, those of quantized weights as they are stored; shared ones count once."""
+    """Bytes of all parameters and buffers as they are stored. Shared tensors count once."""
     parts: dict[tuple[int, int], int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         for part in plain_tensors(tensor):
@@ -138,7 +143,7 @@ def stored_bytes(model: Any) -> int:
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one consists of: a quantized weight's codes, scales and zero points."""
+    """The plain tensors of a tensor. For a quantized weight these are codes, scales and zero points."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in plain_tensors(getattr(tensor, name))]
