@@ -1,8 +1,10 @@
-"""All measurements of speed and memory, one after the other: `python -m hf_lowbit_kv.eval.benchmarks.bench_all` (`make bench`).
+"""All measurements of speed and memory, one after the other: `python -m hf_lowbit_kv.eval.benchmarks.bench_all`
+(`make bench`).
 
-`bench_plan.PLAN` says what there is, most wanted first. Each measurement runs as a process of its own, alone on the GPU, and
-appends its records to `eval/results/`. Before the first, kernels of those that can be tried briefly are compiled, side by side.
-What cannot run here is skipped, and the table at the end says why. Exit status 1 if any failed.
+`bench_plan.PLAN` lists the measurements, the most important first. Each measurement runs in its own process, alone on
+the GPU, and appends its records to `eval/results/`. Before the first one, kernels are compiled in parallel, for
+measurements that have a short run. Measurements that cannot run here are skipped, and the table at the end says why.
+The exit status is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from rich.table import Table
 from hf_lowbit_kv.eval.benchmarks.bench_plan import PACKAGES, PLAN, Entry
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command, wide_console
 
-#: of a benchmark's log, lines shown where it failed
+#: lines of the log that are shown if a benchmark failed
 LOG_LINES = 15
-#: processes that compile at a time, at most: each holds a benchmark's tensors on the GPU
+#: most processes that compile at the same time, because each holds a benchmark's tensors on the GPU
 MOST_JOBS = 8
 console = wide_console()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a measurement. `status`: the process's, or `None` where it was not run and `note` says why."""
+    """Result of a measurement. `status` is that of the process, or `None` if it did not run; then `note` says why."""
 
     entry: Entry
     seconds: float = 0.0
@@ -50,10 +52,11 @@ class Outcome:
 
 
 def chosen(plan: Sequence[Entry], only: str | None) -> list[Entry]:
-    """Of the plan, in its order, the entries whose name or kind `only` lists, separated by commas; `None`: all.
+    """Entries of the plan, in its order, whose name or kind is in `only` (separated by commas). `None` means all
+    entries.
 
     Raises:
-        ValueError: no entry has that name or kind.
+        ValueError: no entry has such a name or kind.
     """
     if only is None:
         return list(plan)
@@ -65,7 +68,8 @@ def chosen(plan: Sequence[Entry], only: str | None) -> list[Entry]:
 
 
 def why_skipped(entry: Entry, memory: float, minutes_left: float | None) -> str | None:
-    """What keeps a measurement from being run, or `None`. memory: GB of the GPU. minutes_left: `None` where there is no end."""
+    """The reason why a measurement cannot run, or `None`. memory: GB of the GPU. minutes_left: `None` if there is no
+    limit."""
     if missing := [name for name in entry.needs if importlib.util.find_spec(name) is None]:
         return f"not installed: {PACKAGES[missing[0]]}"
     if memory < entry.memory:
@@ -80,22 +84,22 @@ def count_records(folder: Path) -> int:
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
-    """A process at the head of a group of its own, whose output goes to `log`."""
+    """Start a process as the leader of a new process group. Its output goes to `log`."""
     with log.open("w", encoding="utf-8") as file:
         print("$", *command, file=file, flush=True)
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def _stop(process: subprocess.Popen) -> int:
-    """End a process and what it started."""
+    """End a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
 def run_logged(command: Sequence[str], log: Path, timeout: float | None) -> tuple[int, str]:
-    """Exit status of a process, and a note where it was stopped. Nothing that it started survives a timeout (in seconds) or
-    Ctrl-C."""
+    """Exit status of a process, and a note if it was stopped. After a timeout (seconds) or Ctrl-C, all processes that
+    it started are ended too."""
     process = _start(command, log)
     try:
         return process.wait(timeout), ""
@@ -107,8 +111,8 @@ def run_logged(command: Sequence[str], log: Path, timeout: float | None) -> tupl
 
 
 def compile_ahead(entries: Sequence[Entry], jobs: int, logs: Path, timeout: float | None = None) -> float:
-    """Have the kernels of these measurements compiled, `jobs` of them at a time, and return the seconds that took. Records of
-    these runs are thrown away. An error shows again in the measurement, so it is left to that."""
+    """Compile the kernels of these measurements, `jobs` measurements at a time. Returns the seconds that this took.
+    Records of these runs are thrown away. Errors are ignored here, because the measurement itself will show them."""
     begin, waiting, running = time.perf_counter(), list(entries), list[subprocess.Popen]()
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -137,8 +141,10 @@ def run_plan(
     """Run measurements in their order.
 
     Args:
-        memory: GB of the GPU. minutes: after which nothing is running any more, counted from `began` (`time.perf_counter`).
-        commit: to record. results: the folder whose records are counted.
+        memory: GB of the GPU.
+        minutes: limit for all measurements, counted from `began` (`time.perf_counter`).
+        commit: the commit to record.
+        results: the folder whose records are counted.
     """
     began = time.perf_counter() if began is None else began
     outcomes = []
@@ -162,7 +168,7 @@ def run_plan(
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row a measurement."""
+    """A table with one row for each measurement."""
     out = Table("measurement", "seconds", "exit status", "records added", "note")
     for each in outcomes:
         ran = each.status is not None

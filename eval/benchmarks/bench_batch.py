@@ -1,19 +1,20 @@
 """Largest batch and throughput under a memory budget: `python -m hf_lowbit_kv.eval.benchmarks.bench_batch`.
 
-Kitty's experiment: a model of the Qwen3 8B shape (random weights), prompts of 100 tokens, 8192 tokens written, 80 GB in
-all. The allocator is held to the budget. A batch counts where its last steps run: caches are filled with random keys and
-values to just before the end, and `generate` goes on from there. Steps are timed at the start, in the middle and at the end;
-time grows linearly with what is stored, so Simpson's rule over the three gives the time of the whole run (reading the prompts
-not counted).
+This is Kitty's experiment: a model of the Qwen3 8B shape (random weights), prompts of 100 tokens, 8192 new tokens, 80
+GB in total. PyTorch's allocator is limited to this budget. A batch fits if its last steps run. To test this, caches are
+filled with random keys and values almost to the end, and `generate` goes on from there. Steps are timed at the start,
+in the middle and at the end. Their time grows linearly with the stored tokens. Simpson's rule over the three times
+therefore gives the time of the whole run (without reading the prompts).
 
-- `rows`: the largest batch, of those tried, that ran to the end. `most`: the most that were to be tried (`null`: no bound).
-- `row_bytes`: bytes of cache a row at the end. `shared_bytes`: parameters of the cache's layers, once for all rows.
-- `throughput`: tokens a second over the whole run.
-- `attribution_ms`: a step at the end: device time by kind, and `host`, what is left of the step's time.
+- `rows`: the largest tried batch that ran to the end. `most`: the largest batch allowed to be tried (`null`: no limit).
+- `row_bytes`: bytes of cache for each row at the end. `shared_bytes`: parameters of the cache's layers, shared by all
+  rows.
+- `throughput`: tokens per second over the whole run.
+- `attribution_ms`: time of a step at the end: GPU time by kind of work, and `host`, the rest of the step's time.
 
-`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache of one layer allocates
-them, and how many such rows fit beside weights, parameters and a reserve. What a step needs in between is counted only in the
-reserve.
+`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache of one layer
+allocates them. It also shows how many such rows fit beside weights, parameters and a reserve. Temporary memory of a
+step is counted only in the reserve.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from hf_lowbit_kv.eval.provenance import (
 )
 
 CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
-#: first guess of what a run takes beside weights and caches, and the factor to the next smaller batch
+#: first guess of the bytes that a run needs beside weights and caches, and the factor from a batch to the next smaller
+#: one
 RESERVE, SHRINK = 2.5e9, 0.96
 #: steps timed at each length
 STEPS = 12
@@ -53,7 +55,7 @@ console = wide_console()
 
 
 def qwen3_8b(layers: int = 36, **changes: Any) -> Qwen3Config:
-    """The shape of Qwen3 8B, with changes."""
+    """A configuration of the shape of Qwen3 8B. `changes` replace single values."""
     shape = {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -79,7 +81,7 @@ TINY = {
 
 
 def cache_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> tuple[int, int]:
-    """Bytes that one row of `capacity` tokens takes in this cache, all layers, and those that all rows share."""
+    """Bytes of one row of `capacity` tokens in this cache (all layers), and bytes that all rows share."""
     config = model.config
     if wanted.is_host:
         per_token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
@@ -91,7 +93,7 @@ def cache_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) 
 
 
 def rows_within(budget: float, weights: int, row: int, shared: int) -> int:
-    """The first batch that is tried: what `budget` bytes leave beside weights, parameters and `RESERVE`."""
+    """The first batch to try: rows that fit into `budget` bytes beside weights, parameters and `RESERVE`."""
     return int((budget - weights - RESERVE - shared) / row)
 
 
@@ -162,7 +164,7 @@ def largest(
 
 PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
 DTYPE = torch.bfloat16
-#: what `--computed` shows
+#: the caches that `--computed` shows
 CACHES = (
     "DynamicCache",
     "kivi-2-sink",
@@ -184,7 +186,7 @@ class Room(NamedTuple):
 
 
 def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) -> Room:
-    """What a cache, by its name in `bench_batch`, takes. Raises `ValueError` for a name that is not known."""
+    """Sizes of the cache with this name in `bench_batch`. Raises `ValueError` for an unknown name."""
     config: Any = qwen3_8b(1)
     heads, head_dim = config.num_key_value_heads, config.head_dim
     if is_host(cache):
@@ -201,14 +203,14 @@ def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) 
 
 @functools.cache
 def all_weight_bytes() -> int:
-    """Of all weights of the model. (`bench_generate.weight_bytes`: of those that a step reads.)"""
+    """Bytes of all weights of the model. (`bench_generate.weight_bytes` counts only weights that a step reads.)"""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(qwen3_8b(LAYERS), dtype=DTYPE)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def rows_table(caches: Sequence[str] = CACHES) -> str:
-    """A Markdown table; ratios are to the first."""
+    """A Markdown table. Ratios are relative to the first cache."""
     rooms = [room(cache) for cache in caches]
     lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / rooms[0].rows:.1f}x"] for x in rooms)
     return markdown_table(("cache", "MB a row", "rows", "ratio"), lines)
@@ -267,7 +269,7 @@ def main(
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """The records in short; ratios are to the first."""
+    """A short table of the records. Ratios are relative to the first record."""
     out = Table("cache", "rows", "ratio", "GB a row", "tokens/s", "ratio", "step at the end, ms", "of it")
     first = records[0]
     for r in records:

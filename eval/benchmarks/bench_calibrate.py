@@ -1,9 +1,9 @@
 """Seconds that calibration takes on a large model: `python -m hf_lowbit_kv.eval.benchmarks.bench_calibrate`.
 
-A model of the 8B Llama 3.1 shape with random weights reads random tokens, in as many windows as any model would. What
-`hf-lowbit-kv calibrate` does besides (loading a model, tokenizing, writing a file) is not counted. Records go to
-`calibrate-<gpu>.jsonl` in `eval/results/`. `--memory 24GB` lets PyTorch allocate no more than a GPU of that size has, less 1 GB
-for CUDA: what does not fit fails, and is told.
+A model of the 8B Llama 3.1 shape with random weights reads random tokens, in the usual number of windows. The other
+work of `hf-lowbit-kv calibrate` (loading a model, tokenizing, writing a file) is not counted. Records go to
+`calibrate-<gpu>.jsonl` in `eval/results/`. `--memory 24GB` limits PyTorch's memory to that of such a GPU, less 1 GB for
+CUDA. A calibration that does not fit fails, and the failure is printed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hf_lowbit_kv.eval.provenance import (
 from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.planning.fits import CUDA_BYTES
 
-#: texts, and tokens of each: more than a calibration reads
+#: number of texts, and tokens of each: more than a calibration reads
 TEXTS, TOKENS = 8, 32768
 
 
 class RandomTokens:
-    """In the place of a tokenizer: whatever the text is, `TOKENS` ids drawn at random."""
+    """Replaces a tokenizer: returns `TOKENS` random ids for any text."""
 
     def __init__(self, vocabulary: int):
         self.vocabulary, self.random = vocabulary, torch.Generator().manual_seed(0)
@@ -47,11 +47,11 @@ class RandomTokens:
 
 
 def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
-    """A record without provenance: `seconds` in all, and of them `reading`, `gradients` and `fitting`; `samples` windows of
-    `length` tokens; `growth`, the most bytes allocated beyond the model.
+    """A record without provenance: `seconds` in total, `parts` of them (`reading`, `gradients`, `fitting`), `samples`
+    windows of `length` tokens, and `growth`, the most bytes allocated beyond the model.
 
     Args:
-        **options: for `calibrate`.
+        **options: further arguments of `calibrate`.
     """
     began = time.perf_counter()
     ends: dict[str, float] = {}

@@ -1,26 +1,31 @@
 """Decode attention over packed history against 16-bit attention: `python -m hf_lowbit_kv.eval.benchmarks.bench_decode`.
 
-It checks before it times: a preset whose output or packed bytes are wrong is reported and never timed. Peers and packed
-steps are timed in the same rounds, so their ratio is meant; absolute times drift between machines and days.
+Presets are checked before they are timed. If a preset's output or packed bytes are wrong, this is reported and the
+preset is not timed. Peers and packed steps are timed in the same rounds. Use their ratio: absolute times drift between
+machines and days.
 
-- `ms`: one step's attention over everything stored, the transform of its queries and keys included; `transform_ms`: what of
-  it that transform costs (the same step timed without it, in the same rounds).
-- `append_ms`: storing one token in every row by itself, packing included, averaged over the steps in which a page fills.
-  `pack_ms`: what of it packing costs (steps that pack nothing, timed in the same rounds).
-- `step_ms`: a decode step as a model takes it, attention and storing, averaged over the same steps. `step_append_ms`: what
-  of it storing costs: without the attention alone of the same steps (over what is stored at each), timed in the same rounds.
-- `behind_ms`, `step_behind_ms`: `ms` and `step_ms` where each stands behind another kernel, as in a model (`time_behind`):
-  nothing is in a cache, instructions neither.
-- `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: fastest peer's time / ours. A peer only attends; its inputs take
-  turns as ours do. Behind another kernel the peer stands there, too. `step_behind_ratio` is what a model sees.
-- `byte_limit_ratio`: what `ratio` would be if the step read its packed bytes at the bandwidth measured in the same run, and did
-  nothing else. Of ragged batches the peer is the preset `dense`: PyTorch's attention takes rows of one length.
-- `against`: with `--against`, a commit or a folder with another state of this project's packages. Its kernels are checked and
-  timed in the same process, on the same layers and in the same rounds: `against_ms`, `against_step_behind_ms`, ...
-- `relerr`: relative error against float32 attention over the same packed bytes.
-- `per_head`: whose calibrated parameters are: `true`: each KV head has its own; `false`: a layer's heads share them; `null`: as
-  `calibrate` makes them.
-- `fixed_order`: there, and true, where pages were taken in a fixed order (`HF_LOWBIT_KV_DETERMINISTIC=1`) (backend `cuda`).
+- `ms`: attention of one step over all stored tokens, including the transform of its queries and keys. `transform_ms`:
+  the part for the transform (`ms` less the same step without the transform, timed in the same rounds).
+- `append_ms`: storing one token in every row, without attention but with packing, as a mean over the steps that fill a
+  page. `pack_ms`: the part for packing (`append_ms` less steps that pack nothing, timed in the same rounds).
+- `step_ms`: a decode step as in a model, attention and storing, as a mean over the same steps. `step_append_ms`: the
+  part for storing (`step_ms` less only the attention of the same steps, over the tokens stored at each, timed in the
+  same rounds).
+- `behind_ms`, `step_behind_ms`: `ms` and `step_ms` when another kernel runs before each call, as in a model
+  (`time_behind`). Then neither data nor instructions are in a cache of the GPU.
+- `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: time of the fastest peer divided by ours. A peer only
+  attends. Its inputs rotate as ours do. For the `behind` ratios, another kernel also runs before the peer.
+  `step_behind_ratio` is closest to what a model gains.
+- `byte_limit_ratio`: `ratio` of a step that only reads its packed bytes, at the bandwidth measured in the same run. For
+  ragged batches the peer is the preset `dense`, because PyTorch's attention needs rows of one length.
+- `against`: with `--against`, a commit or a folder with another state of this project's packages. Its kernels are
+  checked and timed in the same process, on the same layers and in the same rounds: `against_ms`,
+  `against_step_behind_ms`, ...
+- `relerr`: relative error, compared with float32 attention over the same packed bytes.
+- `per_head`: `true`: each KV head has its own calibrated parameters; `false`: the heads of a layer share them; `null`:
+  as `calibrate` makes them.
+- `fixed_order`: present, and true, if pages were read in a fixed order (`HF_LOWBIT_KV_DETERMINISTIC=1`, backend
+  `cuda`).
 """
 
 from __future__ import annotations
@@ -71,7 +76,7 @@ PRESETS = (
 console = wide_console()
 
 
-#: a peer that is so many times as slow as the fastest one is not timed along with every preset
+#: a peer is left out if it takes more than this many times as long as the fastest peer
 SLOW_PEER = 1.5
 
 
@@ -86,8 +91,9 @@ class Cell(NamedTuple):
 def measure_low_bit(
     shape: Shape, inputs: Inputs, peers: dict[str, Any], rounds: int = 5
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Records of other low-bit caches on this shape, and why the others do not run. Neither their bytes nor what they should
-    answer is known here: a relative error above 1 against float32 attention over what was given in counts as wrong."""
+    """Records of other low-bit caches on this shape, and the reasons why some do not run. Their bytes and exact outputs
+    are not known here. A relative error above 1, compared with float32 attention over the original inputs, counts as
+    wrong."""
     calls, reasons = usable_peers(inputs, 1.0, LOW_BIT_PEERS)
     if not calls:
         return [], reasons
@@ -121,8 +127,8 @@ def measure_low_bit(
 def fast_peers(
     shape: Shape, backend: str, head_dim: int, query_length: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Sequence[Callable[[], Any]]]:
-    """By name, calls of 16-bit attention on inputs that take turns; peers that are far slower than the fastest are left
-    out. What is left out is printed."""
+    """Calls of 16-bit attention on rotating inputs, by name. Peers that are far slower than the fastest are left out,
+    and printed."""
     if shape.ragged:
         spec = storage_spec(get_preset("dense").spec(), backend)
         cases = build_sets(shape, spec, head_dim, query_length, dtype, device, None)
@@ -146,7 +152,7 @@ def fast_peers(
 
 
 def print_low_bit(shape: Shape, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """`runs` of other low-bit caches."""
+    """Like `runs`, for other low-bit caches."""
     inputs = Inputs.random(
         *shape[1:5], options["head_dim"], options["query_length"], options["dtype"], options["device"]
     )
@@ -160,8 +166,8 @@ def print_low_bit(shape: Shape, options: dict[str, Any]) -> Iterator[tuple[Any, 
 def runs(
     cells: Sequence[Cell], low_bit: bool = False, compilers: Compilers | None = None, **options
 ) -> Iterator[tuple[Any, ...]]:
-    """`(what, record, None)` of each measurement, or `(what, None, fault)`. Peers are set up once a shape, so cells of one
-    shape should stand together. options: arguments of `measure`."""
+    """`(title, record, None)` of each measurement, or `(title, None, fault)`. Peers are set up once for each shape, so
+    cells of one shape should follow each other. options: arguments of `measure`."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
@@ -174,7 +180,7 @@ def runs(
         if cell.backend == "cuda":
             assert compilers is not None
             sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
-            # another tree may not know a format: the measurement of that cell will say so
+            # another tree may not know a format; then the measurement of the cell reports it
             with suppress(Exception):
                 begun[cell] = compilers.begin(
                     partial(tiny, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
@@ -198,7 +204,7 @@ def runs(
             record = measure(shape, cell.preset, cell.backend, peers, bandwidth, **options)
         except WrongResultError as error:
             fault = str(error)
-        except Exception as error:  # what fails here must not cost the measurements that follow
+        except Exception as error:  # a failure here must not stop the measurements that follow
             traceback.print_exc()
             fault = f"{type(error).__name__}: {error}"
         yield title, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
@@ -241,7 +247,7 @@ def main(
     if cells and (shape or backend):
         raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
     for kind in backend or ():
-        choose_backend(kind, Served(where))  # raises for what does not exist
+        choose_backend(kind, Served(where))  # raises if the backend does not exist
     for name in preset or ():
         get_preset(name)
     if cells:
@@ -289,7 +295,7 @@ def main(
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """The records in short."""
+    """A short table of the records."""
     out = Table(
         "shape",
         "preset",
@@ -326,7 +332,8 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def comparison(records: list[dict[str, Any]]) -> Table:
-    """The other tree's milliseconds and ours, and by how much ours are less; attention and steps, alone and behind a kernel."""
+    """The other tree's milliseconds, ours, and how much less ours are: for attention and steps, alone and behind a
+    kernel."""
     kinds = "ms", "behind_ms", "step_ms", "step_behind_ms"
     out = Table("shape", "preset", *(name.removesuffix("_ms").replace("_", " ") for name in kinds))
     for r in (r for r in records if "against" in r):

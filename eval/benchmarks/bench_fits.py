@@ -1,8 +1,9 @@
-"""Does `hf-lowbit-kv fits` say what a GPU really gives? `python -m hf_lowbit_kv.eval.benchmarks.bench_fits`.
+"""Compares the memory that `hf-lowbit-kv fits` counts with a GPU's:
+`python -m hf_lowbit_kv.eval.benchmarks.bench_fits`.
 
-A model of the named shape with random weights reads a prompt in chunks of 2048 tokens and writes recorded steps. What the
-device has in use at the end (total less free: what PyTorch has reserved, CUDA's own memory and the graphs) and PyTorch's peak
-stand beside what `fits` counts.
+A model of the named shape with random weights reads a prompt in chunks of 2048 tokens and writes tokens in recorded
+steps. The record compares the count of `fits` with two measurements. One is the GPU memory in use at the end (total
+less free: memory reserved by PyTorch, CUDA's own memory and the graphs). The other is PyTorch's peak.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def measure(name: str, preset: str, context: int, new_tokens: int, device: torch
     """One `lb.generate` that fills a cache of `context` tokens.
 
     Returns:
-        A record without provenance, in bytes: `counted` and its parts, `peak` (PyTorch's, of requested tensors), `in_use` (of
-        the whole device, less what was in use before), `nbytes` (of the cache).
+        A record without provenance, in bytes: `counted` and its parts, `peak` (PyTorch's peak of requested tensors),
+        `in_use` (GPU memory in use, less that before the call), `nbytes` (of the cache).
     """
     free_before = torch.cuda.mem_get_info(device)[1]  # the first call makes CUDA's context, which is counted
     model = random_model(shape_of(name).config, torch.bfloat16, device)

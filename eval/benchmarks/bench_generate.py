@@ -1,19 +1,22 @@
-"""Decoding with `generate` against the host's caches: `python -m hf_lowbit_kv.eval.benchmarks.bench_generate`.
+"""Decoding with `generate`, compared with transformers' caches:
+`python -m hf_lowbit_kv.eval.benchmarks.bench_generate`.
 
-A model of the 8B Llama 3.1 shape with random weights goes on from caches that are filled with random keys and values to a
-given length. The contenders are timed in turn, round by round, in one process. Nothing is timed before its compiled
-tokens have been compared with the eager ones of the same cache (`agreement`).
+A model of the 8B Llama 3.1 shape with random weights decodes with caches that are filled with random keys and values to
+a given length. The contenders are timed in one process, one after the other in each round. A contender is timed only
+after its compiled tokens agree with the eager tokens of the same cache (`agreement`).
 
-- `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next: host work, waiting and
-  sampling included. `mean_ms`: mean over a whole page of steps, packing included.
-- `device_ms`: how long the device is busy in a step, by kind of work; `kernels`: by kernel, the most expensive (name, ms,
-  launches). Compilations of one model differ: tiles of products are searched for anew (docs/dev/log/generation.md).
-- `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same run.
-- `prefill_s`: seconds to read a prompt of that length with that cache, where it is measured.
-- `peak_bytes`: the allocator's peak in a step, the other contenders' caches not counted.
-- `mode`: `eager`; `recorded`: in a CUDA graph, pieces fused, the default of `lb.generate`; `unfused`: the eager step in a CUDA
-  graph; `decoding_steps`: which pieces were fused; `compiled`: as transformers compiles by itself; `tuned`: with
-  `lb.generate`'s own settings, or with the record's `compile_options`.
+- `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next. CPU work, waiting and
+  sampling are included. `mean_ms`: mean over a whole page of steps, packing included.
+- `device_ms`: GPU time of a step, by kind of work. `kernels`: the most expensive kernels (name, ms, launches). Two
+  compilations of a model differ, because the tiles of products are searched again each time
+  (docs/dev/log/generation.md).
+- `limit_ms`: time to read weights and stored bytes once, at the bandwidth measured in the same run.
+- `prefill_s`: seconds to read a prompt of this length with this cache, if measured.
+- `peak_bytes`: the allocator's peak in a step, without the caches of other contenders.
+- `mode`: `eager`; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`; `unfused`: the eager
+  step in a CUDA graph; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s settings, or
+  with the record's `compile_options`.
+- `decoding_steps`: the pieces that were fused.
 """
 
 from __future__ import annotations
@@ -46,30 +49,33 @@ from hf_lowbit_kv.eval.provenance import (
     wide_console,
 )
 
-#: what a plain run measures: `name[:backend]/mode`
+#: contenders of a run without options: `name[:backend]/mode`
 CONTENDERS = (
     *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned"),
     *("dense/recorded", "kivi-4-sink/recorded", "kivi-4-sink/unfused"),
 )
-#: relative error of logits up to which compiled and eager steps in 16 bits agree: fused arithmetic rounds less often
-#: (the host's own compiled step comes to 0.06 on random weights)
+#: largest allowed relative error of logits between compiled and eager steps in 16 bits. Fused arithmetic rounds less
+#: often (transformers' own compiled step has an error of 0.06 on random weights)
 LOGITS_TOLERANCE = 0.1
 console = wide_console()
 
 
 class DisagreementError(RuntimeError):
-    """Compiled steps do not give what eager ones give, so nothing was timed."""
+    """Compiled steps and eager steps give different results, so nothing was timed."""
 
 
 def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
-    """Compiled steps against eager ones, from the same cache and along the eager steps' greedy tokens.
+    """Compare compiled steps with eager steps. Both start from the same cache and follow the greedy tokens of the eager
+    steps.
 
-    In 16 bits the two round differently. `logits_error`: largest relative error of a step's logits. `tokens_equal`: steps in
-    which the likeliest token is the same in all rows; it must be wherever the two likeliest are further apart than six times
-    the typical (root mean square) difference of a logit.
+    In 16 bits the two round differently. `logits_error` is the largest relative error of a step's logits.
+    `tokens_equal` is the number of steps in which the likeliest token is the same in all rows. Tokens may differ only
+    if the logits of the two likeliest tokens are close: no further apart than six times the typical (root mean square)
+    difference of a logit.
 
     Raises:
-        DisagreementError: logits differ by more than `LOGITS_TOLERANCE`, or tokens though their logits are apart.
+        DisagreementError: logits differ by more than `LOGITS_TOLERANCE`, or tokens differ although their logits are not
+            close.
     """
     options = {"return_dict_in_generate": True, "output_logits": True}
     contender.set_back()
@@ -93,7 +99,7 @@ def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
 
 
 class _Forced(LogitsProcessor):
-    """Makes generation repeat `sequences` `[B, n]`."""
+    """A logits processor that makes generation repeat `sequences` `[B, n]`."""
 
     def __init__(self, sequences: torch.Tensor):
         self.sequences = sequences
@@ -104,13 +110,14 @@ class _Forced(LogitsProcessor):
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it reads a row a token."""
+    """Bytes of weights that a step reads: all except the embedding, because a step reads only one of its rows per
+    token."""
     embedding = model.get_input_embeddings().weight
     return sum(p.nbytes for p in model.parameters() if p is not embedding)
 
 
 def prefill_seconds(contender: Contender, tokens: int) -> float:
-    """Seconds to read a random prompt `[batch, tokens]` and write one token, after a short one."""
+    """Seconds to read a random prompt `[batch, tokens]` and write one token. A short prompt warms up before."""
     model = contender.model
     ids = torch.randint(0, model.config.vocab_size, (contender.batch, tokens), device=model.device)
     for prompt in (ids[:, :512], ids):
@@ -138,7 +145,7 @@ def measure(
     prefill_tokens: int,
     faults: list[str],
 ) -> list[dict[str, Any]]:
-    """Check, then time at one length, in turn, all contenders that pass."""
+    """Check contenders at one length. Then time those that pass, one after the other in each round."""
     records: dict[Contender, dict[str, Any]] = {}
     for contender in contenders:
         if (
@@ -170,7 +177,7 @@ def measure(
 
 
 def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, Any]:
-    """Fill and check a contender; the part of its record that needs no clock."""
+    """Fill and check a contender. Returns the part of its record that needs no timing."""
     model, device = contender.model, contender.model.device
     contender.fill(tokens)
     checked = agreement(contender) if contender.mode != "eager" else {}
@@ -179,7 +186,7 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
     contender.put_away()
     with PeakMemory(device) as peak:
         contender.steps_ms(2)
-    # what was allocated before holds the cache already, unless `set_back` makes it
+    # memory allocated before includes the cache, unless `set_back` makes the cache anew
     allocated = sum(p.nbytes for p in model.parameters()) + (0 if contender.transient else contender.allocated_bytes())
     return {
         "batch": contender.batch,
@@ -207,7 +214,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
-        """From `NAME[:BACKEND]/MODE[@TOKENS]`: takes part at lengths up to TOKENS."""
+        """Parse `NAME[:BACKEND]/MODE[@TOKENS]`. The contender is timed at lengths up to TOKENS."""
         match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|unfused|compiled|tuned)(?:@(\d+))?", text)
         if match is None:
             raise ValueError(
@@ -258,7 +265,7 @@ def main(
     out = out or results_path("generate", device_name(where))
     faults: list[str] = []
     settings = {"model": model, "batch": batch, "backend": backend, "options": json.loads(compile_options or "null")}
-    # our caches serve all lengths: a step reads what is stored, not what is allocated
+    # one cache of ours serves all lengths, because a step reads stored tokens, not unused capacity
     ours = {}
     for each in wanted:
         if not each.is_host:
@@ -296,7 +303,7 @@ def main(
 
 
 def _attempt(faults: list[str], title: Any, work: Callable[[], Any]) -> Any:
-    """What `work` returns; `None` where it raises: what fails must not cost the measurements that follow."""
+    """The result of `work`, or `None` if it raises, so that a failure does not stop the measurements that follow."""
     try:
         return work()
     except Exception as error:
@@ -307,7 +314,7 @@ def _attempt(faults: list[str], title: Any, work: Callable[[], Any]) -> Any:
 
 def shape_8b(layers: int, tiny: bool) -> Any:
     config = llama_8b(layers)
-    config.max_position_embeddings = 2**21  # beyond it the host warns; positions are rotated by the same code
+    config.max_position_embeddings = 2**21  # beyond it transformers warns; positions are rotated by the same code
     if tiny:
         small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
         config.update({**small, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 97})
@@ -319,7 +326,7 @@ def is_host(name: str) -> bool:
 
 
 def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None, options: dict | None) -> Contender:
-    """A contender with its step compiled. Caches of fixed size get `HEADROOM` more tokens than the length."""
+    """A contender with a compiled step. Caches of fixed size have room for `length + HEADROOM` tokens."""
     chosen_backend = None if wanted.is_host else wanted.backend or backend
     contender = make(wanted.name, wanted.mode, model, batch, length + HEADROOM, chosen_backend)
     contender.compile_config = None if options is None else CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
@@ -331,7 +338,7 @@ def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | N
 
 
 def crossovers(records: list[dict[str, Any]]) -> list[str]:
-    """For each of our caches and each of the host's: the shortest length from which ours is faster throughout."""
+    """For each pair of our caches and transformers' caches: the shortest length from which on ours is always faster."""
     lines = []
     for theirs in sorted({(r["cache"], r["mode"]) for r in records if is_host(r["cache"])}):
         for ours in sorted({(r["cache"], r["mode"]) for r in records if not is_host(r["cache"])}):
@@ -349,7 +356,7 @@ def _times(records: list[dict[str, Any]], which: tuple[str, str]) -> dict[int, f
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """The records in short."""
+    """A short table of the records."""
     out = Table(
         "batch",
         "tokens",

@@ -1,13 +1,15 @@
-"""What kept prompts cost: `python -m hf_lowbit_kv.eval.benchmarks.bench_kept`.
+"""Times of kept prompts: `python -m hf_lowbit_kv.eval.benchmarks.bench_kept`.
 
-A model of 8B with random weights holds `tokens` tokens. Records, each a median of `repeats`:
+A cache of an 8B model with random weights holds `tokens` tokens. Records, each a median of `repeats`:
 
-- `fork`: seconds of `cache.fork()`, growing and preallocated.
-- `restore`: seconds of `from_pretrained`, of the fingerprint and of reading tensors in it, and of `raw`: reading the same file
-  into pinned memory and copying it to the GPU (page cache warm). `share`: raw / restore.
-- `save`: seconds of `save_pretrained`, and of taking the tokens out of the cache, for which the GPU is busy.
-- `first_token`: seconds of `lb.generate` of one token behind a prompt of `tokens` with 64 new ones: from the store on the
-  GPU, from its folder (main memory's page cache), and without a store.
+- `fork`: seconds of `cache.fork()`, for growing and preallocated caches.
+- `restore`: seconds of `from_pretrained`, and of its parts: the fingerprint, and reading tensors. `raw`: seconds to
+  read the same file into pinned memory and copy it to the GPU (with a warm page cache). `share`: raw / restore.
+- `save`: seconds of `save_pretrained`, and of its part that takes the tokens out of the cache, during which the GPU is
+  busy.
+- `first_token`: seconds until `lb.generate` has written one token. The prompt is the `tokens` kept tokens and 64 new
+  ones. The kept tokens come from the store on the GPU or from its folder (page cache in main memory), or there is no
+  store.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from hf_lowbit_kv.machine.model_fingerprint import fingerprint_of
 
 console = wide_console()
 NEW_TOKENS = 64
-#: bytes of a buffer, where a file is read without checks
+#: bytes of a buffer when a file is read without checks
 BUFFER = 2**25
 
 
@@ -49,7 +51,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _median(device: torch.device, repeats: int, call: Callable[[], Any]) -> float:
-    """Seconds of a call, after one that is not counted."""
+    """Median seconds of a call. A first call is not counted."""
     times = []
     for _ in range(repeats + 1):
         _wait(device)
@@ -116,7 +118,7 @@ def main(
 
 
 def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable[..., None]) -> torch.Tensor:
-    """Measure forks and files. The ids that the caches held."""
+    """Measure forks and files. Returns the token ids that the caches held."""
     growing = _filled(model, preset, tokens, None)
     cache_bytes = int(growing.fork()[0].nbytes)
     record("fork", mode="growing", seconds=_median(model.device, repeats, growing.fork), nbytes=cache_bytes)
@@ -167,7 +169,7 @@ def _first_tokens(
 
 
 class _Reading:
-    """A store that is read alone: what a measured call adds would change the next one."""
+    """A store that is only read. Otherwise a measured call would add prompts, and change the next call."""
 
     def __init__(self, store: lb.PrefixStore | None):
         self.store = store

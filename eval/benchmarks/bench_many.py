@@ -1,19 +1,19 @@
 """Many requests: `python -m hf_lowbit_kv.eval.benchmarks.bench_many`.
 
-A model of the shape of Llama 3.1 8B with random weights. Measurements:
+The model has the shape of Llama 3.1 8B and random weights. Measurements:
 
-- `steps`: a decode step of `n` rows of a pool, and the same step of `lb.generate`'s recorded batch: the median, of rows of one
-  length.
-- `ragged`: the same of rows of different lengths, of which some fill a page in most steps: the mean over as many steps as a
-  page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` what the CPU does in it.
+- `steps`: median time of a decode step with `n` rows of one length, in a pool and in a recorded batch of `lb.generate`.
+- `ragged`: the same with rows of different lengths, so that some row fills a page in most steps. The time is the mean
+  over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` the
+  CPU's work in it.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
-- `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and five batch
-  sizes: worked out from the prompt's and the steps' times that `steps` or `ragged` has measured before.
-- `static`: the fastest of them is run.
+- `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and
+  five batch sizes. They are computed from times of prompts and steps, measured before by `steps` or `ragged`.
+- `static`: a run of the order and batch size with the fewest predicted seconds.
 - `packed`: `model.generate_batch` under `lb.enable`: transformers' own scheduler on packed pages.
-- `peer`: the same in 16 bits, on the first requests, for `peer_seconds` at most.
+- `peer`: transformers' own scheduler in 16 bits, on the first requests, for at most `peer_seconds`.
 
-Seconds of prompts and of decode steps are the device's own, in columns of their own.
+Separate columns show GPU time of prompts and of decode steps.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from hf_lowbit_kv.requests.scheduler import Scheduler
 PARTS = ("steps", "ragged", "many", "predicted", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
 STEPS = 24
-#: a page's tokens
+#: steps with ragged rows: as many as a page has tokens
 RAGGED_STEPS = 128
-#: requests that transformers' own scheduler gets
+#: number of requests for transformers' own scheduler
 PEER_REQUESTS = 50
 console = wide_console()
 
 
 class DeviceTime:
-    """Seconds that calls of methods take on the device."""
+    """GPU seconds of calls of methods; on the CPU, wall-clock seconds."""
 
     def __init__(self, device: torch.device):
         self.device, self._marks = device, {}  # type: ignore[var-annotated]
 
     @contextmanager
     def of(self, name: str, cls: type, method: str) -> Iterator[None]:
-        """Inside, calls of this method count as `name`."""
+        """Inside this context, calls of the method count as `name`."""
         original = getattr(cls, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def clean(device: torch.device) -> None:
 
 
 def lengths_of(rows: int, length: int, ragged: bool) -> list[int]:
-    """Tokens of each row; ragged ones differ by one, so that each fills its pages at other steps."""
+    """Tokens of each row. Ragged rows differ by one token each, so that they fill their pages at different steps."""
     return [length - row if ragged else length for row in range(rows)]
 
 
@@ -115,7 +115,8 @@ def middle(times: list[float]) -> float:
 
 @torch.no_grad()
 def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
-    """Milliseconds of decode steps of a pool with rows of these lengths, recorded where the device has graphs."""
+    """Milliseconds of decode steps of a pool with rows of these lengths. Steps are recorded if the device has
+    graphs."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model):
         read_once(model, template, 64)
@@ -139,8 +140,8 @@ def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> li
 def batch_steps_ms(
     model: Any, preset: str, lengths: list[int], count: int, read: dict[str, float] | None = None
 ) -> list[float]:
-    """The same of `lb.generate` with a batch of these rows, padded on the left. read: gets `batch_token_s`, the seconds of the
-    prompts by their tokens, padding counted."""
+    """Milliseconds of decode steps of `lb.generate` with a batch of these rows, padded on the left. `read` gets
+    `batch_token_s`, the prompts' seconds divided by their tokens, padding included."""
     ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
     mask = torch.ones_like(ids)
     for row, length in enumerate(lengths):
@@ -158,7 +159,7 @@ def batch_steps_ms(
 
 
 def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
-    """Seconds from the first tick of one clock to that of another one."""
+    """Seconds from the first tick of `start` to the first tick of `clock`."""
     begin, end = start.ticks[0], clock.ticks[0]
     if device.type != "cuda":
         return end - begin
@@ -168,7 +169,7 @@ def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
 
 @contextmanager
 def cpu_rounds(rows: int) -> Iterator[list[float]]:
-    """Milliseconds of the CPU in each round that all rows decode in, without what it waits for the GPU."""
+    """CPU milliseconds of each round in which all rows decode, without waiting for the GPU."""
     measured: list[float] = []
     waits = [0.0]
     advance, synchronize = Scheduler.advance, torch.cuda.Event.synchronize
@@ -193,8 +194,8 @@ def cpu_rounds(rows: int) -> Iterator[list[float]]:
 
 
 def rounds_ms(model: Any, preset: str, lengths: list[int], count: int, cpu: dict[str, float]) -> list[float]:
-    """The time between tokens of a row, as the CPU learns of them, while `generate_many` decodes all these rows. cpu: gets
-    `cpu_ms`, the median of what the CPU does in a round, launches included."""
+    """Milliseconds between the times at which the CPU receives a row's tokens, while `generate_many` decodes all these
+    rows. `cpu` gets `cpu_ms`, the median CPU time of a round, launches included."""
     rows = len(lengths)
     requests = [
         {"input_ids": torch.randint(0, model.config.vocab_size, (length,)), "max_new_tokens": count + rows - row + 12}
@@ -267,7 +268,7 @@ def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: i
 
 
 def row_bytes_of(model: Any, preset: str) -> Any:
-    """Bytes of a row of so many tokens in the cache of `lb.generate`."""
+    """A function from the tokens of a row to its bytes in the cache of `lb.generate`."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model), torch.no_grad():
         read_once(model, template, 8)
@@ -319,10 +320,10 @@ def measure_static(model: Any, preset: str, grouped: list[list[Job]], chunk: int
 
 
 def measure_batching(model: Any, work: list[Job], most_seconds: float | None = None, **batching: Any) -> dict[str, Any]:
-    """transformers' own scheduler, with the attention and the cache that the model has now.
+    """Run transformers' own scheduler, with the attention and the cache that the model has now.
 
     Args:
-        most_seconds: stop then, whatever is left.
+        most_seconds: stop after this time, even if requests are left.
     """
     clean(model.device)
     options = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": max(job.answer for job in work)}
@@ -358,7 +359,7 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
 
 
 def measure_packed(model: Any, preset: str, work: list[Job], memory: int) -> dict[str, Any]:
-    """transformers' own scheduler on packed pages, of a pool as large as that of `lb.generate_many`."""
+    """Run transformers' own scheduler on packed pages. Its pool is as large as that of `lb.generate_many`."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model), torch.no_grad():
         read_once(model, template, 8)
@@ -374,7 +375,7 @@ def measure_packed(model: Any, preset: str, work: list[Job], memory: int) -> dic
 
 
 def measure_peer(model: Any, work: list[Job], most_seconds: float) -> dict[str, Any]:
-    """transformers' own scheduler, in the model's dtype."""
+    """Run transformers' own scheduler in the model's dtype."""
     model.set_attn_implementation("sdpa")
     return measure_batching(model, work, most_seconds)
 
@@ -382,7 +383,8 @@ def measure_peer(model: Any, work: list[Job], most_seconds: float) -> dict[str, 
 def best_static(
     work: list[Job], cost: Cost, row_bytes: Any, memory: int
 ) -> tuple[str, int, list[list[Job]], dict[str, float]]:
-    """The order and batch size that should be the fastest, the batches, and the seconds predicted for all."""
+    """The order and batch size with the fewest predicted seconds, their batches, and the predictions of all
+    combinations."""
     tried = {}
     for sorting in SORTINGS:
         for rows in BATCH_SIZES:
@@ -454,7 +456,7 @@ def main(
         if "many" in wanted:
             record = measure_many(model, preset, work, size, chunk)
             note({"part": "many", "answers": kind, "requests": len(work), "rows": record["slots"]} | record)
-            if not steps_first:  # of the average of its steps
+            if not steps_first:  # from the mean of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
                 cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})

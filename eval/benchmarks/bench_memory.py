@@ -1,15 +1,15 @@
-"""Device memory that `generate` takes beyond the model: `python -m hf_lowbit_kv.eval.benchmarks.bench_memory`.
+"""GPU memory of `generate` beyond the model: `python -m hf_lowbit_kv.eval.benchmarks.bench_memory`.
 
-A model of the 8B Llama 3.1 shape with random weights reads a long prompt and writes a few tokens. The allocator's peak
-above the weights may be at most
+A model of the 8B Llama 3.1 shape with random weights reads a long prompt and writes a few tokens. The limit for the
+allocator's peak above the weights is
 
     the cache's bytes + 10 % + one layer's prompt (its keys and values in the model's dtype)
 
-Reading a prompt also takes memory for the model's own activations, whatever the cache: over 20 GB here, in the MLP,
-when the prompt is read whole. So the figure is taken in two ways, and both must hold:
+With every cache, reading a prompt also needs memory for the model's own activations. If the prompt is read whole, the
+MLP needs over 20 GB here. So the peak is measured in two ways, and both must be within the limit:
 
-- read in chunks (`prefill_chunk_size`), where activations are small: nothing is subtracted;
-- read whole: less the peak of the same model reading the same prompt without any cache.
+- read in chunks (`prefill_chunk_size`): activations are small, and nothing is subtracted;
+- read whole: the peak of the same model, reading the same prompt without a cache, is subtracted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_lowbit_kv.machine.cache_argument import as_argument
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:
-    """The shape of Llama 3.1 8B."""
+    """A configuration of the shape of Llama 3.1 8B."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -53,8 +53,8 @@ def llama_8b(layers: int = 32) -> LlamaConfig:
 
 
 class PeakMemory:
-    """`with PeakMemory(device) as peak: ...`; then `peak.growth`: the most bytes allocated inside beyond what was
-    allocated before. `None` on the CPU, which has no allocator to ask."""
+    """`with PeakMemory(device) as peak: ...` measures memory. Afterwards `peak.growth` is the peak of allocated bytes
+    inside, less the bytes allocated before. It is `None` on the CPU, which has no such allocator."""
 
     growth: int | None = None
 
@@ -78,14 +78,15 @@ class PeakMemory:
 def measure(
     model: Any, preset: str, batch: int, tokens: int, new_tokens: int, prefill_chunk: int | None, **options
 ) -> dict[str, Any]:
-    """One `generate` from a random prompt `[batch, tokens]`, read whole or in chunks.
+    """Run `generate` once from a random prompt `[batch, tokens]`, read whole or in chunks.
 
     Args:
-        **options: for `from_preset`.
+        **options: further arguments of `from_preset`.
 
     Returns:
         A record without provenance. Bytes: `growth` (peak), `model_alone` (peak without a cache; only for whole
-        prompts), `counted` (their difference), `limit`, the cache's `nbytes` and its parts, `layer_prompt`; `within`.
+        prompts), `counted` (their difference), `limit`, the cache's `nbytes` and its parts, and `layer_prompt`.
+        `within` says whether the limit holds.
     """
     config, device = model.config, model.device
     prompt = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
@@ -138,7 +139,7 @@ def measure(
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A model with random weights that `seed` tells, made on the device."""
+    """A model with random weights from `seed`, made on the device."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
@@ -164,7 +165,7 @@ def main(
         lb.get_preset(name)
     model = random_model(llama_8b(layers), torch.bfloat16, where)
     out = out or results_path("memory", device_name(where))
-    # kernels are compiled, and libraries take their workspaces, before anything is counted
+    # before the measurements, compile kernels and let libraries allocate their workspaces
     measure(model, presets[0], 1, min(tokens, 1024), 2, None)
     table = Table("preset", "read", "growth", "model alone", "counted", "limit", "cache", "s", "within")
     failed = False

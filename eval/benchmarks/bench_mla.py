@@ -1,15 +1,18 @@
-"""Decode attention to FP8 latents (SnapMLA) against 16-bit MLA attention: `python -m hf_lowbit_kv.eval.benchmarks.bench_mla`.
+"""Decode attention to FP8 latents (SnapMLA), compared with 16-bit MLA:
+`python -m hf_lowbit_kv.eval.benchmarks.bench_mla`.
 
-It checks before it times: where the output misses float32 attention over the same packed bytes by more than its bound, or where
-stored bytes are not the reference's, nothing is timed. Kernels and peers are timed in the same rounds. A peer attends to the
-latent in bfloat16, absorbed: PyTorch's matmul and softmax, and FlashInfer's MLA decode where it is installed.
+A case is checked before it is timed. It is not timed if its output differs from float32 attention over the same packed
+bytes by more than a bound, or if stored bytes differ from the reference's. Kernels and peers are timed in the same
+rounds. A peer attends to the latent in bfloat16, in absorbed form: PyTorch's matmul and softmax, and FlashInfer's MLA
+decode if it is installed.
 
-- `ms`: one layer's attention to everything stored and to the new token. `step_ms`: the same with storing the token.
-- `ratio`: fastest peer's time / ours. `byte_limit_ratio`: what it would be if ours read its packed bytes at the bandwidth
-  measured in the same run, and did nothing else.
-- `relerr`: relative error against float32 attention over the same packed bytes. Where the kernel quantizes queries and weights
-  (`kernel`: `latent_wide_attend`), it may be twice that of the same pipeline in PyTorch (`snapmla_pipeline`).
-- `convert`: whether e4m3 is converted by the instruction for it.
+- `ms`: one layer's attention to all stored tokens and to the new token. `step_ms`: the same, and storing the token.
+- `ratio`: time of the fastest peer divided by ours. `byte_limit_ratio`: `ratio` of a kernel that only reads the packed
+  bytes, at the bandwidth measured in the same run.
+- `relerr`: relative error, compared with float32 attention over the same packed bytes. Kernels that quantize queries
+  and weights (`kernel`: `latent_wide_attend`) may have twice the error of the same pipeline in PyTorch
+  (`snapmla_pipeline`).
+- `convert`: whether the GPU's instruction converts e4m3.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 
 RANK, ROPE = 512, 64
-#: rows x tokens of each
+#: rows, and tokens of each row
 SHAPES = {"32x8k": (32, 8192), "8x32k": (8, 32768), "1x128k": (1, 131072)}
 HEADS = (16, 64, 128)
 SCALING = (128 + 64) ** -0.5
-#: relative error that the output may have: two roundings of bfloat16, and as much as the pipeline that quantizes more has
+#: largest allowed relative error of the output: two roundings of bfloat16, and that of the pipeline that quantizes more
 BOUND = 2 * 2.0**-8
 console = wide_console()
 
@@ -54,7 +57,7 @@ class WrongResultError(RuntimeError):
 
 
 class LatentCase(NamedTuple):
-    """One layer: `kv` `[B, L, RANK + ROPE]` is what the store holds packed, in bfloat16."""
+    """One layer. `kv` `[B, L, RANK + ROPE]` has the packed tokens of the store, in bfloat16."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -87,7 +90,7 @@ def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device:
 
 
 def check(kernels, case: LatentCase) -> float:
-    """The output's relative error on the first row. Raises `WrongResultError`."""
+    """The output's relative error on the first row. Raises `WrongResultError` if a check fails."""
     state, spec = case.store.state, case.store.spec
     first = state._replace(
         **{name: getattr(state, name)[:1] for name in ("page_table", "page_address", "length", "paged")}
@@ -101,7 +104,7 @@ def check(kernels, case: LatentCase) -> float:
     if kernel_of(kernels, case) == "latent_wide_attend":
         pipeline = snapmla_pipeline.attend(chunk, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
-    if not error <= bound:  # NaN is not
+    if not error <= bound:  # NaN fails too
         raise WrongResultError(f"relative error {error:.2g} is above its bound {bound:.2g}")
     c, r = reference.OPERATIONS.read(row, 256)
     twin = PagedStore(spec, 1, 1, RANK, ROPE, torch.bfloat16, c.device, 256)
@@ -112,7 +115,7 @@ def check(kernels, case: LatentCase) -> float:
 
 
 def kernel_of(kernels, case: LatentCase) -> str:
-    """The kernel that attends."""
+    """The name of the kernel that attends."""
     rows, device = case.q.shape[1] * case.q.shape[2], case.q.device
     return kernels.plan(case.store.spec, RANK, ROPE, case.q.dtype, rows, device).kernel
 
@@ -152,7 +155,7 @@ def peers(case: LatentCase) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.device, rounds: int) -> dict[str, Any]:
-    """A record without provenance."""
+    """Measure one case. Returns a record without provenance."""
     batch, length = SHAPES[shape]
     spec = storage_spec(get_preset("snapmla").spec(), "cuda")
     cases = [build(kernels, spec, batch, length, heads, device, 0)]

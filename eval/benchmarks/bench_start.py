@@ -1,10 +1,11 @@
 """How long a user waits for the first tokens in a fresh process: `python -m hf_lowbit_kv.eval.benchmarks.bench_start`.
 
-A model of the 8B Llama 3.1 shape with random weights writes from a random prompt. Each way to run the steps is measured in
-processes of its own: first with empty folders for compiled kernels (`cold`), then again with what the first one left.
+A model of the 8B Llama 3.1 shape with random weights continues a random prompt. Each way to run the steps is measured
+in its own processes. The first one has empty folders for compiled kernels (`cold`). The next one finds the kernels that
+the first one kept.
 
 - `import_s`: from the start of the process until torch, transformers and this package are imported.
-- `first_token_s`, `tenth_token_s`: from the call of `lb.generate`, weights loaded, until that token is known.
+- `first_token_s`, `tenth_token_s`: from the call of `lb.generate`, with loaded weights, until this token is known.
 - `step_ms`: median of the steps after the tenth token, by the GPU's clock.
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same process.
 """
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-#: folders of compiled kernels, each an environment variable
+#: environment variables for folders of compiled kernels
 FOLDERS = ("HF_LOWBIT_KV_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 NEW_TOKENS = 48
 _MARK = "bench_start: "
@@ -32,7 +33,7 @@ _MARK = "bench_start: "
 def measure(
     started: float, step_kind: str, preset: str, tokens: int, batch: int, device: str, tiny: bool
 ) -> dict[str, Any]:
-    """One call of `lb.generate` in this process, which was started at `started` (seconds since the epoch)."""
+    """Measure one call of `lb.generate` in this process. started: start of the process, seconds since the epoch."""
     import torch
     from transformers import LogitsProcessor
 
@@ -54,7 +55,7 @@ def measure(
             torch.cuda.synchronize(where)
 
     class Known(LogitsProcessor):
-        """Notes when the first and the tenth token are known. It waits for these two alone."""
+        """Notes the times at which the first and the tenth token are known. It waits for the GPU only at these two."""
 
         def __init__(self) -> None:
             self.calls, self.seconds = 0, dict[int, float]()
@@ -97,7 +98,7 @@ def measure(
 
 
 def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
-    """The record of a process that finds compiled kernels below `folders` alone, and leaves its own there."""
+    """The record of a new process, which keeps compiled kernels only below `folders`."""
     places = {name: str(folders / name.lower()) for name in FOLDERS}
     for place in places.values():
         Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,7 +110,7 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
         str(time.time()),
         *arguments,
     ]
-    # under its old name the first of them would still be read
+    # the old name of the first variable is still read, so it must not be inherited
     inherited = {name: value for name, value in os.environ.items() if name != "HF_LOWBIT_KV_CACHE_DIR"}
     done = subprocess.run(command, env={**inherited, **places}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]

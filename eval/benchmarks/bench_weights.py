@@ -1,12 +1,13 @@
-"""Decode steps under quantized weights: `python -m hf_lowbit_kv.eval.benchmarks.bench_weights`.
+"""Decode steps with quantized weights: `python -m hf_lowbit_kv.eval.benchmarks.bench_weights`.
 
-transformers quantizes the random weights of a model of the 8B Llama 3.1 shape while it loads them. The model goes on from
-caches filled with random keys and values. `lb.generate` records its steps where it can; `decoding_steps` says so, or why not.
-Nothing is timed before the recorded logits have been compared with the eager ones of the same cache (`agreement`).
+transformers quantizes the random weights of a model of the 8B Llama 3.1 shape while it loads them. The model decodes
+with caches that are filled with random keys and values. `lb.generate` records its steps if it can. `decoding_steps`
+says whether it did, or why not. Steps are timed only after the recorded logits agree with the eager logits of the same
+cache (`agreement`).
 
-Fields: `weights`, `meaning`, `preset`, `batch`, `tokens`, `step_ms` (median time of a step of `generate`), `decoding_steps`,
-`weight_bytes` (all parameters as stored, embedding and head included), `cache_bytes` (stored tokens), `allocated_bytes` (of the
-whole process, with both), `logits_error`, `tokens_equal`.
+Fields: `weights`, `meaning`, `preset`, `batch`, `tokens`, `step_ms` (median time of a step of `generate`),
+`decoding_steps`, `weight_bytes` (all parameters as stored, embedding and head included), `cache_bytes` (stored tokens),
+`allocated_bytes` (of the whole process, with both), `logits_error`, `tokens_equal`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ STEPS, ROUNDS = 16, 2
 
 
 def measure(model: Any, weights: str, preset: str, batch: int, tokens: int, mode: str = "recorded") -> dict[str, Any]:
-    """A record without provenance. mode: `recorded`, or `unfused`: the model's own pieces alone.
+    """A record without provenance. mode: `recorded`, or `unfused`: only the model's own operations.
 
     Raises:
-        DisagreementError: recorded steps do not give what eager ones give.
+        DisagreementError: recorded steps and eager steps give different results.
     """
     contender = make(preset, mode, model, batch, tokens + HEADROOM)
     contender.compile()
@@ -142,12 +143,12 @@ def main(
 
 
 def late(began: float, seconds: float) -> bool:
-    """Whether the time is over in which something may begin."""
+    """Whether it is too late to begin another measurement."""
     return seconds > 0 and time.monotonic() - began > seconds
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The records in short."""
+    """A short table of the records."""
     out = Table("weights", "cache", "shape", "step ms", "weights GB", "cache GB", "error", "steps")
     for row in rows:
         out.add_row(

@@ -1,12 +1,13 @@
-"""What it costs to read a prompt in chunks: `python -m hf_lowbit_kv.eval.benchmarks.chunked_prompt`.
+"""Cost of reading a prompt in chunks: `python -m hf_lowbit_kv.eval.benchmarks.chunked_prompt`.
 
-A chunk attends to itself exactly, and to earlier chunks as the cache holds them: packed. So the keys and values that a prompt
-leaves in the cache differ from those of a prompt that is read whole. Two measurements, each with records of its `kind`:
+A chunk attends to itself exactly, and to earlier chunks as the cache holds them: packed. So the keys and values in the
+cache differ from those after reading the prompt whole. Two measurements have records with their `kind`:
 
-- `kl`: on the bundled model, the tokens behind a prompt are fed as in decoding, after the prompt was read in chunks and whole.
-  `kl`: of their distributions from full precision, nats a token; `kl_whole`: from the same cache that read the prompt whole.
-- `memory` (`--memory`): a model of the 8B Llama 3.1 shape with random weights reads a prompt on a GPU. `peak`: most bytes
-  allocated beyond the weights, the cache included; `seconds` until the first token, the second time.
+- `kl`: the bundled model reads a prompt in chunks, and again whole. Then the tokens after the prompt are fed as in
+  decoding. `kl` compares their distributions with full precision, nats per token. `kl_whole` compares them with the
+  same cache after reading the prompt whole.
+- `memory` (`--memory`): a model of the 8B Llama 3.1 shape with random weights reads a prompt on a GPU, twice. `peak`:
+  most bytes allocated beyond the weights, the cache included. `seconds`: time until the first token, the second time.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, pr
 from hf_lowbit_kv.eval.texts import Text, read_text
 
 PRESETS = ("kivi-2-sink", "kivi-4-sink", "eigen-2")
-#: tokens of a chunk; 0: the prompt is read whole
+#: sizes of chunks in tokens; 0: the prompt is read whole
 KL_CHUNKS, MEMORY_CHUNKS = (512, 2048, 0), (512, 2048, 8192, 0)
 console = wide_console()
 
 
 def pieces(prompt: int, length: int, chunk: int, packs: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where forward passes begin and end: chunks of the prompt, then the tokens behind it up to `length`, cut where pages are
-    packed: they attend to what they would in decoding.
+    """Begin and end of each forward pass. First come the chunks of the prompt, then the tokens after it up to `length`.
+    These passes end when a page is packed, so that their tokens attend to the same data as in decoding.
 
     Args:
-        chunk: 0: the prompt is one chunk. packs: lengths at which a page is packed.
+        chunk: tokens of a chunk; 0: the prompt is one chunk.
+        packs: lengths at which a page is packed.
     """
     bounds = [*range(0, prompt, chunk or prompt), prompt, *(at for at in packs if prompt < at < length), length]
     return itertools.pairwise(bounds)
@@ -52,7 +54,8 @@ def pieces(prompt: int, length: int, chunk: int, packs: Sequence[int]) -> Iterat
 def logits_behind(
     model: Any, cache: Any, ids: torch.Tensor, prompt: int, chunk: int, packs: Sequence[int]
 ) -> torch.Tensor:
-    """Logits `[n, vocabulary]` of the last token of the prompt and of all behind it but one, which predict what follows.
+    """Logits `[n, vocabulary]` that predict the `n` tokens after the prompt. The first are those of the prompt's last
+    token.
 
     Args:
         ids: `[1, prompt + n]`.
@@ -75,14 +78,14 @@ def measure_kl(
     behind: int = 512,
     chunks: Sequence[int] = KL_CHUNKS,
 ) -> list[dict[str, Any]]:
-    """One record a preset and chunk size, means over the first window of each text.
+    """One record for each preset and chunk size: means over the first window of each text.
 
     Args:
-        prompt, behind: tokens of the prompt, and of what is scored behind it. chunks: 0 stands for the whole prompt, which is
-            always read.
+        prompt, behind: number of tokens in the prompt, and of scored tokens after it.
+        chunks: sizes of chunks. 0 stands for the whole prompt, which is always measured.
 
     Raises:
-        ValueError: an unknown preset, a text that is too short, or a window beyond what the model was made for.
+        ValueError: an unknown preset, a text that is too short, or a window longer than the model's context.
     """
     for name in presets:
         lb.get_preset(name)
@@ -121,7 +124,7 @@ def measure_kl(
 
 @torch.no_grad()
 def measure_memory(model: Any, preset: str, tokens: int, chunk: int) -> dict[str, Any]:
-    """One record: a random prompt `[1, tokens]` is read twice. The first time counts memory, the second one time."""
+    """One record. A random prompt `[1, tokens]` is read twice, first to measure memory, then to measure time."""
     ids = torch.randint(1, model.config.vocab_size, (1, tokens), device=model.device)
     options: dict[str, Any] = {
         "prefill_chunk_size": chunk,

@@ -1,7 +1,7 @@
-"""Caches of many tokens to decode with, ours and the host's, and the clock that times the steps of `generate`.
+"""Caches of many tokens for decoding, ours and transformers', and the clock that times the steps of `generate`.
 
-What `bench_generate.py` and `bench_batch.py` work on. Caches are filled with random keys and values directly: a step reads
-what it reads whatever the numbers are, and reading a prompt of 128k tokens takes the better part of a minute.
+`bench_generate.py` and `bench_batch.py` use this module. Caches are filled directly with random keys and values,
+because the numbers do not change a step's reads. Reading a prompt of 128k tokens would take most of a minute.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hf_lowbit_kv.generation.compiling import compile_config
 from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
-#: tokens that a cache can take beyond those it is filled with
+#: number of tokens that a filled cache still has room for
 HEADROOM = 512
 #: modes whose steps are recorded
 RECORDED = ("recorded", "unfused")
 
 
 class StepClock(LogitsProcessor):
-    """A logits processor that notes when it is called: the time from one call to the next is a step's, host work and
-    waiting included. On a GPU the device's own clock is read, in the order of its work, and the host never waits for it."""
+    """A logits processor that notes the times of its calls. The time between two calls is that of a step, CPU work and
+    waiting included. On a GPU, events in the GPU's stream take the times, so the CPU never waits for the GPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -46,7 +46,7 @@ class StepClock(LogitsProcessor):
         return scores
 
     def steps_ms(self, skip: int = 2) -> list[float]:
-        """Milliseconds of each step but the first `skip`, which start from an idle device."""
+        """Milliseconds of each step without the first `skip` ones, which start on an idle GPU."""
         pairs = list(zip(self.ticks, self.ticks[1:]))[skip:]
         if self.device.type != "cuda":
             return [(end - begin) * 1e3 for begin, end in pairs]
@@ -60,11 +60,11 @@ class Contender:
 
     Args:
         name: `kivi-2` or another preset (`low_bit_cache`), `DynamicCache`, `StaticCache`, `quanto-4`.
-        mode: `eager`; `compiled`, as transformers does it by itself; `tuned`: with
-            `compile_config`, or `lb.generate`'s settings; `recorded`: in a CUDA graph, pieces fused, as `lb.generate` does it
-            by default; `unfused`: the eager step in a CUDA graph.
-        cache: filled by `set_back`.
-        length: tokens it holds then.
+        mode: `eager`; `compiled`: transformers' own compilation; `tuned`: compiled with `compile_config`, or with
+            `lb.generate`'s settings; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`;
+            `unfused`: the eager step in a CUDA graph.
+        cache: the cache; `set_back` fills it.
+        length: tokens in the filled cache.
     """
 
     name: str
@@ -77,9 +77,10 @@ class Contender:
     length: int = 0
     filled: int = 0
     kv_heads: int | None = None
-    """KV heads that this process holds, where tensor parallelism splits those of the model"""
+    """KV heads of this process, if tensor parallelism splits those of the model"""
     source: list[torch.Tensor] = field(default_factory=list)
-    """what caches are set back to: keys and values `[B, H, n, D]` of all tokens (the host's) or of the tail (ours)"""
+    """keys and values `[B, H, n, D]` that `set_back` writes: of all tokens (transformers' caches) or of the tail
+    (ours)"""
 
     @property
     def label(self) -> str:
@@ -90,7 +91,7 @@ class Contender:
         return isinstance(self.cache, lb.LowBitCache)
 
     def compile(self) -> None:
-        """Compile the step, on an empty cache."""
+        """Compile the step, with an empty cache."""
         self._attach()
         if self.mode != "eager":
             ids = torch.zeros(self.batch, 4, dtype=torch.long, device=self.model.device)
@@ -98,10 +99,10 @@ class Contender:
             self.cache.reset()
 
     def fill(self, tokens: int) -> None:
-        """Make the cache hold `tokens` random tokens, less one: the next token attends to `tokens`."""
+        """Fill the cache with `tokens - 1` random tokens, so that the next token attends to `tokens`."""
         self.length, config, model = tokens - 1, self.model.config, self.model
         if self.ours:
-            if self.length > self.filled:  # a longer history serves a shorter length
+            if self.length > self.filled:  # a cache filled before with a longer history serves shorter lengths too
                 fill_low_bit(self.cache, model, self.batch, self.length, self.kv_heads)
                 self.filled = self.length
                 state = self.cache.packed_layers[0].store.state
@@ -114,9 +115,9 @@ class Contender:
         self.set_back()
 
     def set_back(self) -> None:
-        """The cache as it was after `fill`."""
+        """Bring the cache back to its state after `fill`."""
         if self.ours:
-            # a step may have packed the tail's oldest page, and the steps after it have written over it
+            # a step may have packed the tail's oldest page, and later steps have overwritten the page in the tail
             for layer in self.cache.packed_layers:
                 for window, source in zip(
                     (layer.store.state.tail_k, layer.store.state.tail_v), self.source, strict=True
@@ -133,7 +134,7 @@ class Contender:
                 layer.values[:, :, : self.length].copy_(self.source[1])
                 layer.cumulative_length.fill_(self.length)
         elif isinstance(self.cache, QuantizedCache):
-            if not self.cache.get_seq_length():  # what a few steps add stays: it cannot be cropped
+            if not self.cache.get_seq_length():  # it cannot be cropped, so the tokens of a few steps stay
                 for index in range(len(self.cache.layers)):
                     self.cache.update(self.source[0], self.source[1], index)
         else:
@@ -143,23 +144,23 @@ class Contender:
 
     @property
     def transient(self) -> bool:
-        """Whether `set_back` makes the cache anew."""
+        """Whether `set_back` makes a new cache."""
         return type(self.cache) is DynamicCache
 
     def put_away(self) -> None:
-        """Give back the memory of a cache that `set_back` makes anew."""
+        """Free the memory of the cache if `set_back` makes a new one."""
         if self.transient:
             self.cache = DynamicCache(config=self.model.config)
 
     def prompt(self) -> torch.Tensor:
-        """Token ids `[B, length + 1]`: of what is stored, made up, and of the token to go on from."""
+        """Token ids `[B, length + 1]`: placeholders for the stored tokens, and the next token."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.model.config.vocab_size, (self.batch, 1), generator=generator)
         ids = ids.to(self.model.device)
         return torch.cat([ids.new_zeros(self.batch, int(self.cache.get_seq_length())), ids], dim=1)
 
     def generate(self, ids: torch.Tensor, new_tokens: int, **options: Any) -> Any:
-        """`generate` with this cache, greedily, to the end."""
+        """Run `generate` with this cache: greedy, exactly `new_tokens` tokens."""
         self._attach()
         options = {"do_sample": False, "pad_token_id": 0, **options}
         eager = options.pop("disable_compile", self.mode == "eager") or self.mode == "eager"
@@ -187,14 +188,14 @@ class Contender:
         )
 
     def steps_ms(self, steps: int) -> list[float]:
-        """Milliseconds of each of so many steps."""
+        """Milliseconds of each of `steps` steps."""
         self.set_back()
         clock = StepClock(self.model.device)
         self.generate(self.prompt(), steps + 3, logits_processor=[clock])
         return clock.steps_ms()
 
     def cache_bytes(self) -> int:
-        """Bytes that a step must read: tokens stored, unused capacity not counted."""
+        """Bytes that a step must read: stored tokens, without unused capacity."""
         if self.ours:
             parts = self.cache.nbytes
             return parts.codes + parts.metadata + parts.window
@@ -205,7 +206,7 @@ class Contender:
         return int(full * per_number) * config.num_hidden_layers
 
     def allocated_bytes(self) -> int:
-        """Bytes that the cache holds, unused capacity included."""
+        """Bytes of the cache, unused capacity included."""
         if self.ours:
             return int(self.cache.nbytes)
         if isinstance(self.cache, StaticCache):
@@ -220,7 +221,7 @@ class Contender:
 
 
 def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: str | None = None) -> Contender:
-    """A contender by name; capacity: tokens a row can hold, where that is set beforehand."""
+    """A contender by name. capacity: most tokens of a row, for caches of fixed size."""
     cache: Any
     if name == "DynamicCache":
         cache = DynamicCache(config=model.config)
@@ -239,11 +240,11 @@ def make(name: str, mode: str, model: Any, batch: int, capacity: int, backend: s
 
 
 def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitCache:
-    """Our cache by name: a preset, and a window of another size where the name says so, e.g. `eigen-2,sink=4,residual=32`. A
-    preset that needs a calibration gets random parameters, as random weights deserve.
+    """Our cache by name: a preset, with another window if the name has one, e.g. `eigen-2,sink=4,residual=32`. A preset
+    that needs a calibration gets random parameters, because the model's weights are random too.
 
     Raises:
-        ValueError: an unknown preset, or something else behind it than sink and residual.
+        ValueError: an unknown preset, or options other than sink and residual.
     """
     preset, *changes = name.split(",")
     window: dict[str, Any] = {}
@@ -263,7 +264,8 @@ def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitC
 
 
 def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int, kv_heads: int | None = None) -> None:
-    """Make every row hold `tokens` random tokens, the same in every layer. kv_heads: those of this process [default: all]."""
+    """Fill every row with `tokens` random tokens, the same in every layer. kv_heads: KV heads of this process [default:
+    all]."""
     config = model.config
     heads = config.num_key_value_heads if kv_heads is None else kv_heads
     empty = torch.zeros(batch, heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
@@ -279,13 +281,13 @@ def fill_low_bit(cache: lb.LowBitCache, model: Any, batch: int, tokens: int, kv_
             continue
         state, other = layer.store.state, first.state
         for target, source in zip([*state.pool, *state[3:]], [*other.pool, *other[3:]], strict=True):
-            if isinstance(target, torch.Tensor):  # parameters are a list, and are read alone
+            if isinstance(target, torch.Tensor):  # parameters are a list, and are never written
                 target.copy_(source)
     set_length(cache, tokens)
 
 
 def set_length(cache: lb.LowBitCache, tokens: int) -> None:
-    """Set the counters of a filled cache to `tokens`; no more than it was filled with, or has stored since."""
+    """Set the counters of a filled cache to `tokens`, at most the number of tokens that it has stored."""
     layers: list[Any] = cache.packed_layers
     for layer in layers:
         state, spec = layer.store.state, layer.store.spec

@@ -1,4 +1,4 @@
-"""One cell of `bench_decode`: a preset on a shape, checked and then timed. `bench_decode` says what its figures mean."""
+"""One cell of `bench_decode`: a preset on a shape is checked, then timed. `bench_decode` explains the figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lowbit_kv.eval.benchmarks.timing import Candidate, sets_needed, time_beh
 from hf_lowbit_kv.machine.determinism import fixed_order
 from hf_lowbit_kv.presets import get_preset
 
-#: names under which the two trees are timed
+#: names of the two trees in timings
 OURS, AGAINST = "ours", "against"
 
 
@@ -25,9 +25,9 @@ class WrongResultError(RuntimeError):
 
 
 def check(case: PackedCase, backend: str, whose: str = "") -> float:
-    """The relative error of the output. Raises `WrongResultError`."""
+    """The relative error of the output. Raises `WrongResultError` if a check fails."""
     relerr, bound = attend_error(case, backend)
-    if not relerr <= bound:  # NaN is not
+    if not relerr <= bound:  # NaN fails too
         raise WrongResultError(f"{whose}relative error {relerr:.2g} is above its bound {bound:.2g}")
     if fault := append_fault(case, backend):
         raise WrongResultError(f"{whose}append: {fault}")
@@ -37,7 +37,8 @@ def check(case: PackedCase, backend: str, whose: str = "") -> float:
 
 
 def build_sets(shape: Shape, spec: Any, *geometry: Any) -> list[PackedCase]:
-    """As many cases as must take turns, so that none is found in the device's cache. geometry: what `build` takes next."""
+    """Enough cases to rotate among, so that the GPU's cache holds none of them. geometry: the next arguments of
+    `build`."""
     cases = [build(shape, spec, *geometry)]
     count = sets_needed(cases[0].nbytes, torch.device(cases[0].q.device))
     return cases + [build(shape, spec, *geometry) for _ in range(count - 1)]
@@ -60,8 +61,9 @@ def measure(
     """Check, then time one preset on one shape.
 
     Args:
-        peers: by name, calls on inputs that take turns. bandwidth: bytes a second that can be read. against: another tree,
-            whose kernels are checked and timed on the same layers in the same rounds.
+        peers: calls on rotating inputs, by name.
+        bandwidth: read bandwidth, bytes per second.
+        against: another tree, whose kernels are checked and timed on the same layers in the same rounds.
 
     Returns:
         A record without provenance, see `bench_decode`.
@@ -77,7 +79,7 @@ def measure(
         trees[AGAINST] = [case.of(against) for case in cases]
         check(trees[AGAINST][0], backend, f"{against.name}: ")
 
-    graph = backend != "torch"  # the reference reads lengths back, which a graph cannot record
+    graph = backend != "torch"  # the reference copies lengths to the CPU, which a graph cannot record
     candidates = [
         Candidate(name, [lambda case=case: case.attend(backend) for case in of_tree], graph)
         for name, of_tree in trees.items()
@@ -154,14 +156,14 @@ def measure(
 def time_append(
     case: PackedCase, backend: str, graph: bool, device: torch.device, rounds: int
 ) -> tuple[float, float | None]:
-    """Milliseconds to store one token in every row, averaged over as many steps as a page has tokens; and what of them packing
-    costs, or `None` where tokens go straight into pages."""
+    """Milliseconds to store one token in every row, as a mean over as many steps as a page has tokens. The second
+    number is the part for packing, or `None` if tokens go directly into pages."""
     counters = case.state.length.clone(), case.state.paged.clone()
     steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
     candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
     if not case.spec.direct:
         packed = case.state.paged.clone()
-        for step in steps:  # up to the first that packs; as many as a page has tokens, less one, pack nothing then
+        for step in steps:  # stop after the first step that packs: then the next `page_size - 1` steps pack nothing
             step()
             if not torch.equal(case.state.paged, packed):
                 break
@@ -175,12 +177,13 @@ def time_append(
 def time_steps(
     trees: Mapping[str, Sequence[PackedCase]], backend: str, graph: bool, device: torch.device, rounds: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
-    """Milliseconds of a decode step that stores its token, averaged over as many as a page has tokens, by tree; of the
-    attention alone of these steps, of the first tree; and of the steps behind another kernel, by tree."""
+    """Milliseconds of a decode step that stores its token, for each tree; of only the attention of these steps, for the
+    first tree; and of the steps after another kernel, for each tree. All are means over as many steps as a page has
+    tokens."""
     cases = next(iter(trees.values()))
     along = cases[0].counters_along()
 
-    def before() -> None:  # trees share their layers
+    def before() -> None:  # all trees use the same layers
         for case in cases:
             rewind(case, along[0])
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-#: rows of a ragged shape differ by multiples of so many tokens: all are as far from packing a page
+#: lengths of rows in a ragged shape differ by multiples of this number, so that all rows pack a page at the same step
 PAGE = 128
 
 
 class Shape(NamedTuple):
-    """One decode step: `tokens` are attended to, the query's own included."""
+    """One decode step that attends to `tokens` tokens, including the query's own."""
 
     name: str
     batch: int
     heads: int
     kv_heads: int
     tokens: int
-    """of the longest row"""
+    """tokens of the longest row"""
     head_dim: int | None = None
-    """`None`: what the benchmark is asked for"""
+    """`None`: the head size that the benchmark is called with"""
     shortest: int | None = None
-    """tokens of the shortest row, in a ragged batch; `None`: all rows are of one length"""
+    """tokens of the shortest row of a ragged batch; `None`: all rows have the same length"""
 
     @classmethod
     def parse(cls, name: str) -> Shape:
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         return self.shortest is not None
 
     def lengths(self) -> list[int]:
-        """Tokens of each row: spread evenly from `shortest` to `tokens`, in steps of `PAGE`."""
+        """Tokens of each row, evenly spread from `shortest` to `tokens` in multiples of `PAGE`."""
         if self.shortest is None:
             return [self.tokens] * self.batch
         pages = (self.tokens - self.shortest) // PAGE
@@ -53,7 +53,7 @@ USUAL = (
     Shape("gqa_b32_8k", 32, 32, 8, 8192),
     Shape("mha_b8_8k", 8, 32, 32, 8192),
 )
-#: query heads a KV head, head sizes, short rows, large batches, rows of unlike lengths
+#: other numbers of query heads per KV head, head sizes, short rows, large batches, rows of different lengths
 OTHERS = (
     Shape("heads5_b8_32k", 8, 40, 8, 32768),
     Shape("heads8_b8_32k", 8, 64, 8, 32768),
@@ -70,12 +70,12 @@ OTHERS = (
 )
 SHAPES = {shape.name: shape for shape in USUAL + OTHERS}
 
-#: what `bench_decode --matrix` measures: all of these presets on these shapes, and two presets on all others
+#: the matrix of `bench_decode --matrix`: all of these presets on these shapes, and two presets on all other shapes
 MATRIX_PRESETS = ("fp8", "kv8", "kivi-4", "kivi-4-sink", "kivi-2", "kitty-pro", "eigen-2", "vecinfer-2")
 MATRIX_SHAPES = ("gqa_b8_32k", "gqa_b1_128k", "heads16_b8_32k", "dim256_b4_32k", "gqa_b64_4k", "gqa_b256_1k")
 ELSEWHERE = ("kivi-4-sink", "kivi-2")
 
 
 def matrix() -> list[tuple[str, str]]:
-    """Cells of the matrix: shape and preset, by shape."""
+    """Cells of the matrix: shape and preset, ordered by shape."""
     return [(shape, preset) for shape in SHAPES for preset in (MATRIX_PRESETS if shape in MATRIX_SHAPES else ELSEWHERE)]

@@ -1,4 +1,5 @@
-"""README's table and picture: cache sizes of one known model, and how often the next token stays the same."""
+"""README's table and picture: cache sizes of one known model, and how often the next token is the same as in 16
+bits."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.planning.fits import FULL, GB, fits
 from hf_lowbit_kv.presets import DEFAULT_PRESET
 
-#: the case that README opens with
+#: the example at the top of README
 MODEL, CONTEXT, MEMORY = "Qwen/Qwen3-8B", 65536, "24GB"
-#: presets that may be shown, those without calibration and those with one; a row that another of its group beats in bits and in
-#: error is left out
+#: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller
+#: cache and more equal tokens
 PLAIN = ("kv8", "kv6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
 CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
 SHAPE = "gqa_b8_32k"
@@ -28,11 +29,11 @@ class Point(NamedTuple):
     preset: str
     bits: float
     cache_gb: float
-    """of `CONTEXT` tokens of `MODEL`, preallocated"""
+    """size of a preallocated cache for `CONTEXT` tokens of `MODEL`"""
     top1: float
     """share of positions of the transcript at which the most likely token is the same"""
     speed: float | None
-    """times faster than 16-bit attention in a decode step, storing included"""
+    """how many times faster than 16-bit attention a decode step is, storing included"""
 
 
 @functools.cache
@@ -44,7 +45,8 @@ def _cache_gb() -> Mapping[str, float]:
 
 
 def _speeds(path: Path) -> dict[str, float]:
-    """By preset, the newest decode step with storing, behind another kernel as in a model, against 16-bit attention."""
+    """For each preset, how many times faster than 16-bit attention its newest measured decode step is. The step
+    includes storing, and follows another kernel, as in a model."""
     speeds = {}
     for record in read_records(path):
         if (
@@ -61,7 +63,7 @@ def _speeds(path: Path) -> dict[str, float]:
 
 
 def front_points(rows: Sequence[Any], group: Sequence[str]) -> list[Point]:
-    """The presets of a group that are measured and that no other of it beats, most bits first. rows: `tables.load()`."""
+    """Measured presets of a group that no other preset of the group beats, most bits first. rows: `tables.load()`."""
     by_preset, speeds = {row.preset: row for row in rows}, _speeds(RESULTS / "decode-nvidia-h200.jsonl")
 
     def speed(name: str) -> float | None:
@@ -115,13 +117,13 @@ def front_table(rows: Sequence[Any]) -> str:
 
 
 def digest(rows: Sequence[Any]) -> str:
-    """Of what the picture shows; the picture carries it."""
+    """A hash of the figures in the picture. The picture's metadata contain it."""
     shown = [list(point[:4]) for group in (PLAIN, CALIBRATED) for point in front_points(rows, group)]
     return hashlib.sha256(json.dumps([shown, _cache_gb()[FULL]]).encode()).hexdigest()
 
 
 def draw(rows: Sequence[Any], path: Path) -> None:
-    """The picture: GB of cache against the share of equal next tokens."""
+    """Draw the picture: the share of equal next tokens over the GB of the cache."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")

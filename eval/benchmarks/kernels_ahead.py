@@ -1,4 +1,5 @@
-"""Kernels of `bench_decode` compiled before they are timed, by processes side by side: a matrix needs some hundred of them."""
+"""Compiles kernels of `bench_decode` in parallel processes before they are timed. A matrix needs some hundred
+kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from hf_lowbit_kv.triton_kernels.cuda import modules, nvrtc
 
 
 class Wanted(NamedTuple):
-    """A compilation. tree: `None`: of this tree."""
+    """A compilation. tree: name of the tree; `None`: this tree."""
 
     tree: str | None
     file: str
@@ -32,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 class _Noted:
-    """In the place of a loaded file: remembers that it was wanted, launches nothing."""
+    """Replaces a loaded file: notes that the file is wanted, and launches nothing."""
 
     def __init__(self, wanted: dict[Wanted, None], tree: str | None):
         self.wanted, self.tree = wanted, tree
@@ -62,7 +63,7 @@ def _modules(tree: OtherTree | None) -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def _noting(tree: OtherTree | None, wanted: dict[Wanted, None]) -> Iterator[None]:
-    """Nothing is compiled or launched inside; what would have been is in `wanted`."""
+    """Inside this context nothing is compiled or launched. The needed compilations are added to `wanted`."""
     layouts, compiler = _modules(tree)
 
     def forget() -> None:
@@ -76,7 +77,8 @@ def _noting(tree: OtherTree | None, wanted: dict[Wanted, None]) -> Iterator[None
 
 
 def wanted_by(case: PackedCase, tree: OtherTree | None, backend: str) -> list[Wanted]:
-    """What a measurement of a case compiles: attention as pages get done and in fixed order, a step, storing alone."""
+    """The compilations that a measurement of a case needs: attention in any order of pages and in fixed order, a step,
+    and storing."""
     wanted: dict[Wanted, None] = {}
     cases = [case if tree is None else case.of(tree)]
     if tree is None and not case.spec.untransformed:
@@ -94,7 +96,8 @@ def wanted_by(case: PackedCase, tree: OtherTree | None, backend: str) -> list[Wa
 def tiny(
     shape: Shape, preset: str, backend: str, head_dim: int, query_length: int, dtype, device, per_head
 ) -> PackedCase:
-    """A layer of few tokens whose kernels are those of the shape: these depend on rows and heads, not on lengths."""
+    """A layer with few tokens that needs the same kernels as the shape, because kernels depend on rows and heads, not
+    on lengths."""
     spec = storage_spec(get_preset(preset).spec(), backend)
     least = spec.sink + spec.tail_size + query_length
     short = shape._replace(tokens=least, shortest=None)
@@ -110,8 +113,8 @@ def _compile(wanted: Wanted, arch: str) -> None:
 
 
 class Compilers:
-    """Processes that compile into the folder of kept kernels. They are forked when this is made, which must be before CUDA is
-    used, and after the other tree has been found."""
+    """Processes that compile into the folder of kept kernels. The constructor forks them. Call it before CUDA is used,
+    and after the other tree is found."""
 
     def __init__(self, jobs: int, against: OtherTree | None = None):
         if against is not None:
@@ -124,7 +127,7 @@ class Compilers:
         self._begun: dict[Wanted, Future] = {}
 
     def begin(self, cell: Callable[[], PackedCase], backend: str, device: torch.device) -> list[Future]:
-        """Start what a cell needs; what was started for another cell is not started again."""
+        """Start the compilations that a cell needs, except those that another cell has started."""
         case = cell()
         major, minor = torch.cuda.get_device_capability(device)
         kernels: list[Wanted] = []
@@ -137,7 +140,7 @@ class Compilers:
 
     @staticmethod
     def wait(begun: Iterable[Future]) -> None:
-        """Errors show again where the kernel is used."""
+        """Wait for compilations. Errors are ignored, because they are raised again when the kernel is used."""
         for future in begun:
             future.exception()
 

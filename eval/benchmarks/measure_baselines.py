@@ -1,8 +1,9 @@
-"""Records of WUSH-KV and OSCAR beside the presets: `python -m hf_lowbit_kv.eval.benchmarks.measure_baselines`.
+"""Records of WUSH-KV and OSCAR, for comparison with presets:
+`python -m hf_lowbit_kv.eval.benchmarks.measure_baselines`.
 
-The same model, texts and setting as `measure`. Calibrated on the texts of the bundled calibration of `eigen-*`, as many
-windows. Own implementations of what the papers say (`eval/baselines.py`). Records go to
-`eval/results/baselines-smollm2.jsonl`. Of several of a baseline and text the newest counts.
+Model, texts and setting are those of `measure`. The calibration uses the texts of the bundled calibration of `eigen-*`,
+and as many windows. The methods are our own implementations of the papers (`eval/baselines.py`). Records go to
+`eval/results/baselines-smollm2.jsonl`. If there are several records for a baseline and text, the newest counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/what-fits.md: the longest context, and the most rows, of known models on GPUs of 24, 48 and 80 GB.
+"""Tables of docs/what-fits.md: the longest context, and the most rows, of known models on GPUs with 24, 48 and 80 GB.
 
 `python -m hf_lowbit_kv.eval.benchmarks.memory_table` (part of `make results`) writes the tables into the page.
 """
@@ -17,7 +17,7 @@ from hf_lowbit_kv.planning.model_shapes import Shape, known_models, shape_of, we
 PAGE = RESULTS.parents[1] / "docs" / "what-fits.md"
 MEMORIES = (24, 48, 80)
 PRESETS = ("kv8", "kivi-4-sink", "k4v2-sink", "eigen-2")
-#: tokens of a row where rows are counted
+#: tokens of each row when rows are counted
 ROW = 32768
 MODELS = (
     "HuggingFaceTB/SmolLM3-3B",
@@ -40,8 +40,9 @@ def _counted(name: str) -> tuple[Shape, dict[str, CacheMemory]]:
 
 
 def cell(name: str, weights: str, preset: str, memory: int) -> str:
-    """`LONGEST / ROWS` for a GPU of so many bytes: thousands of tokens of one row, `all` where the model's whole context fits,
-    and rows of `ROW` tokens. A dash: nothing fits, or a row is longer than the model's context."""
+    """`LONGEST / ROWS` for a GPU with `memory` bytes. LONGEST is thousands of tokens in one row, or `all` if the
+    model's whole context fits. ROWS counts rows of `ROW` tokens. A dash means that nothing fits, or that a row is
+    longer than the model's context."""
     shape, counters = _counted(name)
     left = memory - weight_bytes(shape, weights) - chunk_bytes(shape, packed=preset != FULL) - CUDA_BYTES
     full_length = shape.config.max_position_embeddings
@@ -55,7 +56,8 @@ def cell(name: str, weights: str, preset: str, memory: int) -> str:
 
 
 def _rows_that_fit(counter: CacheMemory, left: int) -> int:
-    """Rows of `ROW` tokens in so many bytes. Two rows tell about how many; each number is counted before it is said."""
+    """How many rows of `ROW` tokens fit into `left` bytes. The sizes of one and two rows give an estimate, which is
+    then checked and corrected."""
     one, two = counter.nbytes(ROW, 1), counter.nbytes(ROW, 2)
     rows = max(1 + (left - one) // (two - one), 0)
     while rows and counter.nbytes(ROW, rows) > left:
@@ -81,13 +83,13 @@ def _rows(memory: int) -> Iterator[list[str]]:
 
 
 def memory_table(memory: int) -> str:
-    """The table of GPUs of so many GB."""
+    """The table for GPUs with `memory` GB."""
     head = ["model (its context)", "weights, GB", "16-bit cache", *(f"`{preset}`" for preset in PRESETS)]
     return markdown_table(head, _rows(memory))
 
 
 def filled(page: str, memories: Sequence[int] = MEMORIES) -> str:
-    """The page with today's tables."""
+    """The page with new tables."""
     for memory in memories:
         begin, end = f"<!-- results: fits-{memory} -->\n", "<!-- end of results -->"
         before, rest = page.split(begin)

@@ -1,8 +1,9 @@
-"""Which models are served, `docs/models.md`: `python -m hf_lowbit_kv.eval.benchmarks.model_table`, in some minutes on a CPU.
+"""Writes `docs/models.md`, the supported models: `python -m hf_lowbit_kv.eval.benchmarks.model_table` (some minutes on
+a CPU).
 
-Of every decoder architecture that transformers has, a small model with random weights reads 90 tokens through a cache in the
-model's dtype and then two more, and its logits are compared with those of transformers' own cache. A second run has a
-preallocated cache, which recorded steps need. What is refused is shown with the reason.
+For every decoder architecture of transformers, a small model with random weights reads 90 tokens through a cache in the
+model's dtype, and then two more. Its logits are compared with those of transformers' own cache. A second run has a
+preallocated cache, which recorded steps need. Refused architectures are shown with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hf_lowbit_kv.generation.piece_finder import find_pieces
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
 PAGE = RESULTS.parents[1] / "docs" / "models.md"
-#: seconds that one architecture may take, and parameters that its small model may have
+#: most seconds for one architecture, and most parameters of its small model
 SECONDS, LARGEST = 60, 100_000_000
 #: largest difference of logits from those of transformers' own cache, relative to their standard deviation
 TOLERANCE = 2e-3
@@ -77,7 +78,8 @@ No small model of these could be made, or transformers' own cache does not run i
 
 
 class ModelRow(NamedTuple):
-    """What is known of an architecture. served: "every layer", "1 of 6 layers", or "" where it is refused, with `why`."""
+    """Results for an architecture. served: "every layer", "1 of 6 layers", or "" if it is refused; then `why` has the
+    reason."""
 
     name: str
     served: str
@@ -88,7 +90,7 @@ class ModelRow(NamedTuple):
 
 
 class VisionRow(NamedTuple):
-    """What is known of a vision-language architecture: as `ModelRow`; tokens: of the image in the prompt."""
+    """Results for a vision-language architecture, with the fields of `ModelRow`. tokens: image tokens in the prompt."""
 
     name: str
     served: str
@@ -99,7 +101,7 @@ class VisionRow(NamedTuple):
 
 @torch.no_grad()
 def _logits_with_image(model: Any, cache: Any, prompt: Prompt) -> torch.Tensor:
-    """Of the prompt's last token, and of two more that come one by one."""
+    """Logits of the prompt's last token, and of two more tokens that are fed one by one."""
     logits = [model(input_ids=prompt.ids, **prompt.image, **as_argument(cache)).logits[:, -1]]
     for token in (7, 11):
         logits.append(model(input_ids=torch.tensor([[token]]), **as_argument(cache)).logits[:, -1])
@@ -121,7 +123,7 @@ def _examined_with_image(name: str) -> VisionRow:
     tokens = int((prompt.ids == IMAGE_TOKEN).sum())
     ours = copy.deepcopy(theirs)
     expected = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt)
-    # an image that nobody reads would prove nothing
+    # the test proves nothing if the model ignores the image
     other = {**prompt.image, "pixel_values": -prompt.image["pixel_values"]}
     blind = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt._replace(image=other))
     if not _apart(blind, expected) > TOLERANCE:
@@ -151,7 +153,7 @@ def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _logits(model: Any, cache: Any) -> torch.Tensor:
-    """Of the last of 90 tokens, and of two more that come one by one."""
+    """Logits of the last of 90 tokens, and of two more tokens that are fed one by one."""
     ids = torch.randint(3, 150, (1, TOKENS + 2), generator=torch.Generator().manual_seed(1))
     chunks = (ids[:, :TOKENS], ids[:, TOKENS : TOKENS + 1], ids[:, TOKENS + 1 :])
     return torch.cat([model(chunk, **as_argument(cache)).logits[:, -1] for chunk in chunks])
@@ -211,7 +213,7 @@ def _examined(name: str) -> ModelRow:
 
 
 def _cache(model: Any, **options: Any) -> lb.LowBitCache:
-    """A cache in the model's dtype, in small pages that 90 tokens fill."""
+    """A cache in the model's dtype, with small pages that 90 tokens fill."""
     options = {"page_size": 32, "residual": 32, "backend": "torch", **options}
     try:
         return lb.from_preset("dense", model, **options)
@@ -222,7 +224,7 @@ def _cache(model: Any, **options: Any) -> lb.LowBitCache:
 
 
 def _preallocated(model: Any, expected: torch.Tensor) -> str:
-    """Whether a preallocated cache gives the same, as recorded steps need; else the reason."""
+    """Returns "yes" if a preallocated cache gives the same logits, as recorded steps need; else the reason why not."""
     try:
         logits = _logits(model, _cache(model, max_cache_len=128))
     except Exception as error:
@@ -231,7 +233,7 @@ def _preallocated(model: Any, expected: torch.Tensor) -> str:
 
 
 def _fused(model: Any) -> str:
-    """Pieces of a recorded step that kernels can compute: `norms 5, rotary 2, gate 2, products 4`."""
+    """Pieces of a recorded step that fused kernels can compute, e.g. `norms 5, rotary 2, gate 2, products 4`."""
     counts = Counter(piece.kind for piece in find_pieces(model) if isinstance(piece, Piece))
     return ", ".join(f"{kind} {count}" for kind, count in counts.items()) or "none"
 

@@ -1,7 +1,8 @@
-"""Another state of this package in the same process, under a name of its own: what `bench_decode --against` compares with.
+"""Another state of this package in the same process, under another name. `bench_decode --against` compares with it.
 
-The other tree's files are imported with the package's name replaced in their text, so that its modules, and the operations that
-it registers with torch, stand beside ours. Only what is asked for is imported; transformers hears nothing of it.
+The other tree's files are imported with the package's name replaced in their text. So its modules, and the operations
+that it registers with torch, do not collide with ours. Only requested modules are imported. Nothing is registered with
+transformers.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _numbers = itertools.count(1)
 
 
 class OtherTree:
-    """A commit of this checkout, or a folder that holds another one's `hf_lowbit_kv/` and `triton_kernels/`.
+    """A commit of this checkout, or a folder with the `hf_lowbit_kv/` and `triton_kernels/` of another checkout.
 
     Raises:
-        ValueError: there is no such folder, and git knows no such commit.
+        ValueError: there is neither such a folder nor such a commit.
     """
 
     def __init__(self, where: str):
@@ -46,7 +47,7 @@ class OtherTree:
         folder = Path(where)
         if not all((folder / name).is_dir() for name in FOLDERS):
             archive = _archive(where)
-            folder = Path(tempfile.mkdtemp())  # sources are read late, by Triton and for NVRTC
+            folder = Path(tempfile.mkdtemp())  # Triton and NVRTC read sources later
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             with tarfile.open(fileobj=BytesIO(archive)) as packed:
                 packed.extractall(folder, filter="data")
@@ -54,20 +55,20 @@ class OtherTree:
         sys.meta_path.insert(0, _Finder(self._package, folder))
 
     def module(self, name: str) -> ModuleType:
-        """The module that is `hf_lowbit_kv.<name>` there."""
+        """The other tree's module `hf_lowbit_kv.<name>`."""
         return importlib.import_module(f"{self._package}.{name}")
 
     def operations(self) -> Any:
-        """What is `hf_lowbit_kv.backends.operations` there; it takes a `Chunk` and a `LayerStore` of this tree."""
+        """The other tree's `hf_lowbit_kv.backends.operations`. It takes a `Chunk` and a `LayerStore` of this tree."""
         operations = self.module("backends.operations")
         takes_chunks = (self.folder / OURS / "storage" / "step.py").is_file()
         return operations if takes_chunks else _OneByOne(operations)
 
     def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
-        """The other tree's `LayerSpec` of the same text. widths: channels of keys and of values.
+        """The other tree's `LayerSpec` from the same text. widths: channels of keys and of values.
 
         Raises:
-            ValueError: the other tree does not know a format, or its pages are of another size.
+            ValueError: the other tree does not know a format, or its pages have another size.
         """
         parsed = self.module("storage.layer_spec").LayerSpec.parse(spec.key)
         ours, theirs = (each.part_bytes(*widths, dtype) for each in (spec, parsed))
@@ -76,7 +77,7 @@ class OtherTree:
         return parsed
 
     def state(self, state: Any) -> Any:
-        """The other tree's `LayerState` of the same tensors."""
+        """The other tree's `LayerState` with the same tensors."""
         kind = self.module("storage.paged_store").LayerState
         if lacking := [name for name in kind._fields if name not in state._fields]:
             raise ValueError(f"{self.name} wants {lacking[0]!r} of a layer's state, which this tree does not have")
@@ -84,7 +85,7 @@ class OtherTree:
 
 
 class _OneByOne:
-    """Operations of a tree from before `Chunk`, which take each tensor and option by itself."""
+    """Operations of a tree without `Chunk`. They take each tensor and option as its own argument."""
 
     def __init__(self, operations: ModuleType):
         self._operations = operations
@@ -105,7 +106,7 @@ class _OneByOne:
 
 
 def _archive(commit: str) -> bytes:
-    """The folders of a commit."""
+    """The folders of a commit, as a tar archive."""
     command = ["git", "archive", commit, *FOLDERS]
     try:
         done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, check=True)
@@ -118,7 +119,7 @@ def _archive(commit: str) -> bytes:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a package's modules in a tree."""
+    """Finds the modules of a package in a tree."""
 
     def __init__(self, package: str, folder: Path):
         self.package, self.folder = package, folder
@@ -141,7 +142,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Renaming(importlib.machinery.SourceFileLoader):
-    """Reads a file with the package's name replaced."""
+    """Loads a file with the package's name replaced in its text."""
 
     def __init__(self, fullname: str, path: str, package: str):
         super().__init__(fullname, path)
@@ -153,6 +154,6 @@ class _Renaming(importlib.machinery.SourceFileLoader):
     def get_data(self, path):
         if self.name == self.package:
             return b""  # importing the package itself would register it with transformers
-        # names of modules and operations; not of folders, loggers and distributions
+        # replaces names of modules and operations, but not of folders, loggers and distributions
         text = super().get_data(path).decode()
         return re.sub(rf"\b{OURS}(?=\.\w|::)", self.package, text).encode()

@@ -1,4 +1,4 @@
-"""A packed layer filled with random tokens, to time and to check: what `bench_decode.py` works on."""
+"""A packed layer, filled with random tokens, that `bench_decode.py` checks and times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, 
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import NONE
 
-#: numbers encoded at a time when pages are filled
+#: numbers encoded in one call when pages are filled
 SLAB = 2**26
 
 
@@ -40,7 +40,7 @@ class PackedCase:
     """`[page_size, B, H, 1, D]`: tokens to append one by one"""
     new_v: torch.Tensor
     ops: Any = ops
-    """`backends.operations`, of this tree or of another"""
+    """`backends.operations` of this tree or of another one"""
 
     @property
     def state(self) -> LayerState:
@@ -64,16 +64,17 @@ class PackedCase:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a step must read: pages and window in use."""
+        """Bytes that a step must read: pages, and the window in use."""
         parts = self.store.nbytes()
         return parts["codes"] + parts["metadata"] + parts["window"]
 
     def attend(self, backend: str) -> torch.Tensor:
-        """A step's attention, the transform of its queries and keys included; what is stored counts as transformed."""
+        """Attention of a step, including the transform of its queries and keys. Stored keys and values count as
+        transformed."""
         return self.ops.attend(self.chunk, self.store, backend)
 
     def without_transform(self) -> PackedCase:
-        """The same step with queries and keys as they are attended to."""
+        """The same step with queries and keys that are already transformed."""
         q, k, v = reference.transformed(self.chunk, self.store)[:3]
         assert q is not None
         store = copy.copy(self.store)
@@ -83,7 +84,7 @@ class PackedCase:
         return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
     def of(self, tree: OtherTree) -> PackedCase:
-        """The same layer and inputs, for the code of another tree."""
+        """The same layer and inputs for the code of another tree."""
         store, state = copy.copy(self.store), tree.state(self.state)
         widths = self.store.head_dim_k, self.store.head_dim_v
         store.spec, store.state = tree.spec(self.spec, widths, self.q.dtype), state
@@ -93,21 +94,21 @@ class PackedCase:
         self.ops.append(Chunk(None, self.new_k[token], self.new_v[token]), self.store, backend)
 
     def append_page(self, backend: str) -> None:
-        """As many tokens as a page has, one by one."""
+        """Append as many tokens as a page has, one by one."""
         for token in range(self.spec.page_size):
             self.append(token, backend)
 
     def step(self, token: int, backend: str) -> torch.Tensor:
-        """A decode step of one query token: attention, and the token is stored."""
+        """A decode step of one query token: attention and storing."""
         return self.ops.step(self._token(token), self.store, backend)
 
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
-        """The attention of `step` where rows hold what `counters` (of `counters_along`) say."""
+        """The attention of `step`, for rows with the lengths in `counters` (from `counters_along`)."""
         state = self.state._replace(length=counters[0], paged=counters[1])
         return self.ops.attend(self._token(token), LayerStore(state, self.spec), backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """`length` and `paged` before each step that stores one of a page's worth of tokens, from the present ones on."""
+        """`length` and `paged` before each of the next `page_size` steps."""
         first, counters = self.state.length[:, 0].tolist(), []
         for step in range(self.spec.page_size):
             lengths = [length + step for length in first]
@@ -117,7 +118,7 @@ class PackedCase:
         return counters
 
     def _counters(self, numbers: list[int]) -> torch.Tensor:
-        """int32 `[B, H]`: a number for each row."""
+        """int32 `[B, H]` from one number for each row."""
         column = torch.tensor(numbers, dtype=torch.int32, device=self.state.length.device)
         return column[:, None].expand(-1, self.state.length.shape[1]).contiguous()
 
@@ -125,10 +126,11 @@ class PackedCase:
 def build(
     shape: Shape, spec: LayerSpec, head_dim: int, query_length: int, dtype, device, per_head: bool | None = None
 ) -> PackedCase:
-    """A case with fresh random tokens; the tail is one token short of packing, the longest (and slowest) it gets.
+    """A case with new random tokens. The tail needs one more token before it is packed, so it has its greatest length
+    and is slowest.
 
-    per_head: whether each KV head has parameters of its own, or a layer's heads share them; `None`: as calibration does it, one
-        codebook a layer and all else for each KV head.
+    per_head: whether each KV head has its own parameters, or the heads of a layer share them; `None`: as in a
+        calibration, one codebook for each layer, and all else for each KV head.
     """
     page = spec.page_size
     histories = [tokens - query_length for tokens in shape.lengths()]
@@ -157,7 +159,7 @@ def build(
 def random_records(
     spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
 ) -> list[torch.Tensor]:
-    """A layer's records of `random_parameters`."""
+    """The parameter records of a layer, from `random_parameters`."""
     parameters = random_parameters(spec, head_dim, kv_heads, per_head, device)
     return spec.records(parameters, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
 
@@ -165,7 +167,8 @@ def random_records(
 def random_parameters(
     spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """A layer's parameters by full name: factors and steps between 1/2 and 2, rotations, else normally distributed.
+    """A layer's parameters by full name. Factors and steps are between 1/2 and 2, matrices are rotations, and all else
+    is normally distributed.
 
     per_head: as for `build`.
     """
@@ -182,8 +185,8 @@ def random_parameters(
 
 
 def fill(store: PagedStore, lengths: int | Sequence[int]) -> None:
-    """Make every row hold as many random tokens (one number: all rows the same), by encoding whole pages at once. Channels
-    differ in scale and offset, as those of real keys do."""
+    """Fill rows with random tokens by encoding whole pages. lengths: tokens of each row, or one number for all rows.
+    Channels differ in scale and offset, as in real keys."""
     state, spec = store.state, store.spec
     sides = zip(spec.formats, (store.head_dim_k, store.head_dim_v), strict=True)
     parts = spec.part_bytes(store.head_dim_k, store.head_dim_v, store.dtype)
@@ -202,7 +205,7 @@ def fill(store: PagedStore, lengths: int | Sequence[int]) -> None:
 def _fill_side(
     fmt: Format, tensors: Any, head_dim: int, pages: torch.Tensor, page_size: int, dtype: torch.dtype
 ) -> None:
-    """`pages` `[n, H, part_bytes]` get random tokens, encoded."""
+    """Write encoded random tokens into `pages` `[n, H, part_bytes]`."""
     count, heads, device = pages.shape[0], pages.shape[1], pages.device
     scale = (0.5 * torch.randn(heads, 1, head_dim, device=device)).exp()
     offset = torch.randn(heads, 1, head_dim, device=device)
@@ -217,15 +220,16 @@ def _fill_side(
 
 
 def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
-    """Relative error of the backend's step against float32 attention over the same packed bytes, and its bound: twice
-    the error of plain 16-bit attention over the unpacked tokens (of the first row), or the dtype's resolution.
+    """Relative error of the backend's step, compared with float32 attention over the same packed bytes, and the bound
+    of this error. The bound is twice the error of plain 16-bit attention over the unpacked tokens (of the first row),
+    or the dtype's resolution.
 
-    Memory that the backend allocates is poisoned with NaN first, so what it does not write shows.
+    Memory that the backend allocates is filled with NaN first, so that unwritten outputs are found.
     """
     chunk = Chunk(case.q.float(), case.k.float(), case.v.float(), scaling=case.scaling)
     expected = reference.OPERATIONS.attend(chunk, case.store)
     errors = []
-    for order in ("0", "1"):  # as pages get done, and fixed: the poison alone would ask for the second
+    for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling alone would select
         with patch.dict(os.environ, {determinism.VARIABLE: order}):
             errors.append(_relative(_poisoned(lambda: case.attend(backend)).float(), expected))
     plain = _plain_attention(case, row=0).float()
@@ -238,13 +242,13 @@ def _relative(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _poisoned(work):
-    """Run `work` with every new tensor filled with NaN. Kernels are those that run outside: PyTorch fills tensors in its
-    deterministic mode alone, which would choose others."""
+    """Run `work` with every new tensor filled with NaN, and with the usual kernels. PyTorch fills tensors only in its
+    deterministic mode, which would otherwise select other kernels."""
     settings: Any = torch.utils.deterministic  # sets its attribute through a module class that type checkers cannot see
     fill = settings.fill_uninitialized_memory
     order = {determinism.VARIABLE: str(int(determinism.fixed_order()))}
     with warnings.catch_warnings(), patch.dict(os.environ, order), determinism.deterministic(warn_only=True):
-        warnings.simplefilter("ignore")  # operations without a deterministic variant are none of our business
+        warnings.simplefilter("ignore")  # operations without a deterministic variant do not matter here
         settings.fill_uninitialized_memory = True
         try:
             return work()
@@ -253,7 +257,7 @@ def _poisoned(work):
 
 
 def _plain_attention(case: PackedCase, row: int) -> torch.Tensor:
-    """`[1, S, Hq, D]` in the model's dtype: one row, unpacked, through PyTorch's attention."""
+    """PyTorch's attention of one row over its unpacked tokens: `[1, S, Hq, D]` in the model's dtype."""
     rows = slice(row, row + 1)
     layer = case.store.rows(rows)
     length = int(layer.state.length[0, 0])
@@ -270,8 +274,8 @@ def _plain_attention(case: PackedCase, row: int) -> torch.Tensor:
 
 
 def step_fault(case: PackedCase, backend: str) -> str | None:
-    """What is wrong with the backend's steps that attend and store: what `append_fault` looks for, and each output must be
-    that of attention alone."""
+    """A fault in the backend's steps that attend and store, or `None`. The checks are those of `append_fault`. In
+    addition each output must equal that of attention without storing."""
     counters, worst = case.counters_along(), 0.0
 
     def steps() -> None:
@@ -287,9 +291,9 @@ def step_fault(case: PackedCase, backend: str) -> str | None:
 
 
 def append_fault(case: PackedCase, backend: str, steps: Callable[[], None] | None = None) -> str | None:
-    """What is wrong with the backend's append: after a page's worth of steps the counters must have advanced, and the
-    page that was packed must hold exactly the bytes the format defines. The counters are set back at the end.
-    steps: these steps, if not `append_page`."""
+    """A fault in the backend's append, or `None`. After `page_size` steps the counters must have advanced, and the
+    packed page must have exactly the bytes that the format defines. The counters are set back at the end. steps: the
+    steps to run [default: `append_page`]."""
     state, spec = case.state, case.spec
     page, before = spec.page_size, (state.length.clone(), state.paged.clone())
     tokens = _oldest_in_tail(case)
@@ -310,14 +314,14 @@ def append_fault(case: PackedCase, backend: str, steps: Callable[[], None] | Non
 
 
 def rewind(case: PackedCase, counters: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Set the counters back, to append the same steps again."""
+    """Set the counters back, so that the same steps can be appended again."""
     case.state.length.copy_(counters[0])
     case.state.paged.copy_(counters[1])
 
 
 def _oldest_in_tail(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values `[B, H, page_size, D]` of the tail's oldest page, the next one to be packed; `None` without a
-    tail, or where the tail of a row does not hold a whole page yet."""
+    """Keys and values `[B, H, page_size, D]` of the tail's oldest page, which is packed next. `None` if there is no
+    tail, or if the tail of a row does not have a whole page yet."""
     state, spec = case.state, case.spec
     paged, tokens = state.paged[:, 0].long(), state.length[:, 0].long() - spec.sink
     if spec.direct or bool((tokens - paged < spec.page_size).any()):

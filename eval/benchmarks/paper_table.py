@@ -1,4 +1,4 @@
-"""docs/protocols.md: what papers report, and beside it what this project measured by the same protocol, where anybody has."""
+"""The table of docs/protocols.md: figures from papers, and this project's figures by the same protocol, if measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WIKITEXT = "WikiText-2 perplexity"
 
 
 class Published(NamedTuple):
-    """A figure as its source prints it. full: that of the 16-bit cache in the same row; empty where the source compares with
-    something else, which `remark` says."""
+    """A figure as its source prints it. full: figure of the 16-bit cache in the same row. It is empty if the source
+    compares with something else; then `remark` names it."""
 
     method: str
     bits: str
@@ -53,7 +53,7 @@ PUBLISHED = (
 
 
 def paper_table(path: Path = RECORDS) -> str:
-    """The published figures, with ours beside those of the protocol `wikitext`."""
+    """The published figures. Those of the protocol `wikitext` are shown with ours."""
     records = read_records(path)
     head = ["method", "bits", "model", "measure", "16 bits", "theirs", "source", "remark", "ours"]
     body = (
@@ -74,7 +74,7 @@ def paper_table(path: Path = RECORDS) -> str:
 
 
 def _ours(row: Published, records: list[dict[str, Any]]) -> str:
-    """What we measured on the same model by the same protocol; nothing where nobody has."""
+    """Our figure on the same model by the same protocol; empty if there is no record."""
     if row.measure != WIKITEXT:
         return ""
     same = [

@@ -1,15 +1,16 @@
 """Tensor parallelism, measured: `torchrun --nproc-per-node N -m hf_lowbit_kv.eval.benchmarks.parallel`.
 
-A model with random weights is loaded with tensor parallelism: each rank holds a part of the weights and some of the KV heads. N
-may be 1, which is what more GPUs are compared with. Two shapes: `llama-8b` and `llama-70b`, cut to the layers that fit.
+A model with random weights is loaded with tensor parallelism: each rank has a part of the weights and some of the KV
+heads. N = 1 gives the figures to compare with. Two shapes: `llama-8b` and `llama-70b`, cut to the layers that fit.
 
-First texts are compared. All ranks must write the same tokens. `--reference FOLDER` keeps the tokens and logits of one GPU
-(N = 1), or compares with those. A row counts as equal, or as a near-tie: at its first other token, the two likeliest tokens of
-one GPU are closer than six times the typical (root mean square) difference of a logit. Anything else fails, and is not timed.
-Then caches are filled with random keys and values, and decode steps are timed as in `bench_generate.py`.
+First texts are compared. All ranks must write the same tokens. With N = 1, `--reference FOLDER` keeps the tokens and
+logits of one GPU. With more GPUs, it compares with them. A row is equal, or a near-tie. In a near-tie, at the first
+different token, the logits of one GPU's two likeliest tokens are close: their distance is at most six times the typical
+(root mean square) difference of a logit. Otherwise the comparison fails, and nothing is timed. Then caches are filled
+with random keys and values, and decode steps are timed as in `bench_generate.py`.
 
-- `step_ms`: median time of a step of `generate` on rank 0. `tokens_per_second`: of all rows.
-- `nbytes`: allocated bytes of the cache, of each rank. `peak_bytes`: the allocator's peak in a step, of each rank.
+- `step_ms`: median time of a step of `generate` on rank 0. `tokens_per_second`: tokens of all rows together.
+- `nbytes`: allocated bytes of the cache on each rank. `peak_bytes`: the allocator's peak in a step on each rank.
 - `mode`: `eager` or `recorded`. `why_eager`: why steps could not be recorded and ran eagerly.
 """
 
@@ -41,28 +42,28 @@ from hf_lowbit_kv.machine.cache_argument import as_argument
 
 PRESETS = ("dense", "kv8", "kivi-4-sink", "kivi-2", "eigen-2")
 MODES = ("eager", "recorded")
-#: rows x tokens attended to
+#: rows x attended tokens
 CASES = ("1x131072", "8x32768")
-#: bytes of a GPU for weights, before they are split: each rank makes all of them, and keeps its part
+#: most bytes of weights on a GPU before they are split, because each rank makes all weights, then keeps its part
 WEIGHTS_LIMIT = 50e9
-#: the text that is compared: rows, tokens of the prompt, new tokens
+#: size of the compared text: rows, tokens of the prompt, new tokens
 TEXT = (2, 1500, 32)
 console = wide_console()
 
 
 class TextsDifferError(RuntimeError):
-    """Ranks, or several GPUs and one, write other texts, so nothing was timed."""
+    """Ranks write different texts, or several GPUs and one GPU do, so nothing was timed."""
 
 
 class BatchSize(NamedTuple):
-    """Rows, and tokens that each attends to."""
+    """Number of rows, and of tokens that each row attends to."""
 
     batch: int
     tokens: int
 
     @classmethod
     def parse(cls, text: str) -> BatchSize:
-        """From `ROWSxTOKENS`."""
+        """Parse `ROWSxTOKENS`."""
         batch, _, tokens = text.partition("x")
         if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens) > 1):
             raise typer.BadParameter(f"case={text!r} is not understood; allowed: ROWSxTOKENS, e.g. 8x32768")
@@ -73,7 +74,7 @@ class BatchSize(NamedTuple):
 
 
 def llama_70b(layers: int = 80) -> LlamaConfig:
-    """The shape of Llama 3.1 70B."""
+    """A configuration of the shape of Llama 3.1 70B."""
     config = llama_8b(layers)
     config.update({"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64})
     return config
@@ -91,7 +92,7 @@ SHAPES = {"llama-8b": llama_8b, "llama-70b": llama_70b, "tiny": tiny}
 
 
 def fitting_layers(shape: str) -> int:
-    """As many layers of the shape as `WEIGHTS_LIMIT` has room for in 16 bits, at most those of the model."""
+    """How many layers of the shape fit into `WEIGHTS_LIMIT` in 16 bits, at most those of the model."""
     full, none, one = (_weights(SHAPES[shape](*layers)) for layers in ((), (0,), (1,)))
     per_layer = one - none
     return int(min((full - none) // per_layer, (WEIGHTS_LIMIT / 2 - none) // per_layer))
@@ -104,7 +105,7 @@ def _weights(config: LlamaConfig) -> int:
 
 
 def split_model(config: LlamaConfig, processes: Processes, device: torch.device, seed: int = 0) -> Any:
-    """A model with random weights, split over the processes. The weights are the same however many processes there are."""
+    """A model with random weights, split over the processes. The weights are the same for any number of processes."""
     config.max_position_embeddings = 2**21  # beyond it transformers warns
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with torch.device("meta"):
@@ -115,7 +116,7 @@ def split_model(config: LlamaConfig, processes: Processes, device: torch.device,
         random = torch.empty(weight.shape, dtype=dtype, device=device)
         weights[name] = random.fill_(1) if weight.dim() == 1 else random.normal_(0, 0.02, generator=generator)
     split = {} if processes.count == 1 else {"distributed_config": DistributedConfig(processes.count, "auto")}
-    # without a name, transformers takes the weights of `state_dict`, and keeps this rank's part of each
+    # without a name, transformers takes the weights from `state_dict`, and keeps this rank's part of each weight
     model = type(empty).from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, attn_implementation=lb.ATTENTION_NAME, **split
     )
@@ -148,10 +149,10 @@ def written(preset: str, model: Any) -> dict[str, torch.Tensor]:
 
 
 def compared(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Rows that are equal to the reference, and rows that leave it at a near-tie.
+    """How many rows equal the reference, and how many differ from it at a near-tie.
 
     Raises:
-        TextsDifferError: a row leaves it where the two likeliest tokens are apart.
+        TextsDifferError: a row differs at a token that is no near-tie.
     """
     equal = 0
     for row, (ours, theirs) in enumerate(zip(results["tokens"], reference["tokens"], strict=True)):
@@ -169,7 +170,7 @@ def compared(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 
 def check_texts(preset: str, model: Any, processes: Processes, reference: Path | None) -> dict[str, Any]:
-    """Compare the texts of all ranks, and with those of one GPU."""
+    """Compare the texts of all ranks with each other, and with those of one GPU."""
     results = written(preset, model)
     everyone = gathered(processes, results["tokens"].tolist())
     if any(tokens != everyone[0] for tokens in everyone):
@@ -188,7 +189,7 @@ def check_texts(preset: str, model: Any, processes: Processes, reference: Path |
 
 
 def gathered(processes: Processes, value: Any) -> list[Any]:
-    """The value of each rank."""
+    """The values of all ranks."""
     if processes.count == 1:
         return [value]
     values: list[Any] = [None] * processes.count
@@ -200,11 +201,11 @@ def gathered(processes: Processes, value: Any) -> list[Any]:
 
 
 def timed(contender: Contender, processes: Processes, steps: int, rounds: int) -> dict[str, Any]:
-    """Time of a step, and bytes of each rank."""
+    """Time of a step, and bytes on each rank."""
     told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        contender.steps_ms(2)  # loads kernels, records
+        contender.steps_ms(2)  # loads kernels, and records the step
         told += [str(each.message) for each in caught if "cannot be recorded" in str(each.message)]
     if contender.mode == "recorded" and recording.graphs_for(contender.model.device) is None:
         told.append(f"a device of type {contender.model.device.type!r} has no graphs")
@@ -303,12 +304,13 @@ def _filled_and_timed(
 
 
 def _as_if_recordable() -> Any:
-    """Inside, only what happens when a step is recorded keeps it from being recorded."""
+    """Inside this context, steps are recorded without the usual check. They run eagerly only if the recording itself
+    fails."""
     return patch.object(recording, "why_not_recorded", lambda model: None)
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The records of a run."""
+    """A table of the records of a run."""
     shown = Table(title=f"{rows[0]['ranks']} x {rows[0]['gpu']}, tensor parallelism")
     for column in ("shape", "layers", "preset", "mode", "rows x tokens", "ms a step", "tokens/s", "GB a rank", "texts"):
         shown.add_column(column, justify="left" if column in ("shape", "preset", "mode") else "right")

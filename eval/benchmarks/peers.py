@@ -1,7 +1,7 @@
-"""16-bit decode attention that anyone can have: what the packed kernels are measured against.
+"""16-bit decode attention of available libraries, to compare the packed kernels with.
 
-A peer is a function of `Inputs` that returns the call to time, or raises where it cannot run. To compare with another
-library, add one to `PEERS`. With several query tokens, peers attend to all `tokens` without a causal mask: the
+A peer is a function of `Inputs` that returns the call to time, or raises if it cannot run. To compare with another
+library, add a peer to `PEERS`. With several query tokens, peers attend to all `tokens` without a causal mask. The
 difference is a triangle of `query_length` tokens.
 """
 
@@ -33,7 +33,7 @@ class Inputs:
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Callable]:
-    """PyTorch's attention with one of its backends, query heads grouped by it."""
+    """PyTorch's attention with one of its backends, which groups the query heads itself."""
 
     def make(x: Inputs) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
@@ -46,7 +46,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Callable]:
 
 
 def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
-    """The same, the query heads of a group given as if they were query tokens."""
+    """Like `_sdpa`, but the query heads of a group are passed as if they were query tokens."""
 
     def make(x: Inputs) -> Callable[[], torch.Tensor]:
         if x.q.shape[1] == x.k.shape[1]:
@@ -63,7 +63,7 @@ def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
 
 
 def _flashinfer(x: Inputs) -> Callable[[], torch.Tensor]:
-    """FlashInfer's paged decode on tensor cores, pages of 16 tokens."""
+    """FlashInfer's paged decode on tensor cores, with pages of 16 tokens."""
     import flashinfer
 
     batch, heads, query_length, head_dim = x.q.shape
@@ -101,7 +101,7 @@ PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
 
 
 def _quanto(bits: int) -> Callable[[Inputs], Callable]:
-    """The stock quantized cache: each step unpacks all of it, for the host's attention."""
+    """transformers' quantized cache. Each step unpacks the whole cache for PyTorch's attention."""
 
     def make(x: Inputs) -> Callable[[], torch.Tensor]:
         from transformers.cache_utils import QuantoQuantizedLayer
@@ -113,7 +113,8 @@ def _quanto(bits: int) -> Callable[[Inputs], Callable]:
 
         def call() -> torch.Tensor:
             keys, values = layer.update(*newest)
-            layer.keys, layer.values = newest[0][:, :, :0], newest[1][:, :, :0]  # the next call is the same step again
+            # drop the newest token again, so that the next call repeats the same step
+            layer.keys, layer.values = newest[0][:, :, :0], newest[1][:, :, :0]
             return F.scaled_dot_product_attention(x.q, keys, values, enable_gqa=grouped)
 
         return call
@@ -122,7 +123,7 @@ def _quanto(bits: int) -> Callable[[Inputs], Callable]:
 
 
 def _tiny_turboquant(x: Inputs) -> Callable[[], torch.Tensor]:
-    """Its fused Triton kernel over a 4-bit cache (its preset "safe")."""
+    """The fused Triton kernel of tiny-turboquant over a 4-bit cache (the library's preset "safe")."""
     from tiny_turboquant.cache import TinyKVLayer  # type: ignore[import-not-found]
     from tiny_turboquant.triton_fused_attn import (  # type: ignore[import-not-found]
         fused_decode_attention_triton,
@@ -136,7 +137,8 @@ def _tiny_turboquant(x: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: fused_decode_attention_triton(x.q, layer)
 
 
-#: low-bit caches that can be installed: timed once a shape, as records of their own, and no part of any ratio's base
+#: low-bit caches of installable packages. They are timed once for each shape and have their own records. No ratio uses
+#: them
 LOW_BIT_PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
     "quanto-4": _quanto(4),
     "quanto-2": _quanto(2),
@@ -147,18 +149,19 @@ LOW_BIT_PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
 def usable_peers(
     x: Inputs, tolerance: float = 1e-2, peers: dict[str, Callable] | None = None
 ) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Those of `peers` (default: `PEERS`) that run and agree with float32 attention on these inputs; why the others do not."""
+    """The `peers` (default: `PEERS`) that run and agree with float32 attention on these inputs, and the reasons why
+    others do not."""
     expected = _expected(x)
     calls, reasons = {}, {}
     for name, make in (PEERS if peers is None else peers).items():
         try:
             call = make(x)
             out = call()[:1].float()
-        except Exception as error:  # a peer is somebody else's code: whatever it raises, it cannot run here
+        except Exception as error:  # a peer is foreign code and may raise anything; it then counts as not usable
             reasons[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             continue
         relerr = float((out - expected).norm() / expected.norm())
-        if relerr < tolerance:  # NaN is not
+        if relerr < tolerance:  # NaN fails too
             calls[name] = call
         else:
             reasons[name] = f"wrong: relative error {relerr:.2g}"
@@ -166,7 +169,7 @@ def usable_peers(
 
 
 def _expected(x: Inputs) -> torch.Tensor:
-    """`[1, Hq, S, D]`: the first row, in float32, one KV head at a time."""
+    """float32 attention of the first row, one KV head at a time: `[1, Hq, S, D]`."""
     groups = x.q.shape[1] // x.k.shape[1]
     heads = []
     for head, q in enumerate(x.q[0].float().split(groups)):

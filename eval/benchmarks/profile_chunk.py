@@ -1,11 +1,12 @@
-"""Where the time goes when a prompt is read in chunks: `python -m hf_lowbit_kv.eval.benchmarks.profile_chunk`.
+"""Profiles the reading of a prompt in chunks: `python -m hf_lowbit_kv.eval.benchmarks.profile_chunk`.
 
-A model of the 8B Llama 3.1 shape with few layers reads a random prompt in chunks; the last few forward passes are profiled. Of
-one layer's share of one pass, in microseconds:
+A model of the 8B Llama 3.1 shape with few layers reads a random prompt in chunks. The last few forward passes are
+profiled. The figures are microseconds of one layer in one pass:
 
-- `wall`: what passes between the begin of one pass and that of the next, the GPU waited for at the end of all.
-- `unpack`, `attention`, `packing`, `weights`, `other`: the GPU's busy time, by kernel. `idle`: `wall` less all of these.
-- `step`: the CPU's time in the attention function, what it launches included.
+- `wall`: time from the begin of one pass to the begin of the next. The CPU waits for the GPU only after the last pass.
+- `unpack`, `attention`, `packing`, `weights`, `other`: the GPU's busy time, by kernel. `idle`: `wall` less all of
+  these.
+- `step`: CPU time in the attention function, launches included.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, run_command, wide_console
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
-#: the first that fits a kernel's name
+#: kinds of kernels by name; the first matching pattern counts
 KINDS = (
     ("unpack", r"^read_(pages|window)_kernel"),
     ("attention", r"^prompt_kernel|^merge_kernel|^attend|flash|fmha|sdpa|cudnn.*attention"),
@@ -47,7 +48,7 @@ def kind_of(kernel: str) -> str:
 
 @torch.no_grad()
 def measure(model: Any, name: str, history: int, chunk: int, batch: int, passes: int) -> tuple[dict[str, Any], Counter]:
-    """One record, and microseconds of each kernel: passes of `chunk` tokens behind `history` of them."""
+    """One record, and microseconds of each kernel, for passes of `chunk` tokens after `history` tokens."""
     device, layers = model.device, model.config.num_hidden_layers
     stock = name == STOCK
     model.set_attn_implementation("sdpa" if stock else lb.ATTENTION_NAME)

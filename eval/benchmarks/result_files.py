@@ -1,4 +1,4 @@
-"""Files of records in `eval/results/`: read, and shown as tables in Markdown."""
+"""Reads files of records in `eval/results/`, and makes Markdown tables of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
+    """A Markdown table. The first column is text, the others are numbers."""
     head = list(head)
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
@@ -17,10 +17,10 @@ def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, oldest first; none where there is no such file.
+    """The records of a file, oldest first. The list is empty if there is no such file.
 
     Raises:
-        ValueError: a line is no JSON object; the message names it.
+        ValueError: a line is not a JSON object. The message names the line.
     """
     if not path.is_file():
         return []

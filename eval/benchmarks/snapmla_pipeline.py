@@ -1,7 +1,9 @@
-"""SnapMLA's FP8 decoding pipeline in plain PyTorch: queries and weights quantized too (paper, section 3.2 and algorithm 1).
+"""SnapMLA's FP8 decoding pipeline in plain PyTorch. It quantizes queries and weights too (paper, section 3.2 and
+algorithm 1).
 
-The kernel that multiplies FP8 with FP8 (`latent_wide.cu`) is compared with this. The narrow one of backend `cuda` multiplies in
-fp16, which quantizes neither queries nor weights; `storage/reference.py` defines its results.
+The kernel that multiplies FP8 with FP8 (`latent_wide.cu`) is compared with this pipeline. The narrow kernel of backend
+`cuda` multiplies in fp16, and quantizes neither queries nor weights. `storage/reference.py` defines the results of the
+narrow kernel.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
 from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
-#: tokens whose weights share a scale
+#: tokens in a block; their weights share a scale
 BLOCK = 64
 
 
 def quantize_queries(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed queries `[..., rank]` -> e4m3 numbers in float32, and their scales `[..., 1]`, a scale a row."""
+    """Absorbed queries `[..., rank]` -> e4m3 numbers in float32, and their scales `[..., 1]`, one scale for each
+    row."""
     scale = scale_of(content.float().abs().amax(-1, keepdim=True))
     return to_e4m3(content.float() / scale).float(), scale
 
@@ -29,7 +32,7 @@ def attention(
     rope: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of query rows to FP8 latents, blocks of 64 tokens strictly in order.
+    """Attention of query rows to FP8 latents. Blocks of 64 tokens are processed strictly in order.
 
     Args:
         query: absorbed, `[rows, rank + rope]`. codes: e4m3 numbers in float32 `[n, rank]`. scale: float32 `[n]`.
@@ -50,7 +53,7 @@ def attention(
         score = (q @ v.T + q_rope @ (rope[block].float() / v_scale[:, None]).T) * (q_scale * v_scale) * scaling
         new_top = torch.maximum(top, score.amax(-1))
         p = torch.exp(score - new_top[:, None])
-        part = p.sum(-1)  # before the scales of values are fused in
+        part = p.sum(-1)  # before the scales of the values are multiplied in
         p = p * v_scale
         new_scale = scale_of(p.amax(-1))
         p = to_e4m3(p / new_scale[:, None]).float()
@@ -62,11 +65,12 @@ def attention(
 
 
 def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-    """`Operations.attend` by this pipeline, float32: everything stored is attended to quantized, the chunk exactly.
+    """`Operations.attend` by this pipeline, in float32. Attention to stored tokens is quantized, attention to the chunk
+    is exact.
 
     Args:
         chunk: q absorbed queries `[B, Hq, S, rank + rope]`; k, v the chunk's content and RoPE part `[B, 1, S, width]`.
-        layer: has no window, and its content is in `fp8`.
+        layer: a layer without a window, with its content in `fp8`.
 
     Returns:
         `[B, S, Hq, rank]`.
@@ -95,8 +99,8 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
 
 
 def stored(state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a layer without a window has in its pages, float32: e4m3 numbers `[B, n, rank]`, their scales `[B, n]`, and RoPE
-    parts `[B, n, rope]`."""
+    """Contents of the pages of a layer without a window, float32: e4m3 numbers `[B, n, rank]`, their scales `[B, n]`,
+    and RoPE parts `[B, n, rope]`."""
     dtype, (rank, rope) = state.sink_k.dtype, state.head_dims
     pages = read_pages(state.pool, state.page_table)[:, :, 0]
     bytes_of_content = spec.part_bytes(rank, rope, dtype)[0]
@@ -110,8 +114,8 @@ def stored(state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tens
 
 
 def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Tokens `[n, channels]` as FP8 and back, float32: a scale a `token`, a `block` of 64 x 64, one for the whole `tensor`, or
-    the fixed scale 1 (`static`). (Paper, table 2.)"""
+    """Tokens `[n, channels]` quantized to FP8 and dequantized to float32. There is one scale for each `token`, for each
+    `block` of 64 x 64, or for the whole `tensor`, or the scale is fixed to 1 (`static`). (Paper, table 2.)"""
     x = x.float()
     if granularity == "static":
         return to_e4m3(x).float()
@@ -129,7 +133,7 @@ def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
     return to_e4m3(x / scale).float() * scale
 
 
-#: the paper's table 2: how the content and the RoPE part are quantized (`None`: not)
+#: the paper's table 2: granularity of the content and of the RoPE part (`None`: not quantized)
 CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
     "snapmla": ("token", None),
     "A: RoPE-unaware": ("token", "token"),

@@ -1,18 +1,19 @@
-"""Whether anything grows over many steps and many caches: `python -m hf_lowbit_kv.eval.benchmarks.soak`.
+"""Tests whether memory or objects grow over many steps and many caches: `python -m hf_lowbit_kv.eval.benchmarks.soak`.
 
-Two random models of 4 layers, one with KV heads and one with latents. A round is always the same work on other tokens. For
-every preset:
+There are two random models of 4 layers, one with KV heads and one with latents. Each round does the same work on other
+tokens. For every preset:
 
-- `lb.generate` with a new preset, with the cache that it has kept, and a further turn on that cache;
+- `lb.generate` with a new preset, with the cache that it has kept, and then a second turn with this cache;
 - a call that ends in an exception;
 - caches that are made, filled, cropped, reordered, repeated, copied, emptied and dropped.
 
-So whatever is alive at the end of a round should be alive at the end of the next one, and no more. After each round Python
-collects its garbage, and memory is looked at. The first third of the rounds warms up. A metric has grown if its most in the
-last third is larger than its most in the second third, by more than `ALLOWED`. Exit status 1 if one has.
+So the objects and bytes at the end of a round should not exceed those of the round before. After each round Python
+collects garbage, and memory is measured. The first third of the rounds warms up. A metric has grown if its maximum in
+the last third exceeds its maximum in the second third by more than `ALLOWED`. The exit status is 1 if a metric has
+grown.
 
-Records: `samples` of each metric, one a round, bytes or counts; `grown`, `allowed`; `recorded`: steps of calls that have
-recorded steps; `left`: what `lb.release` leaves, beyond what there was before the first round.
+Records: `samples` of each metric, one for each round, bytes or counts; `grown` and `allowed`; `recorded`: steps of
+calls that have recorded steps; `left`: bytes and counts after `lb.release`, less those before the first round.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "first_k_dense_replace": LAYERS},
     ),
 }
-#: by how much a metric may be larger at the end: bytes, or a count. The operating system and the allocator give whole blocks
+#: how much a metric may grow: bytes, or a count. The operating system and the allocator give memory in whole blocks
 ALLOWED = {
     "allocated": 64 * 2**10,
     "reserved": 64 * 2**20,
@@ -78,19 +79,19 @@ console = wide_console()
 
 
 class _InterruptedError(Exception):
-    """What a call of every round ends in."""
+    """One call of every round ends with this exception."""
 
 
 def _interrupt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that raises at the fourth token behind a prompt."""
+    """A logits processor that raises at the fourth token after a prompt."""
     if input_ids.shape[1] % 64 == 4:
         raise _InterruptedError
     return scores
 
 
 def sample(device: torch.device) -> dict[str, int]:
-    """What is alive now: bytes of GPU memory and of the process, counts of objects, threads and open files. Metrics that this
-    machine does not have are left out."""
+    """The present metrics: bytes of GPU memory and of the process, and counts of objects, threads and open files.
+    Metrics that this machine does not have are left out."""
     gc.collect()
     counts = {}
     if device.type == "cuda":
@@ -112,7 +113,8 @@ def sample(device: torch.device) -> dict[str, int]:
 
 
 def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """By metric: its most in the last third of the rounds less its most in the second third; 0 where it has become smaller.
+    """For each metric: its maximum in the last third of the rounds less that in the second third, or 0 if it became
+    smaller.
 
     Raises:
         ValueError: fewer than 3 samples.
@@ -126,10 +128,10 @@ def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass
 class Soak:
-    """The work of a round, and counts of what was done.
+    """The work of a round, and counts of calls, steps and caches.
 
     Args:
-        tokens: of a prompt.
+        tokens: tokens of a prompt.
     """
 
     presets: Sequence[str]
@@ -159,18 +161,18 @@ class Soak:
         return self.models[lb.get_preset(preset).spec().reading.name]
 
     def prompt(self, tokens: int) -> torch.Tensor:
-        """int64 `[2, tokens]`."""
+        """Random token ids, int64 `[2, tokens]`."""
         return torch.randint(1, _SMALL["vocab_size"], (2, tokens), device=self.device)
 
     def round(self, steps: int, caches: int) -> None:
-        """So many decoding steps and caches, shared out over the presets."""
+        """Do a round: `steps` decoding steps and `caches` caches, divided among the presets."""
         for index, preset in enumerate(self.presets):
             self.calls_of(preset, _share(steps, index, len(self.presets)))
             for number in range(_share(caches, index, len(self.presets))):
                 self.use_a_cache(preset, number)
 
     def calls_of(self, preset: str, steps: int) -> None:
-        """`steps` decoding steps of `lb.generate`."""
+        """Do `steps` decoding steps of `lb.generate` with a preset."""
         settings = {"cache_options": self.options[preset] or None}
         ids, (first, second, third) = self.prompt(self.tokens), (_share(steps, i, 3) for i in range(3))
         room = self.tokens + second + third + 64
@@ -185,7 +187,7 @@ class Soak:
         raise AssertionError("the call was to be interrupted")
 
     def generate(self, preset: str, ids: torch.Tensor, steps: int, **options: Any) -> Any:
-        """A call that takes `steps` decoding steps behind its prompt."""
+        """Call `lb.generate` with `steps` decoding steps after the prompt."""
         self.calls += 1
         if "past_key_values" not in options:
             options["preset"] = preset
@@ -206,7 +208,7 @@ class Soak:
 
     @torch.no_grad()
     def use_a_cache(self, preset: str, number: int) -> None:
-        """A cache through all that may be done with one; every other one is preallocated."""
+        """Make a cache and use all its operations. Every second cache is preallocated."""
         model, ids = self.model(preset), self.prompt(self.tokens + 64)
         room: dict[str, Any] = {"max_cache_len": self.tokens + 128} if number % 2 else {}
         cache = lb.from_preset(preset, model, **self.options[preset], **room)
@@ -230,15 +232,15 @@ class Soak:
 
 
 def _share(total: int, index: int, parts: int) -> int:
-    """Part `index` of `total` in whole numbers, whose sum over all parts is `total`."""
+    """Part `index` of `total`, a whole number. The sum of all parts is `total`."""
     return total * (index + 1) // parts - total * index // parts
 
 
 def run(
     soak: Soak, steps: int, caches: int, rounds: int, tell: Callable[[int, dict[str, int]], None]
 ) -> dict[str, Any]:
-    """`rounds` rounds, `steps` and `caches` in all. A record without provenance."""
-    # what has been imported is neither looked through nor counted
+    """Run `rounds` rounds, with `steps` and `caches` in total. Returns a record without provenance."""
+    # imported objects are neither searched nor counted
     gc.collect()
     gc.freeze()
     try:
@@ -269,7 +271,7 @@ def run(
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
-    """What a record says has grown, or is still there after `lb.release`."""
+    """Messages for metrics of a record that have grown, or that `lb.release` does not bring back."""
     reasons = [
         f"{name} grew by {grown}, and {record['allowed'][name]} is allowed"
         for name, grown in record["grown"].items()

@@ -1,15 +1,17 @@
-"""Tables and pictures of the records: `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`), in seconds.
+"""Makes tables and pictures from the records: `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`), in
+seconds.
 
-`docs/benchmarks.md` is written whole, from the records of speed and memory. Of several records of one measurement on one GPU
-the last one counts; each GPU has tables, or rows, of its own. Other pages under `docs/` and the README mark where a table goes:
+The whole page `docs/benchmarks.md` is written from the records of speed and memory. If there are several records of a
+measurement on a GPU, the last one counts. Each GPU has its own tables, or rows. Other pages under `docs/` and the
+README have marks for tables:
 
     <!-- results: presets -->
     (replaced)
     <!-- end of results -->
 
-Of the accuracy records only those of today's stored bytes count (`measure.definition`), of those the newest. The figures of the
-two essays come from `accuracy-smollm2.jsonl`, or, for presets that it does not hold yet, from `perplexity-smollm2.jsonl`, which
-has no percentiles.
+An accuracy record counts only if its preset still stores the same bytes (`measure.definition`). The newest such record
+is used. The figures of the two essays come from `accuracy-smollm2.jsonl`. Presets without records there use
+`perplexity-smollm2.jsonl`, which has no percentiles.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ PAGES = (
     "README.md",
 )
 PICTURE = "docs/pareto.png"
-#: what `eval.accuracy` writes
+#: records of `eval.accuracy`
 EARLIER = results_path("perplexity", "smollm2")
 ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT, JARGON = "transcript", "jargon"
-#: length at which bits are stated, with a 16-bit window and the bundled model's heads
+#: number of tokens at which bits are computed, with a 16-bit window and the bundled model's heads
 BITS_AT, HEAD_DIM = 32768, 64
 TITLE = f"SmolLM2-135M-Instruct, a transcript of 4096 tokens; bits at {BITS_AT} tokens"
 #: fields that every record has
@@ -63,7 +65,7 @@ _BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of results --
 
 
 class PresetRow(NamedTuple):
-    """What is known of a preset: its bits, and its newest record of each text; `essays`: means of both."""
+    """Figures of a preset: its bits, and its newest record of each text. `essays` has the means of both essays."""
 
     preset: str
     bits: float
@@ -73,10 +75,10 @@ class PresetRow(NamedTuple):
 
 
 def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRow]:
-    """Every preset of which something is known, in the order of bits.
+    """Every preset that has records, in the order of bits.
 
     Raises:
-        ValueError: a record lacks a field, because another version wrote it; the message names file, record and field.
+        ValueError: a record lacks a field, because another version wrote it. The message names file, record and field.
     """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     current: dict[str, str] = {}
@@ -112,7 +114,7 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
 
 
 def bits(preset: str) -> float:
-    """Bits per number at `BITS_AT` tokens, everything counted."""
+    """Bits per number at `BITS_AT` tokens, including metadata, window and parameters."""
     return lb.get_preset(preset).spec().bits_per_value(BITS_AT, HEAD_DIM)
 
 
@@ -136,7 +138,7 @@ def _essays(preset: str, newest: dict[tuple[str, str], dict[str, Any]]) -> dict[
 
 
 def _cells(record: dict[str, Any] | None, *keys: str) -> list[str]:
-    """Figures of a record; nothing for what is not known."""
+    """Figures of a record; empty text for missing ones."""
     digits = {"top1": 3, "ppl": 2, "ppl_full": 2, "kl_p99": 2}
     return ["" if record is None or key not in record else _number(record[key], digits.get(key)) for key in keys]
 
@@ -156,7 +158,7 @@ def presets_table(rows: list[PresetRow]) -> str:
     return markdown_table(head, body)
 
 
-#: own presets, and those of about their size
+#: our own presets, and other presets of about the same size
 OWN = (
     *("kv6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
     *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2"),
@@ -180,13 +182,13 @@ def _bits_of_page(preset: str, head_dim: int = HEAD_DIM) -> float:
 
 
 def _with_error(record: dict[str, Any] | None) -> str:
-    """KL, and its standard error where the record has one."""
+    """KL, and its standard error if the record has one."""
     (kl,) = _cells(record, "kl")
     error = None if record is None else record.get("kl_error")
     return kl if error is None else f"{kl} ± {error:.{len(kl.partition('.')[2])}f}"
 
 
-#: presets that are compared, ours first
+#: pairs of compared presets, ours first
 PAIRS = (
     *(("eigen-4", "kivi-4-sink"), ("eigen-3", "k4v2-sink"), ("eigen-2", "kitty-pro")),
     *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink"), ("kv6", "kivi-4-sink")),
@@ -194,7 +196,7 @@ PAIRS = (
 
 
 def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
-    """KL of presets as a part of others' on the same tokens."""
+    """KL of presets divided by that of other presets, on the same tokens."""
     newest = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
     known = {row.preset for row in rows}
     body = (
@@ -210,19 +212,19 @@ def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
 
 
 def _ratio(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
-    """Nothing where a record has no blocks."""
+    """The ratio and its standard error; empty if a record has no blocks."""
     pair = [record.get("kl_blocks") for record in (ours, theirs) if record is not None]
     if len(pair) < 2 or not all(pair):
         return ""
     return "{:.2f} ± {:.2f}".format(*bootstrap.ratio([pair[0]], [pair[1]]))
 
 
-#: texts of the tables of ratios and of baselines, and how columns call them
+#: texts in the tables of ratios and of baselines, and the names of their columns
 COLUMN_TEXTS = {"worked.txt": "essay `worked`", TRANSCRIPT: "transcript", JARGON: "jargon"}
 
 
 def baselines_table(rows: list[PresetRow], path: Path = measure_baselines.OUT, accuracy: Path = measure.OUT) -> str:
-    """KL of other methods, as implemented here, and of own presets of as many bits a code."""
+    """KL of other methods, as implemented here, and of our own presets with the same bits for each code."""
     newest = {(record["baseline"], record["text"]): record for record in read_records(path)}
     own = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
     body = []
@@ -239,7 +241,7 @@ def baselines_table(rows: list[PresetRow], path: Path = measure_baselines.OUT, a
     return markdown_table(head, body)
 
 
-#: the steps of Kitty's table 4, and the points of accuracy that each gained Qwen3-8B there
+#: the steps of Kitty's table 4, and the points of accuracy that Qwen3-8B gained with each step there
 KITTY_STEPS = (
     ("KIVI, 2 bits", "kivi-2", ""),
     ("+ sinks in 16 bits", "kivi-2-sink", "+8.41"),
@@ -269,7 +271,7 @@ SCORES = (("", "magnitude"), ("-variance", "variance"), ("-random", "random"), (
 
 
 def boost_table(rows: list[PresetRow]) -> str:
-    """KL on the essays by how many channels are boosted, and how they are chosen."""
+    """KL on the essays, by the number of boosted channels and the way to choose them."""
     by_preset = {row.preset: row for row in rows}
     names = {"": {"kivi-2": "kivi-2-sink"}, "-hadamard": {"kivi-2": "kivi-2-hadamard-sink"}}
 
@@ -314,7 +316,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
 
 
 def filled(page: str, rows: list[PresetRow]) -> str:
-    """A page's text with its tables as the records have them. Raises `ValueError` for a table that does not exist."""
+    """A page's text with tables from the records. Raises `ValueError` for an unknown table."""
 
     def block(match: re.Match[str]) -> str:
         if (name := match[2]) not in TABLES:
@@ -325,12 +327,12 @@ def filled(page: str, rows: list[PresetRow]) -> str:
 
 
 def points(rows: list[PresetRow]) -> list[dict[str, Any]]:
-    """What the picture shows: presets with a record of the transcript, but for ablations of Kitty other than by variance, which
-    a table of their own has; presets that store the same once."""
+    """Points of the picture: presets with a record of the transcript. Presets that store the same are shown once.
+    Kitty's ablations other than by variance are left out, because they have their own table."""
     shown: dict[tuple[float, float], dict[str, Any]] = {}
     listed = {
         name: place for place, name in enumerate(lb.preset_names())
-    }  # of presets that store the same, the first listed
+    }  # if several presets store the same, the first listed one is shown
     for row in sorted(rows, key=lambda row: listed.get(row.preset, len(listed))):
         ablation = row.preset.startswith("kitty") and row.preset.endswith(("-random", "-range", "-hadamard-variance"))
         if row.transcript is not None and row.bits < 16 and not ablation:
@@ -340,17 +342,17 @@ def points(rows: list[PresetRow]) -> list[dict[str, Any]]:
 
 
 def digest(rows: list[PresetRow]) -> str:
-    """Of what the picture shows; the picture carries it."""
+    """A hash of the points in the picture. The picture's metadata contain it."""
     return hashlib.sha256(json.dumps(points(rows)).encode()).hexdigest()
 
 
 def draw(rows: list[PresetRow], path: Path) -> None:
-    """The Pareto picture."""
+    """Draw the Pareto picture."""
     plot(points(rows), path, TITLE, metadata={"Description": digest(rows)})
 
 
 def pictures(rows: list[PresetRow]) -> list[tuple[str, str, Callable[[list[PresetRow], Path], None]]]:
-    """Each picture: its file, the digest that a current one carries, and what draws it."""
+    """For each picture: its file, the digest that an up-to-date picture contains, and the function that draws it."""
     return [(PICTURE, digest(rows), draw), (front_page.PICTURE, front_page.digest(rows), front_page.draw)]
 
 
@@ -386,7 +388,7 @@ Record = dict[str, Any]
 
 
 def benchmarks_page(folder: Path = RESULTS) -> str:
-    """The page, from the records in `folder`."""
+    """The page, made from the records in `folder`."""
     sections = [
         _decode(_load(folder, "decode")),
         _generate(_load(folder, "generate")),
@@ -402,7 +404,8 @@ def _load(folder: Path, kind: str) -> list[Record]:
 
 
 def _last(records: Iterable[Record], *keys: str) -> dict[tuple, Record]:
-    """The last record of each combination of these fields, in the order in which combinations first appear."""
+    """The last record of each combination of values in these fields, in the order in which combinations first
+    appear."""
     newest: dict[tuple, Record] = {}
     for record in records:
         newest[tuple(record.get(key) for key in keys)] = record
@@ -447,7 +450,7 @@ float16, 32 query heads, head_dim 128; 8 KV heads where the column does not say 
 
 
 def _decode_table(newest: dict[tuple, Record]) -> str:
-    """The records of one GPU, by shape, preset and backend."""
+    """A table of one GPU's records, by shape, preset and backend."""
     shapes = [shape for shape in SHAPES if any(key[0] == shape for key in newest)]
     order = {name: i for i, name in enumerate(PRESETS)}
     rows = []
@@ -464,7 +467,7 @@ def _decode_table(newest: dict[tuple, Record]) -> str:
 
 
 def _steps(records: list[Record]) -> str:
-    """Decode steps on all shapes, of the records that have them."""
+    """Decode steps on all shapes, from the records that have decode steps."""
     newest = _last((r for r in records if r.get("step_behind_ratio")), "gpu", "shape", "preset", "backend")
     shapes = [name for name in decode_shapes.SHAPES if any(key[1] == name for key in newest)]
     if not shapes:

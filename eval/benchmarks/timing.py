@@ -1,5 +1,5 @@
-"""Times of device work: medians over interleaved rounds, the memory bandwidth they are held against, and where the time of a
-decode step goes, read from torch's profiler."""
+"""Times of GPU work: medians over interleaved rounds, the memory bandwidth to compare with, and the parts of a decode
+step from torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_lowbit_kv.eval.benchmarks.contenders import Contender
 
-#: device time that one sample should take at least, so that an event's resolution does not show
+#: least GPU time of one sample, so that the resolution of events does not matter
 SAMPLE_MS = 3.0
 MAX_CALLS = 64
 
@@ -26,11 +26,11 @@ class Candidate:
     """Something to time.
 
     Args:
-        calls: the same work on different inputs, done in turn. As many as are needed for the inputs not to stay in the
-            device's cache, see `sets_needed`.
-        graph: replay a CUDA graph, so that what launches cost on the host is not counted. Needs calls that do not
-            wait for the device.
-        before: done before each sample, outside the timing.
+        calls: the same work on different inputs, one after the other. There must be enough inputs that they do not stay
+            in the GPU's cache, see `sets_needed`.
+        graph: replay a CUDA graph, so that the CPU's time for launches is not counted. The calls must not wait for the
+            GPU.
+        before: called before each sample, outside the timing.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Candidate:
 
 
 class _Sampler:
-    """One candidate, warmed up and ready to be sampled."""
+    """One candidate, warmed up and ready for timing."""
 
     def __init__(self, candidate: Candidate, device: torch.device):
         self.device, self.before = device, candidate.before or (lambda: None)
@@ -53,7 +53,7 @@ class _Sampler:
             return
         if candidate.graph:
             self.launch = _capture(self.launch, self.before)
-        if candidate.before is None:  # otherwise a sample is the whole of the calls, once
+        if candidate.before is None:  # otherwise a sample makes each call once
             once = min(self.sample() for _ in range(3)) * self.count
             calls *= max(min(int(SAMPLE_MS / once) + 1, MAX_CALLS // len(calls)), 1)
             self.count = len(calls)
@@ -62,14 +62,14 @@ class _Sampler:
         self.sample()
 
     def sample(self) -> float:
-        """Milliseconds a call."""
+        """Milliseconds of a call."""
         self.before()
         if self.device.type != "cuda":
             start = time.perf_counter()
             self.launch()
             return (time.perf_counter() - start) * 1e3 / self.count
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # the device is busy until all is queued: what the launch takes is not counted
+        torch.cuda._sleep(1_000_000)  # keeps the GPU busy until all work is queued, so that launches do not count
         begin.record()
         self.launch()
         end.record()
@@ -81,7 +81,7 @@ def _capture(work: Callable[[], Any], before: Callable[[], Any]) -> Callable[[],
     """A CUDA graph of `work`, as a function that replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # a first time outside the graph, on a stream like the one it is captured on
+    with torch.cuda.stream(stream):  # run once outside the graph, on a side stream as in the capture
         before()
         work()
     torch.cuda.current_stream().wait_stream(stream)
@@ -92,7 +92,8 @@ def _capture(work: Callable[[], Any], before: Callable[[], Any]) -> Callable[[],
 
 
 def time_interleaved(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
-    """Median milliseconds a call, by name. Each round samples every candidate: drifting clocks meet all alike."""
+    """Median milliseconds of a call, by name. Each round samples every candidate, so drifting clocks affect all
+    alike."""
     samplers = {candidate.name: _Sampler(candidate, device) for candidate in candidates}
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(rounds):
@@ -102,9 +103,10 @@ def time_interleaved(candidates: Sequence[Candidate], device: torch.device, roun
 
 
 def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
-    """As `time_interleaved`, each call behind another kernel, whose time is subtracted: one that reads four times what the L2
-    cache holds, as the products with weights do that stand between the attention of two layers. Repeated by itself, a call
-    finds its instructions and tables in caches. Inputs need not rotate (`sets_needed`)."""
+    """Like `time_interleaved`, but each call runs after another kernel, whose time is subtracted. This kernel reads
+    four times the size of the L2 cache. In a model, the products with weights between two layers' attention do the
+    same. A call that is only repeated would find its instructions and tables in caches. Inputs need not rotate
+    (`sets_needed`)."""
     rows = torch.ones(_cache_bytes(device), device=device).view(-1, 2**16)  # float32
 
     def behind(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -120,32 +122,32 @@ def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: i
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """Of the L2 cache, in whole 64 KiB; elsewhere something small."""
+    """Bytes of the L2 cache, rounded up to whole 64 KiB; without a GPU, a small number."""
     size = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**20
     return -(-size // 2**16) * 2**16
 
 
 def sets_needed(nbytes: int, device: torch.device, most: int = 16) -> int:
-    """How many input sets of `nbytes` to rotate among, so that each is read from memory and not from the L2 cache."""
+    """How many input sets of `nbytes` must rotate, so that each is read from memory and not from the L2 cache."""
     if device.type != "cuda":
         return 1
     return min(max(-(-4 * _cache_bytes(device) // nbytes), 1), most)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that can be read: the better of a plain sum and a copy (reads and writes counted)."""
+    """Read bandwidth, bytes per second: the best of a plain sum, a maximum and a copy (reads and writes counted)."""
     size = 2**31 if device.type == "cuda" else 2**24
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
-    rows = source.view(-1, 2**16)  # a sum a row: the reduction then needs no second pass
+    rows = source.view(-1, 2**16)  # one sum for each row, so that the reduction needs no second pass
     calls = {"copy": lambda: target.copy_(source), "sum": lambda: rows.sum(-1), "max": lambda: rows.amax(-1)}
     times = time_interleaved([Candidate(name, [call]) for name, call in calls.items()], device, rounds=10)
     moved = {"copy": 2 * size, "sum": size, "max": size}
     return max(moved[name] / (ms * 1e-3) for name, ms in times.items())
 
 
-#: kinds of device work, by what kernels are called; the first that fits. Inductor names a reduction that joins several, here
-#: the products with the weights of q, k and v, by a number alone
+#: kinds of GPU work, by names of kernels; the first matching pattern counts. If inductor fuses several reductions, here
+#: the products with the weights of q, k and v, the kernel's name has only a number
 KINDS = (
     ("attention", r"^attend|^merge_kernel|flash|fmha|sdpa|cudnn.*attention"),
     ("append and pack", r"^append|^pack_kernel|^window_kernel|^counters_kernel"),
@@ -155,23 +157,23 @@ KINDS = (
     ),
     ("copies", r"^Memcpy|^Memset|CatArray|copy_kernel"),
 )
-#: calls by which the host waits for the device
+#: calls in which the CPU waits for the GPU
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
 
 
 def kind_of(kernel: str) -> str:
-    """Kind of a kernel by its name: one of `KINDS`, or `other` (norms, rotation, activation, sampling)."""
+    """Kind of a kernel, by its name: one of `KINDS`, or `other` (norms, rotation, activation, sampling)."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel)), "other")
 
 
 def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
-    """Profile so many steps.
+    """Profile `steps` steps.
 
     Returns:
-        `device_ms`: a step's busy time on the device, by kind and in `total`; `kernels`: the twelve most expensive,
-        [name, milliseconds, launches] a step; `graph_launches`, `kernel_launches` and `synchronisations` a step, counted
-        between the step clock's ticks, so that neither prompt nor end counts.
+        Figures of one step. `device_ms`: GPU time, by kind and in `total`. `kernels`: the twelve most expensive
+        kernels, each [name, milliseconds, launches]. `graph_launches`, `kernel_launches` and `synchronisations` are
+        counted between the marks of steps, so that neither prompt nor end counts.
 
     Raises:
         RuntimeError: the profile does not have a mark for each step.
@@ -223,7 +225,7 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
 class _Marks:
     """A logits processor that leaves a mark in the profile."""
 
-    NAME = "hf_lowbit_kv.eval: step"  # operations must not be called so: they are events of the profile too
+    NAME = "hf_lowbit_kv.eval: step"  # no operation may have this name: operations are in the profile too
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         with torch.profiler.record_function(self.NAME):

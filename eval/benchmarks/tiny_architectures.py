@@ -1,4 +1,5 @@
-"""Every decoder architecture that transformers has, small: random weights, few channels, the real order of kinds of layers."""
+"""Small models of every decoder architecture of transformers: random weights, few channels, the real order of layer
+kinds."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-#: field of a configuration -> its small value, where the architecture has the field
+#: field of a configuration -> its small value, if the architecture has the field
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "n_embd": 256,
@@ -51,7 +52,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "is_decoder": True,
 }
-#: what some architectures need beyond, or instead; `...` leaves the architecture's own value
+#: further or other values that some architectures need; `...` keeps the architecture's own value
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "topk_method": "greedy", "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": False},
@@ -83,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def names() -> list[str]:
-    """Model types of which transformers has a causal language model, encoder-decoders left out."""
+    """Model types for which transformers has a causal language model, without encoder-decoders."""
     return sorted(
         name
         for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -96,7 +97,7 @@ def _is_computed(config: PreTrainedConfig, field: str) -> bool:
 
 
 def tiny_configuration(name: str) -> PreTrainedConfig:
-    """The decoder's configuration of that model type with small sizes."""
+    """The decoder's configuration of this model type, with small sizes."""
     config = CONFIG_MAPPING[name]().get_text_config(decoder=True)
     fields = config.to_dict()
     changes = {
@@ -118,12 +119,12 @@ def tiny_configuration(name: str) -> PreTrainedConfig:
 
 
 def tiny_model(name: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    """A causal language model of that type in float32, with random weights that `seed` tells."""
+    """A causal language model of this type in float32, with random weights from `seed`."""
     torch.manual_seed(seed)
     config = tiny_configuration(name)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except (ValueError, ImportError):  # gpt-oss and others do without PyTorch's own attention
+    except (ValueError, ImportError):  # gpt-oss and others do not support PyTorch's attention
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.eval()

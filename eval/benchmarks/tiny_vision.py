@@ -1,4 +1,5 @@
-"""Vision-language architectures, small, with random weights: a prompt of text and one image, pixel values straight."""
+"""Small vision-language models with random weights, and a prompt of text and one image (pixel values without a
+processor)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from hf_lowbit_kv.eval.benchmarks.tiny_architectures import CHANGES, SIZES, _is_computed, tiny_configuration
 
-#: field of a vision tower's configuration -> its small value, where the tower has the field
+#: field of a vision tower's configuration -> its small value, if the tower has the field
 VISION_SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "embed_dim": 64,
@@ -26,9 +27,9 @@ VISION_SIZES: dict[str, Any] = {
     "fullatt_block_indexes": [1],
     "projection_dim": SIZES["hidden_size"],
 }
-#: the token that stands for a part of the image
+#: the token that represents a part of the image
 IMAGE_TOKEN = 159
-#: architectures, and what their configuration needs besides
+#: architectures, and further values that their configurations need
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "aya_vision": {},
     "cohere2_vision": {},
@@ -50,24 +51,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 class Prompt(NamedTuple):
-    """What a processor would make of a text and an image: ids `[1, S]`, and the image's tensors by their names."""
+    """The output of a processor for a text and an image: ids `[1, S]`, and the image's tensors by name."""
 
     ids: torch.Tensor
     image: dict[str, torch.Tensor]
 
 
 def tiny_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """A vision-language model of that type in float32, with random weights that `seed` tells."""
+    """A vision-language model of this type in float32, with random weights from `seed`."""
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(tiny_vision_configuration(name))
     for parameter in model.parameters():
-        if not bool(parameter.any()):  # a projection that begins with zeros hides the image
+        if not bool(parameter.any()):  # a projection that starts as zeros would hide the image
             torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
 
 def tiny_vision_configuration(name: str) -> PreTrainedConfig:
-    """Text model and vision tower with small sizes."""
+    """A configuration with a small text model and a small vision tower."""
     config = CONFIG_MAPPING[name]()
     text, vision = config.get_text_config(decoder=True), config.vision_config
     towers: dict[str, Any] = {
@@ -77,12 +78,12 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
     }
     if hasattr(vision, "out_hidden_size"):
         towers["out_hidden_size"] = SIZES["hidden_size"]
-    elif hasattr(vision, "embed_dim"):  # of Qwen2-VL: what the text model gets
+    elif hasattr(vision, "embed_dim"):  # Qwen2-VL: the width of the text model
         towers["hidden_size"] = SIZES["hidden_size"]
     if isinstance(getattr(vision, "image_size", None), (list, tuple)):
         towers |= {"image_size": [56, 56], "patch_size": [14, 14]}
     small_text = _small_text(text)
-    if text.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):  # of half a head's channels: time, height, width
+    if text.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):  # parts of half a head's channels: time, height, width
         small_text.rope_parameters = {**small_text.rope_parameters, "mrope_section": [8, 12, 12]}
     changes: dict[str, Any] = {
         field: IMAGE_TOKEN for field in ("image_token_id", "image_token_index") if hasattr(config, field)
@@ -93,7 +94,7 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
 
 
 def _small_text(text: PreTrainedConfig) -> PreTrainedConfig:
-    """The decoder's configuration, as `tiny_configuration` makes it where it is an architecture of its own."""
+    """The decoder's small configuration. If the decoder is an architecture itself, `tiny_configuration` makes it."""
     if text.model_type in CONFIG_MAPPING and text.model_type not in ARCHITECTURES:
         return tiny_configuration(text.model_type)
     fields = text.to_dict()
@@ -108,7 +109,7 @@ def _small_text(text: PreTrainedConfig) -> PreTrainedConfig:
 
 @torch.no_grad()
 def prompt_with_image(model: Any, tokens: int = 60) -> Prompt:
-    """One image between random tokens: as many places as the model makes of it."""
+    """One image between random tokens. The image has as many tokens as the model makes of it."""
     generator = torch.Generator().manual_seed(2)
     image = _image(model.config, generator)
     features = model.get_image_features(**image) if hasattr(model, "get_image_features") else None
@@ -117,16 +118,16 @@ def prompt_with_image(model: Any, tokens: int = 60) -> Prompt:
     places = sum(x.shape[:-1].numel() for x in images)
     text = torch.randint(3, 150, (tokens,), generator=generator)
     ids = torch.cat([text[: tokens // 2], torch.full((places,), IMAGE_TOKEN), text[tokens // 2 :]])[None]
-    if model.config.model_type in ("gemma3", "paligemma"):  # tokens of an image, or of a prefix, see each other
+    if model.config.model_type in ("gemma3", "paligemma"):  # tokens of an image, or of a prefix, attend to each other
         image["token_type_ids"] = (ids == IMAGE_TOKEN).int()
-    if "image_grid_thw" in image:  # positions in the image need to be told from those in the text
+    if "image_grid_thw" in image:  # the model must distinguish positions in the image from those in the text
         image["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     return Prompt(ids, image)
 
 
 def _image(config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     vision = config.vision_config
-    if hasattr(vision, "temporal_patch_size"):  # patches in a row, and how many there are in time, height and width
+    if hasattr(vision, "temporal_patch_size"):  # one row of patches, and their numbers in time, height and width
         patch, merged = vision.patch_size, vision.spatial_merge_size
         channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
         high = wide = 2 * merged

@@ -1,4 +1,5 @@
-"""docs/quantized-weights.md: accuracy and decode steps of caches under weights below 16 bits, from the records."""
+"""Tables of docs/quantized-weights.md, from the records: accuracy and decode steps of caches with weights below 16
+bits."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ STEPS = RESULTS / "weights-steps-nvidia-h200.jsonl"
 
 
 def _newest(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The last record of each combination, in the order of `WEIGHT_QUANTIZATIONS`."""
+    """The last record of each combination of values in `keys`, in the order of `WEIGHT_QUANTIZATIONS`."""
     newest = {tuple(record[key] for key in keys): record for record in read_records(path)}
     order = list(WEIGHT_QUANTIZATIONS)
     return sorted(newest.values(), key=lambda record: order.index(record["weights"]))
@@ -25,7 +26,8 @@ def _kl(record: dict[str, Any]) -> str:
 
 
 def accuracy_table(path: Path = ACCURACY) -> str:
-    """KL from 16-bit weights with the full-precision cache: a row for each kind of weights, a column for each cache."""
+    """KL relative to 16-bit weights with the full-precision cache: a row for each kind of weights, a column for each
+    cache."""
     records = _newest(path, "weights", "preset")
     presets = list(dict.fromkeys(record["preset"] for record in records))
     cells = {(record["weights"], record["preset"]): record for record in records}
