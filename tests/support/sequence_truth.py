@@ -175,7 +175,7 @@ def _mapped(transform, name: str, x: torch.Tensor, tensors, heads: int) -> torch
 def _absorbed(module, query, latents, ropes, dtype: torch.dtype, prompt: bool):
     """Queries, keys, values of attention to latents, and the matrix for outputs `[Hq, v, L]`. A prompt expands latents."""
     nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
-    weight = module.kv_b_proj.weight.detach().to(dtype).view(-1, nope + value, rank)
+    weight = module.kv_b_proj.weight.detach().to(latents.device, dtype).view(-1, nope + value, rank)
     up_keys, up_values = weight[:, :nope], weight[:, nope:]
     if prompt:
         keys = torch.cat([latents @ up_keys.mT, ropes.expand(len(up_keys), -1, -1)], -1)
