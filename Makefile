@@ -8,7 +8,8 @@
 # make docs    the site of these pages, into build/docs
 # make release  builds the wheel and the source distribution into dist/, and checks both; uploads nothing
 # make lint    ruff, mypy, and clang-format of the CUDA sources
-# make gpu-test  the tests that need a GPU
+# make gpu-test  the tests that need a GPU, a case for each path of the kernels
+# make gpu-test-all  all of them, the whole matrix of formats
 # make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
 # make clean   removes what these made
 #
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
 
-.PHONY: calibrations demo docs release test test-all notebooks gpu-test bench measure results lint clean
+.PHONY: calibrations demo docs release test test-all notebooks gpu-test gpu-test-all bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -54,6 +55,9 @@ notebooks: $(VENV)/.ready
 
 # neighbours of a file stay in one process, which shares what it compiled; other processes find it on disk
 gpu-test: $(VENV)/.ready
+	$(PYTEST_ALL_CORES) --dist worksteal -p as_they_end -m "gpu and not slow"
+
+gpu-test-all: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) --dist worksteal -p as_they_end -m gpu
 
 bench: $(VENV)/.ready

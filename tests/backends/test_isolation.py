@@ -11,7 +11,7 @@ import torch
 from cuda_cases import fragment
 from emulated import emulated
 from interpreted import PARTS, run_part
-from isolation import POISONS, cases, check, check_latents
+from isolation import POISONS, cases, check, check_latents, in_every_run
 from kernel_cases import Case
 from sequence_operations import LATENTS
 
@@ -72,6 +72,7 @@ def test_emulated(case, monkeypatch):
 
 @pytest.mark.gpu
 @kernels.needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton(case):
     check(kernels.launch, case, "cuda", kernels.SEED)
@@ -79,6 +80,7 @@ def test_triton(case):
 
 @pytest.mark.gpu
 @kernels.needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("case", CUDA, ids=str)
 def test_cuda(case, monkeypatch):
     from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch

@@ -10,7 +10,7 @@ import zlib
 
 import hypothesis
 import pytest
-from sequence_operations import KINDS, Append, Crop, Setting, sequences
+from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Setting, sequences
 from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
@@ -46,6 +46,7 @@ def test_any_sequence(kind, one_thread):
 
 
 @pytest.mark.gpu
+@pytest.mark.fast_if(wanted=lambda p: p["kind"] not in OTHER_WIDTHS)
 @no_limit_of_long_runs
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PRODUCTS])
 def test_any_sequence_on_a_gpu(kind):

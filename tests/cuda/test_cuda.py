@@ -22,6 +22,8 @@ from kernel_matrix import (
     SMALL,
     SMALL_STORES,
     TRANSFORMS,
+    in_every_run,
+    is_stored_in_every_run,
     matrix,
     static_attends,
     static_stores,
@@ -59,6 +61,7 @@ def _half(cases):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("case", _half([*SMALL, *matrix(), *static_attends()]), ids=str)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))
@@ -86,6 +89,7 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: is_stored_in_every_run(p["case"]))
 @pytest.mark.parametrize(
     ("case", "chunks"), [*CODEBOOK_STORES, *_half([*SMALL_STORES, *stores(), *static_stores()])], ids=str
 )
@@ -142,6 +146,7 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: p["score"] == "" or p["head_dim"] == 128)
 @pytest.mark.parametrize("score", ["", "-variance", "-range", "-random7"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_boosted_pages(head_dim, score, launch):

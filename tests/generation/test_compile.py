@@ -108,6 +108,7 @@ def test_inductor_updates_the_pages_in_place(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
+@pytest.mark.fast_if(wanted=lambda p: p["preset"] in ("kivi-2-sink", "kv8"))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generate_compiles_by_itself_on_a_gpu(preset):
     """`generate` with a preallocated cache compiles (inductor, CUDA graphs) and gives the eager tokens."""

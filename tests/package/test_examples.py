@@ -122,7 +122,7 @@ def test_page(name, hub, at_hand):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in pages()])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_page_on_a_gpu(name, hub, at_hand):
     run(name, hub, at_hand, "cuda")

@@ -1,7 +1,8 @@
 """Says of each test what came of it as soon as it has ended: `python -m pytest -p as_they_end ...`.
 
 A failure is printed at once, with its message. With TEST_TIMES=FILE, seconds, outcome and name of every test are added to that
-file, so that a run which is cut off leaves what it has found. Works with `-n`, too.
+file. With TEST_FAILURES=FILE, the whole report of every failure is added to that one. A run that is cut off leaves both. Works
+with `-n`, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class AsTheyEnd:
             _outcomes[name] = report.outcome
         if report.failed:
             self._tell(f"FAILED {name} ({report.when}): {_message(report)}")
+            if path := os.environ.get("TEST_FAILURES"):
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(f"==== {name} ({report.when})\n{report.longreprtext}\n{report.capstdout}\n")
         if report.when == "teardown" and (path := os.environ.get("TEST_TIMES")):
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{_seconds.pop(name):.1f}\t{_outcomes.pop(name, 'passed')}\t{name}\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
-from sequence_operations import KINDS
+from sequence_operations import KINDS, OTHER_WIDTHS
 
 from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
@@ -30,6 +30,15 @@ def cases() -> list[Case]:
         for case in (Case(keys="int8-token", values="int8-token"), Case(keys="dense", values="dense"))
     ]
     return found + [dataclasses.replace(case, tokens=40) for case in (found[0], found[2])]
+
+
+def in_every_run(case: Case) -> bool:
+    """Whether `make gpu-test` has a case: not those whose kernels have the paths of another's."""
+    others = [KINDS[name] for name in OTHER_WIDTHS]
+    return all(
+        (case.keys, case.values, case.transform) != (each["key_format"], each["value_format"], each.get("transform"))
+        for each in others
+    )
 
 
 def poisoned(x: torch.Tensor, row: int, head: int, values: tuple[float, ...], places: tuple[int, ...]) -> torch.Tensor:

@@ -33,6 +33,8 @@ from kernel_matrix import (
     SMALL_STORES,
     TRANSFORMS,
     codebook_attends,
+    in_every_run,
+    is_stored_in_every_run,
     matrix,
     stores,
     transformed,
@@ -213,6 +215,7 @@ def test_constant_rows(case):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_attend(case):
     check_attend(case)
@@ -220,6 +223,7 @@ def test_attend(case):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("case", codebook_attends(), ids=str)
 def test_attend_lookups(case):
     check_attend(case)
@@ -227,6 +231,7 @@ def test_attend_lookups(case):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.fast_if(wanted=lambda p: is_stored_in_every_run(p["case"]))
 @pytest.mark.parametrize(("case", "chunks"), stores(), ids=str)
 def test_store(case, chunks):
     check_store(case, chunks)
