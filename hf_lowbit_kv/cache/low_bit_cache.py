@@ -491,7 +491,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 stored length.
             OverrunError: tokens are lost.
         """
-        check_count("n", n)
+        check_count("n", n, unit="forks")
         check_count("max_cache_len", max_cache_len, optional=True)
         self.check_overrun()
         if max_cache_len is not None:
