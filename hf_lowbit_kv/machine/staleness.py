@@ -88,7 +88,9 @@ def computed_once(tensor: torch.Tensor, name: Hashable, compute: Callable[[], An
     value = compute()
     with _computing:
         last_look, values = _computed.get(tensor, (None, {}))
-        _computed[tensor] = look, {**(values if last_look == look else {}), name: value}
+        if last_look != look:
+            values = {}
+        _computed[tensor] = look, {**values, name: value}
     return value
 
 
