@@ -234,7 +234,7 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
 
 
 def cut_short(work: list[Job]) -> list[Job]:
-    """The requests with prompts of 64 tokens at most, and short answers, no two of which end at the same step. So a
+    """The requests with prompts of 64 tokens at most and short answers. Each answer ends at another step. So a
     run of them has steps with all numbers of rows."""
     return [Job(job.prompt[:64], 3 + index) for index, job in enumerate(work)]
 

@@ -299,7 +299,7 @@ class Recorder:
         return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
-        """Forget recordings that were made with another state of model, cache or torch."""
+        """Forget recordings if model, cache or torch have changed since they were made."""
         state = (fingerprint(model), memory(cache), switches(), fuse)
         if state != self._seen:
             self._forget()
@@ -472,7 +472,7 @@ def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
 
 
 def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """By how much numbers have grown, and which other values have changed. A replay cannot change the latter."""
+    """By how much numbers have grown, and which other values have changed. A replay cannot change those other values."""
     counts: dict[tuple[int, str], int] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)

@@ -113,8 +113,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 class Seen:
-    """A module's state when it was checked: its plain values; and for each tensor the object, its address, and its
-    count of changes."""
+    """The state of a module when it was checked: its plain values, and for each tensor the object, its address, and how
+    often it was changed."""
 
     def __init__(self, module: torch.nn.Module):
         self._looks = [
