@@ -46,6 +46,7 @@ PresetName = Literal[
     "vecinfer-1.25",
     "million-2",
     "eigen-2",
+    "eigen-2-trellis",
     "eigen-3",
     "eigen-4",
     "fp8",
@@ -123,6 +124,7 @@ _PLAIN = {
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         _eigen("eigen-2", "static-44422000", "static-2-tn"),
+        _eigen("eigen-2-trellis", "static-44422000", "trellis-2"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
         _eigen("eigen-4", "static-65444333", "static-4-tn"),
         # the first generation, whose values have a mean for each page: for calibrations made for these presets

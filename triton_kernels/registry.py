@@ -38,6 +38,7 @@ from ..formats.dense import Dense
 from ..formats.fp8 import Fp8
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
+from ..formats.trellis import Trellis
 from ..storage.layer_spec import LayerSpec
 from . import (
     affine,
@@ -50,6 +51,7 @@ from . import (
     fragment,
     static,
     static_fragment,
+    trellis,
 )
 
 KERNELS: dict[type[Format], ModuleType] = {
@@ -59,6 +61,7 @@ KERNELS: dict[type[Format], ModuleType] = {
     Dense: dense,
     Fp8: fp8,
     Static: static,
+    Trellis: trellis,
 }
 
 #: for pages that other kernels attend to (layouts of `formats.fragment`): modules with `params` and `decode` only
@@ -68,6 +71,7 @@ READERS: dict[type[Format], ModuleType] = {
     Codebook: codebook,
     Fp8: fp8_fragment,
     Static: static_fragment,
+    Trellis: trellis,
 }
 
 

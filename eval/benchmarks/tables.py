@@ -161,7 +161,7 @@ def presets_table(rows: list[PresetRow]) -> str:
 #: our own presets, and other presets of about the same size
 OWN = (
     *("kv6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
-    *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2"),
+    *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2", "eigen-2-trellis"),
 )
 
 

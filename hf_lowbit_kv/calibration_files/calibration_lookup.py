@@ -182,8 +182,9 @@ def _how_to_make(
 ) -> str:
     """The command that makes the tensors that layers need, or a Python call if no preset has them. path: file to add
     to."""
-    names = [preset, *preset_names()] if preset else preset_names()
-    by_preset = {name: set(needs_of(get_preset(name).spec())) for name in names}
+    by_preset = {
+        name: set(needs_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())
+    }
     makers = [
         next((name for name, parts in by_preset.items() if parts.issuperset(wanted)), None) for wanted in needs.values()
     ]
@@ -202,7 +203,7 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
         for name, dtype in transform.parameter_kinds:
             yield f"{role}_transform.{name}", side, (transform.name, name), dtype
         for name, dtype in fmt.parameter_kinds:
-            yield f"{role}_format.{name}", side, (transform.name, fmt.name, name), dtype
+            yield f"{role}_format.{name}", side, (transform.name, fmt.calibrated.name, name), dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
@@ -212,7 +213,7 @@ def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
     for layer, spec in specs.items():
         for side, role in (("keys", "key"), ("values", "value")):
             transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
-            for part, names in ((transform, ()), (fmt, (fmt.name,))):
+            for part, names in ((transform, ()), (fmt, (fmt.calibrated.name,))):
                 wanted = part.parameter_kinds if part.weighed else ()
                 names = ("layers", str(layer), side, transform.name, *names)
                 if any(".".join((*names, name)) not in counted for name, _ in wanted):

@@ -11,9 +11,10 @@ from .codebook import Codebook
 from .dense import Dense
 from .fp8 import Fp8
 from .static import Static
+from .trellis import Trellis
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Static]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Static, Trellis]
 
 
 @functools.cache
@@ -54,5 +55,6 @@ __all__ = [
     "Fp8",
     "Parameter",
     "Static",
+    "Trellis",
     "parse_format",
 ]

@@ -61,6 +61,11 @@ class Format(Parametrized, ABC):
         see `merge_tokens`."""
         return False
 
+    @property
+    def calibrated(self) -> Format:
+        """The format whose calibrated parameters this format uses: itself, unless it shares those of another format."""
+        return self
+
     @abstractmethod
     def arrays(
         self, head_dim: int, page_size: int, dtype: torch.dtype

@@ -1,1 +1,1 @@
-"""Counts what fits into memory: bytes of weights, cache and reading, from a configuration, without weights."""
+"""What fits into memory: bytes of weights, cache and reading, for any configuration and without weights."""

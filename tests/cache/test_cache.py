@@ -324,7 +324,7 @@ def test_presets():
         *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
         *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
-        *("eigen-2", "eigen-3", "eigen-4"),
+        *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),
         *("fp8", "snapmla", "mla"),
     ]
     for name in lb.preset_names():

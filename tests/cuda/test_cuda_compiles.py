@@ -120,6 +120,9 @@ KNOWN = {
     ("sm_90", "eigen-4", 128, 1, "attend"): 48,
     ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
     ("sm_90", "dense", 128, 4, "attend"): 108,
+    ("sm_90", "eigen-2-trellis", 128, 4, "attend"): 32,
+    ("sm_120", "eigen-2-trellis", 128, 1, "attend"): 48,
+    ("sm_120", "eigen-2-trellis", 128, 1, "append_one"): 64,
     # inside of that loop, too: 5 of its 1347 instructions
     ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
     # packing: a thread's channels, in an array whose index is known late

@@ -25,6 +25,7 @@ SHARED = {
     "static",
     "static_fragment",
     "transform",
+    "trellis",
 }
 #: names that Python itself gives a meaning
 PYTHONS = {"__init__", "__main__"}

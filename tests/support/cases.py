@@ -27,6 +27,7 @@ FORMATS = [
     ("vq-d4b6", "vq-d8b5"),
     ("static-44422000", "static-3-t"),
     ("static-64332222", "static-2-tn"),
+    ("int4-token", "trellis-2"),
 ]
 
 #: small pages, so that short prompts are packed

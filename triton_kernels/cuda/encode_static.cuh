@@ -28,6 +28,18 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     return part * __uint_as_float((125 + (k >> 2)) << 23);
   }
 
+  // A token's scale, as k + 8. square: squares of channels 32 i + lane. A warp adds them in the order of `fold_sum` over channels.
+  static __device__ __forceinline__ int number_of_scale(float* square) {
+#pragma unroll
+    for (int half = EACH / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int i = 0; i < half; i++) square[i] = __fadd_rn(square[i], square[i + half]);
+    float total = square[0];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));
+    return T::below(total);
+  }
+
   // The distance from the center in steps. It is rounded after every operation, like everything here that decides about bytes.
   static __device__ __forceinline__ float steps(const Space& own, int token, int c) {
     return __fdiv_rn(__fsub_rn(to_float(own.tokens[token][c]), own.center[c]), own.step[c]);
@@ -69,15 +81,8 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
       square[i] = __fmul_rn(x[i], x[i]);
     }
     float scale = 1.f;
-    if constexpr (SCALED) {  // in the order of `fold_sum` over channels
-#pragma unroll
-      for (int half = EACH / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int i = 0; i < half; i++) square[i] = __fadd_rn(square[i], square[i + half]);
-      float total = square[0];
-#pragma unroll
-      for (int d = 16; d > 0; d /= 2) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));
-      const int k = T::below(total);
+    if constexpr (SCALED) {
+      const int k = number_of_scale(square);
       scale = scale_of(k);
       if (lane == 0) own.k[n] = (u8)k;
     }

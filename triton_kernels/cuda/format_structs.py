@@ -23,7 +23,8 @@ from ...formats.codebook import Codebook
 from ...formats.dense import Dense
 from ...formats.fp8 import Fp8
 from ...formats.static import Static
-from . import affine, boosted, codebook, dense, fp8, static
+from ...formats.trellis import Trellis
+from . import affine, boosted, codebook, dense, fp8, static, trellis
 from .needs import Needs
 
 KERNELS: dict[type[Format], ModuleType] = {
@@ -33,6 +34,7 @@ KERNELS: dict[type[Format], ModuleType] = {
     Dense: dense,
     Fp8: fp8,
     Static: static,
+    Trellis: trellis,
 }
 
 

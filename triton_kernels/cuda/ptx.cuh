@@ -105,6 +105,17 @@ __device__ __forceinline__ u32 max2(u32 a, u32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// Bits of `a` where the mask has ones, of `b` elsewhere; and x turned left. In words that compilers do not take apart.
+__device__ __forceinline__ u32 choose_bits(u32 mask, u32 a, u32 b) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
+}
+template <int BY> __device__ __forceinline__ u32 turned(u32 x) {
+  u32 r;
+  asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(x), "n"(BY));
+  return r;
+}
 __device__ __forceinline__ float ex2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

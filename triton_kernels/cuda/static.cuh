@@ -21,6 +21,12 @@ template <int BITS_, u32 GAIN_, u32 UNIT_> struct Width {
   static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
   static constexpr u32 GAIN = GAIN_, UNIT = UNIT_;
   static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
+  static constexpr bool TRELLIS = false;
+};
+// Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They stand for eight levels that are half a step apart.
+template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_, 0> {
+  static constexpr float MIDDLE = 3.5f;
+  static constexpr bool TRELLIS = true;
 };
 
 // Eight channels of a plane, from `channel` on: their bits, the code's bits below them, and their place among a lane's bits (4 for a word).

@@ -18,7 +18,7 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
     place = f"{head_dim}, {at.get('mean', -1)}"  # -1: the pages have no means
     scaled = f"{str(fmt.token_scale).lower()}, {place}, {at.get('scale', 0)}"
     values = f"StaticValues<{scaled}, {groups[0]}>"
-    thresholds = ", ".join(f"{_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
+    thresholds = ", ".join(f"{float_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
     return Needs(
         "static_values.cuh" if transposed else "static.cuh",
         values if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
@@ -38,11 +38,11 @@ def _groups(fmt: Static, head_dim: int) -> list[str]:
     size = head_dim // len(fmt.pattern)
     numbers = zip(fmt.gain(head_dim)[::size].tolist(), fmt.mean_step(head_dim)[::size].tolist(), strict=True)
     return [
-        f"Width<{digit}, {_bits(gain)}u, {_bits(unit)}u>"
+        f"Width<{digit}, {float_bits(gain)}u, {float_bits(unit)}u>"
         for digit, (gain, unit) in zip(fmt.pattern, numbers, strict=True)
     ]
 
 
-def _bits(x: float) -> int:
+def float_bits(x: float) -> int:
     """The bits of a float32."""
     return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))

@@ -5,6 +5,7 @@
 // the sum of p, weights are divided by t again. Means are added after each page, in float32.
 #pragma once
 #include "static.cuh"
+#include "trellis.cuh"
 
 template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
@@ -17,7 +18,9 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
                                             : 1,
                        BYTES = 128 * WORDS;
   static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + (MEAN_AT < 0 ? 0 : D);
-  static constexpr int SLOT = SCALES + (SCALED ? PT / 2 : 0), SCRATCH = SCALED ? 2 * PT * 4 : 0;
+  using Path = typename TrellisOf<D, W::TRELLIS>::Type;
+  static constexpr int PAST = SCALES + (SCALED ? PT / 2 : 0), SLOT = PAST + Path::BEFORE,
+                       SCRATCH = SCALED ? 2 * PT * 4 : 0;
   static constexpr float SUM_UNIT = 1 / TWO24,
                          STEPS = 1 << W::LOW;  // `add` sums multiples of STEPS code steps, times SUM_UNIT
   static constexpr bool RECORD = true;         // needs the KV head's parameters
@@ -27,10 +30,12 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   float z[NT][2];           // minus middle times the sum of p t, over the lane's tokens
   float page[NT][2];        // sum of p in the current page, over the lane's tokens
   float pages[NT][2];       // the same for all earlier pages
+  Path path;
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = pages[n][0] = pages[n][1] = 0.f;
+    path.begin();
   }
 
   // Whether the piece at `token` is the last one of its page or unit.
@@ -38,6 +43,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * BYTES, lane);
+    Path::copy(in_unit(limit), slot + PAST, part + token / 32 * BYTES, token, lane);
     constexpr int MEAN_LANES = MEAN_AT < 0 ? 0 : D / 16, SCALE_LANES = SCALED ? PT / 32 : 0;
     if constexpr (MEAN_LANES + SCALE_LANES == 0) return;
     const bool mean = lane < MEAN_LANES;
@@ -84,6 +90,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
   // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the sums of the page.
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 slot, u32 scratch, int,
                                       int lane) {
+    path.find(slot + PAST, lane);
 #pragma unroll
     for (int blk = 0; blk < PT / 32; blk++) {
       float inverse[4];
@@ -111,13 +118,15 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 #pragma unroll
       for (int c = 0; c < D / 16; c++) {
         u32 a[2][4];
-        unpack<HIGH>(w + c * PER_TILE, a);
+        if constexpr (W::TRELLIS) path.levels(w, c, a);
+        else unpack<HIGH>(w + c * PER_TILE, a);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int h = 0; h < 2; h++) mma<false>(o[c][n], a[h], p[h][n][0], p[h][n][1]);
       }
       if constexpr (W::LOW) add_low(o, p, w + LOW_AT);
+      path.keep(w);
     }
   }
 
@@ -149,6 +158,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 
   // After the last piece of a page or unit: add its weights to the totals, and its means times its weights to o.
   __device__ __forceinline__ void end_page(float (*o)[NT][4], float (*l)[2], u32 slot, int lane) {
+    path.begin();
     if constexpr (MEAN_AT < 0) {
 #pragma unroll
       for (int n = 0; n < NT; n++)

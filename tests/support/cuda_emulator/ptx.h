@@ -67,6 +67,8 @@ static u32 pack_half(float low, float high) { return half_bits(low) | half_bits(
 static u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 static u32 mul2(u32 a, u32 b) { return pack_half(half_to_float(a & 0xffff) * half_to_float(b & 0xffff), half_to_float(a >> 16) * half_to_float(b >> 16)); }
 static u32 max2(u32 a, u32 b) { return pack_half(fmaxf(half_to_float(a & 0xffff), half_to_float(b & 0xffff)), fmaxf(half_to_float(a >> 16), half_to_float(b >> 16))); }
+static u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+template <int BY> static u32 turned(u32 x) { return x << BY | x >> (32 - BY); }
 static float ex2(float x) { return exp2f(x); }
 static float lg2(float x) { return log2f(x); }
 static float rcp(float x) { return 1.f / x; }

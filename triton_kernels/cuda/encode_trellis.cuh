@@ -1,0 +1,174 @@
+// Packing of a page on the path of a trellis, as `formats/trellis.py` defines it: first the scales of tokens, then one thread searches each
+// chain. See encode.cuh.
+#pragma once
+#include "encode_static.cuh"
+#include "trellis.cuh"
+
+template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
+  using Scales = StaticEncoder<true, true, D, -1, SCALE_AT, T, W>;
+  static constexpr int FIELDS = Trellis<D>::TWO_FIELDS ? 2 : 1;  // fields of a word that a chain takes
+  static constexpr int WORDS = D / 16, V = Trellis<D>::V;
+  static constexpr int TOKENS = PAGE < Trellis<D>::CHAIN ? PAGE : Trellis<D>::CHAIN, BLOCKS = TOKENS / 32,
+                       STEPS = BLOCKS * WORDS * FIELDS;
+  static constexpr int EACH = 16 / FIELDS, CHAINS = PAGE / TOKENS * 32 * EACH;  // chains of a lane, of a page
+  static constexpr float FARTHEST = 1024.f;
+  struct Space {
+    const u16* tokens[PAGE];
+    float center[D], step[D], scale[PAGE];
+    u8 k[PAGE];
+  };
+
+  // The distance from the center, in steps.
+  static __device__ __forceinline__ float steps(const Space& own, int token, int c) {
+    return __fdiv_rn(__fsub_rn(to_float(own.tokens[token][c]), own.center[c]), own.step[c]);
+  }
+  // The numbers that the steps of a chain code. Loads run two steps ahead, divisions one.
+  struct Numbers {
+    const Space& own;
+    const int lane, field, first;  // field: the chain's first field; first: the token where the chain begins
+
+    struct Place {
+      int token, channel;
+    };
+    __device__ __forceinline__ Place place(int t) const {
+      const int f = field + t % FIELDS, word = t / FIELDS % WORDS, block = t / FIELDS / WORDS;
+      return {first + 32 * block + 4 * (2 * (lane & 3) + (f >> 3)) + 2 * (f >> 1 & 1) + (f & 1),
+              channel_of<D>(word, f >> 2 & 1, lane >> 2)};
+    }
+    __device__ __forceinline__ u16 load(int t) const {
+      const Place at = place(min(t, STEPS - 1));
+      return own.tokens[at.token][at.channel];
+    }
+    // In half steps, divided by the token's scale.
+    __device__ __forceinline__ float number(u16 loaded, int t) const {
+      const Place at = place(min(t, STEPS - 1));
+      const float steps = __fdiv_rn(__fsub_rn(to_float(loaded), own.center[at.channel]), own.step[at.channel]);
+      return fminf(fmaxf(2.f * __fdiv_rn(steps, own.scale[at.token]), -FARTHEST), FARTHEST);
+    }
+  };
+
+  template <int N, class = void> struct BitsOf {
+    using Type = u32;
+  };
+  template <class X> struct BitsOf<64, X> {
+    using Type = u64;
+  };
+  using Bits = typename BitsOf<STEPS <= 32 ? 32 : 64>::Type;
+  // Both bits of the codes of a path. The lowest bits are those of the last step.
+  struct Path {
+    Bits own, upper;
+  };
+
+  // For each of the eight states: the least cost of a path that ends there, and the codes of that path.
+  struct Search {
+    float cost[8];
+    Path path[8];
+
+    __device__ __forceinline__ Search() {
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        cost[s] = s ? INF : 0.f;
+        path[s] = {0, 0};
+      }
+    }
+    // x: in half steps. Rounded after every operation.
+    __device__ __forceinline__ void step(float x) {
+      float square[4], next[8];
+      bool upper[4];
+#pragma unroll
+      for (int d = 0; d < 4; d++) {
+        const float off = __fsub_rn(x, d - 3.5f);
+        upper[d] = off > 2.f;
+        const float least = upper[d] ? __fsub_rn(off, 4.f) : off;
+        square[d] = __fmul_rn(least, least);
+      }
+      Path longer[8];
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        const int first = s >> 1, second = first | 4, own = s & 1;
+        const int lowest = 2 * (own ^ (first & 1)) + (first >> 1 & 1),
+                  other = lowest ^ 2;  // of the levels to choose from
+        const float one = __fadd_rn(cost[first], square[lowest]), two = __fadd_rn(cost[second], square[other]);
+        const bool way = two < one;
+        next[s] = way ? two : one;
+        longer[s] = {(way ? path[second].own : path[first].own) << 1 | (Bits)own,
+                     (way ? path[second].upper : path[first].upper) << 1 | (Bits)(way ? upper[other] : upper[lowest])};
+      }
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        cost[s] = next[s];
+        path[s] = longer[s];
+      }
+    }
+    __device__ __forceinline__ Path best() const {
+      float least = cost[0];
+      Path cheapest = path[0];
+#pragma unroll
+      for (int s = 1; s < 8; s++)
+        if (cost[s] < least) {
+          least = cost[s];
+          cheapest = path[s];
+        }
+      return cheapest;
+    }
+  };
+
+  // A whole page.
+  static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
+    Space& own = *static_cast<Space*>(space);
+    const float* record = reinterpret_cast<const float*>(source.table);
+    const int warp = crew.thread >> 5, lane = crew.thread & 31;
+    for (int i = crew.thread; i < PAGE; i += CREW) own.tokens[i] = source.token(base + i);
+    for (int c = crew.thread; c < D; c += CREW) {
+      own.center[c] = record[c];
+      own.step[c] = record[D + c];
+    }
+    crew.meet();
+    for (int n = warp; n < PAGE; n += WARPS) {
+      float square[Scales::EACH];
+#pragma unroll
+      for (int i = 0; i < Scales::EACH; i++) {
+        const float x = 32 * i + lane < D ? steps(own, n, 32 * i + lane) : 0.f;
+        square[i] = __fmul_rn(x, x);
+      }
+      const int k = Scales::number_of_scale(square);
+      if (lane == 0) {
+        own.k[n] = (u8)k;
+        own.scale[n] = Scales::scale_of(k);
+      }
+    }
+    crew.meet();
+    for (int i = crew.thread; i < PAGE / 2; i += CREW) part[SCALE_AT + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+    for (int i = crew.thread; i < CHAINS; i += CREW) {
+      const int field = i % EACH * FIELDS, owner = i / EACH % 32, first = i / (32 * EACH) * TOKENS;
+      Search search;
+      const Numbers numbers{own, owner, field, first};
+      float x = numbers.number(numbers.load(0), 0);
+      u16 next = numbers.load(1);
+#pragma unroll 1
+      for (int t = 0; t < STEPS; t++) {
+        const u16 later = numbers.load(t + 2);
+        const float y = numbers.number(next, t + 1);
+        search.step(x);
+        x = y;
+        next = later;
+      }
+      const Path path = search.best();
+      u32* words = reinterpret_cast<u32*>(part) + first * D / 16;
+      // the lanes that have chains of a word put its fields together
+#pragma unroll 1
+      for (int word = 0; word < BLOCKS * WORDS; word++) {
+        u32 value = 0;
+#pragma unroll
+        for (int f = 0; f < FIELDS; f++) {
+          const int at = STEPS - 1 - (word * FIELDS + f);
+          value |= (u32)((path.upper >> at & 1) * 2 | path.own >> at & 1) << 2 * (field + f);
+        }
+#pragma unroll
+        for (int d = 1; d < EACH; d *= 2) value |= __shfl_xor_sync(~0u, value, d);
+        if (i % EACH == word % EACH) words[word / V * (32 * V) + owner * V + word % V] = value;
+      }
+    }
+    crew.meet();
+  }
+};
