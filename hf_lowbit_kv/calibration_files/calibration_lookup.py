@@ -182,9 +182,8 @@ def _how_to_make(
 ) -> str:
     """The command that makes the tensors that layers need, or a Python call if no preset has them. path: file to add
     to."""
-    by_preset = {
-        name: set(needs_of(get_preset(name).spec())) for name in (*([preset] if preset else []), *preset_names())
-    }
+    candidates = [preset, *preset_names()] if preset else preset_names()
+    by_preset = {name: set(needs_of(get_preset(name).spec())) for name in candidates}
     makers = [
         next((name for name, parts in by_preset.items() if parts.issuperset(wanted)), None) for wanted in needs.values()
     ]
