@@ -313,8 +313,12 @@ def _attend(layer: Any, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 
 def _described(gpu: dict[str, Any]) -> list[str]:
     capability, memory = gpu["capability"], gpu["memory_bytes"]
-    known = [f"sm {capability}" if capability[0].isdigit() else capability] if capability else []
-    return [gpu["name"], *known, *([f"{memory / 1e9:.0f} GB"] if memory else [])]
+    words = [gpu["name"]]
+    if capability:
+        words.append(f"sm {capability}" if capability[0].isdigit() else capability)
+    if memory:
+        words.append(f"{memory / 1e9:.0f} GB")
+    return words
 
 
 def _render(diagnosis: Diagnosis) -> str:

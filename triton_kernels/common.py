@@ -27,8 +27,18 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
     """Launch a kernel on `device`, and count it."""
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on_device(device):
         kernel[grid](*args, **(OPTIONS | constants))
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes `device` the current one for a launch. It usually is, and then nothing is set: a chunk of a prompt waits for
+    what its launches cost the CPU."""
+    other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if other else _HERE
 
 
 def format_records(layer: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
@@ -49,9 +59,23 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
     return record, record.stride(0) if record.shape[0] > 1 else 0
 
 
+# Triton's functions of these names serve kernels too. Called from Python each takes several microseconds, and a launch
+# needs a few of them.
+
+
+def cdiv(x: int, y: int) -> int:
+    """`x / y`, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least `x`; `x` is 1 or more."""
+    return 1 << (x - 1).bit_length()
+
+
 def padded_width(width: int) -> int:
     """The power of two to which a tile of `width` channels is padded; at least 16, the smallest size of a dot."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def interpreted() -> bool:

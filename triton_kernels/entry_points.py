@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..formats.base import FIELD_ALIGNMENT
 from ..storage.paged_store import LayerSpec, LayerStore
@@ -21,7 +20,7 @@ from . import dense, prompt
 from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import OPTIONS as OPTIONS
-from .common import constants, dot_type, format_records, padded_width
+from .common import cdiv, constants, dot_type, format_records, next_power_of_2, padded_width
 from .common import launch as _launch
 from .common import launches as launches
 from .common import takes_ptx as _takes_ptx
@@ -120,13 +119,13 @@ def transform(
     scales = (tensors[1], tensors[0]) if fused.scaled else (x, x)
     _launch(
         transform_kernel,
-        (triton.cdiv(rows, TRANSFORM_ROWS),),
+        (cdiv(rows, TRANSFORM_ROWS),),
         *(x if q is None else q, x, out if queries is None else queries, out, *scales),
         *(_signs(base, x.device), *(x if q is None else q).stride(), *x.stride(), q_heads, heads, tokens, rows),
         tensors[0].stride(0) if fused.scaled and tensors[0].shape[0] > 1 else 0,
         device=x.device,
         D=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=next_power_of_2(head_dim),
         ROWS=TRANSFORM_ROWS,
         BASE=base,
         BLOCKS_LOG2=(head_dim // base).bit_length() - 1,
@@ -180,10 +179,10 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     (record_k, stride_k), (record_v, stride_v) = format_records(layer)
     widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
     config = attend_config(rows, *widths, q.dtype == torch.float32, sides.gathers)
-    blocks = triton.cdiv(rows, config.block_m)
+    blocks = cdiv(rows, config.block_m)
     programs, chained = batch * heads * blocks, _chained(q.device)
     splits = split_count(programs, pages, config.programs * processors(q.device))
-    window_parts = 1 + triton.cdiv(spec.tail_size, TAIL_SHARE)
+    window_parts = 1 + cdiv(spec.tail_size, TAIL_SHARE)
     parts = splits + window_parts if splits > 1 else 1
     out = q.new_empty(batch, tokens, q_heads, head_dim_v)
     partial, lse = out, out
@@ -237,13 +236,13 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     if splits > 1:
         _launch(
             merge_kernel,
-            (batch * heads, rows, triton.cdiv(head_dim_v, MERGE_CHANNELS)),
+            (batch * heads, rows, cdiv(head_dim_v, MERGE_CHANNELS)),
             *(partial, lse, q if sinks is None else sinks, out, heads, rows, parts),
             device=q.device,
             DV=head_dim_v,
             GROUPS=groups,
             HAS_SINKS=sinks is not None,
-            BLOCK=min(triton.next_power_of_2(parts), MERGE_SPLITS),
+            BLOCK=min(next_power_of_2(parts), MERGE_SPLITS),
             CHANNELS=MERGE_CHANNELS,
             PDL=chained,
             num_warps=4,
@@ -319,7 +318,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
     if spec.sink or spec.tail_size:
         _launch(
             window_kernel,
-            (batch * heads, triton.cdiv(tokens, 32)),
+            (batch * heads, cdiv(tokens, 32)),
             *(k, v, order, count, *window, state.length, state.paged, *k.stride(), *v.stride(), heads, tokens, room),
             device=k.device,
             HAS_ORDER=mask is not None,

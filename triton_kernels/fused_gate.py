@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import launch
+from .common import cdiv, launch
 
 #: activations that kernels know; the index of each is its number in the kernel
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -52,7 +52,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = 1024
     launch(
-        *(gate_kernel, (gates.shape[0], triton.cdiv(width, block)), gates, ups, out),
+        *(gate_kernel, (gates.shape[0], cdiv(width, block)), gates, ups, out),
         *(gates.stride(0), ups.stride(0), width),
         device=gate.device,
         ACTIVATION=ACTIVATIONS.index(activation),

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import launch
+from .common import launch, next_power_of_2
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    padded = triton.next_power_of_2(x.shape[-1])
+    padded = next_power_of_2(x.shape[-1])
     launch(
         *(rms_norm_kernel, (rows.shape[0],), rows, weight.contiguous(), out, rows.stride(0), eps),
         device=x.device,

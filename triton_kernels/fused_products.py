@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot_type, launch
+from .common import cdiv, dot_type, launch
 from .fused_gate import ACTIVATIONS, activated
 
 #: largest number of input rows: the fewest rows that tensor cores multiply
@@ -168,7 +168,7 @@ def products(
     sizes = [len(weight) for weight in weights]
     three = [(*of_kind, *of_kind[-1:])[:3] for of_kind in (weights, biases or weights, outs)]
     launch(
-        *(products_kernel, (sum(triton.cdiv(n, tiles.outputs) for n in sizes),), flat),
+        *(products_kernel, (sum(cdiv(n, tiles.outputs) for n in sizes),), flat),
         *(tensor for of_kind in three for tensor in of_kind),
         *(flat.stride(0), *(weight.stride(0) for weight in three[0]), len(flat), *(*sizes, 0)[:3]),
         device=x.device,
@@ -201,7 +201,7 @@ def gated_product(
     tiles = tiles or _fitting(ONE_ROW_GATED if len(flat) == 1 else MORE_ROWS_GATED, 2, flat)
     out = x.new_empty(*x.shape[:-1], len(gate))
     launch(
-        *(gated_product_kernel, (triton.cdiv(len(gate), tiles.outputs),), flat, gate, up, *(biases or weights), out),
+        *(gated_product_kernel, (cdiv(len(gate), tiles.outputs),), flat, gate, up, *(biases or weights), out),
         *(flat.stride(0), gate.stride(0), up.stride(0), len(flat), len(gate)),
         device=x.device,
         ACTIVATION=ACTIVATIONS.index(activation),

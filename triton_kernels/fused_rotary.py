@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import launch
+from .common import launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["tokens", "q_heads", "heads"])
@@ -81,9 +81,9 @@ def rotary(
         device=q.device,
         D=width,
         HALF=half,
-        HALF_PADDED=triton.next_power_of_2(half),
+        HALF_PADDED=next_power_of_2(half),
         SECOND=0 if shared else half,
-        REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
+        REST_PADDED=next_power_of_2(rest) if rest else 0,
         num_warps=1,
     )
     return q_out, k_out

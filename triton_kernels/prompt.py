@@ -18,7 +18,7 @@ import triton.language as tl
 from ..storage.paged_store import LayerStore
 from ..storage.step import Chunk
 from .attend import _capped, merge_kernel
-from .common import LOG2E, LOWEST, dot_type, padded_width
+from .common import LOG2E, LOWEST, cdiv, dot_type, next_power_of_2, padded_width
 from .common import launch as _launch
 from .config import (
     BUFFER_BYTES,
@@ -201,8 +201,10 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
-        group = layer.rows(rows)
-        new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
+        group, new = layer, NewTokens(k, v, order, real)
+        if count < batch:
+            group = layer.rows(rows)
+            new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)
             part = chunk._replace(q=q[rows, :, start:stop], scaling=scaling)
@@ -243,9 +245,9 @@ class _Walk:
         programs = self.batch * self.heads
         widest = max(self.q.shape[-1], self.out.shape[-1])
         self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
-        programs *= triton.cdiv(self.rows, self.config.block_m)
+        programs *= cdiv(self.rows, self.config.block_m)
         wanted = self.config.programs * processors(self.q.device)
-        self.splits = split_count(programs, triton.cdiv(length, 256), wanted)
+        self.splits = split_count(programs, cdiv(length, 256), wanted)
         if self.splits > 1 or not final:
             sizes = self.batch * self.heads, self.splits, self.rows
             self.partial = self.q.new_empty(*sizes, self.out.shape[-1], dtype=torch.float32)
@@ -260,7 +262,7 @@ class _Walk:
         sinks = q if self.sinks is None else self.sinks
         _launch(
             prompt_kernel,
-            (self.batch * self.heads, self.splits, triton.cdiv(self.rows, config.block_m)),
+            (self.batch * self.heads, self.splits, cdiv(self.rows, config.block_m)),
             *(q, keys, values, self.state.length if self.position is None else self.position, sinks, self.state.length),
             *(self.partial, self.lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
             *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits, int(final and self.splits == 1)),
@@ -284,13 +286,13 @@ class _Walk:
         if final and self.splits > 1:
             _launch(
                 merge_kernel,
-                (self.batch * self.heads, self.rows, triton.cdiv(out.shape[-1], MERGE_CHANNELS)),
+                (self.batch * self.heads, self.rows, cdiv(out.shape[-1], MERGE_CHANNELS)),
                 *(self.partial, self.lse, sinks, out, self.heads, self.rows, self.splits),
                 device=q.device,
                 DV=out.shape[-1],
                 GROUPS=self.groups,
                 HAS_SINKS=self.sinks is not None,
-                BLOCK=min(triton.next_power_of_2(self.splits), MERGE_SPLITS),
+                BLOCK=min(next_power_of_2(self.splits), MERGE_SPLITS),
                 CHANNELS=MERGE_CHANNELS,
                 PDL=False,
                 num_warps=4,

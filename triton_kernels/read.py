@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..storage.paged_store import LayerSpec, LayerStore
-from .common import constants, format_records, padded_width, plane_channels, takes_ptx
+from .common import cdiv, constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader
 
@@ -20,19 +20,18 @@ PAGE_BLOCK = 64
 WINDOW_BLOCK = 32
 
 
-@triton.jit(do_not_specialize=["pages", "first", "count"])
-def read_pages_kernel(
-    pool, address, paged, record, out, heads, pages, first, count, record_stride,
+@triton.jit
+def _read_tile(
+    pool, address, paged, record, record_stride, out, bh, b, h, tile, pages, first, count,
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Decode those of a row's tokens `first` to `first + count` that are packed, into out `[B, H, count, D]`.
+    """Keys or values of `unpack_kernel`: decode those of a row's tokens `first` to `first + count` that are packed, into
+    out `[B, H, count, D]`. tile: number of a tile of BLOCK_N tokens, counted from `first`.
 
-    record: the format's parameters; KV head `h` at `h * record_stride`. Grid (row * head, tile of BLOCK_N tokens).
+    record: the format's parameters; KV head `h` at `h * record_stride`.
     """
-    bh = tl.program_id(0).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    start = (tl.maximum(first - SINK, 0) // BLOCK_N + tl.program_id(1)) * BLOCK_N
+    start = (tl.maximum(first - SINK, 0) // BLOCK_N + tile) * BLOCK_N
     packed = tl.load(paged + bh)
     if start < packed:
         index = start + tl.arange(0, BLOCK_N)
@@ -53,7 +52,7 @@ def _copy_window(
     sink, tail, chunk, stride_s, stride_d, out, bh, number, source, place, keep,
     D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of `read_window_kernel`: copy tokens `number` of the window to rows `place` of out. source:
+    """Keys or values of `_read_window`: copy tokens `number` of the window to rows `place` of out. source:
     positions in the chunk."""
     channel = tl.arange(0, PADDED)[None, :]
     rows = (out + place.to(tl.int64) * D)[:, None] + channel
@@ -72,24 +71,22 @@ def _copy_window(
         tl.store(rows, x, mask=here)
 
 
-@triton.jit(do_not_specialize=["tokens", "first", "count"])
-def read_window_kernel(
+@triton.jit
+def _read_window(
     sink_k, sink_v, tail_k, tail_v, length, paged, k, v, order, real, out_k, out_v,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
-    heads, tokens, first, count,
+    bh, b, h, block, tokens, first, count,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy those of a row's tokens `first` to `first + count` that are not packed into out_k and out_v `[B, H, count,
-    D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. Grid (row * head, block of these).
+    D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. block: number of a block of BLOCK of these.
 
     HAS_ORDER: the chunk's real tokens stand at positions `order` `[B, tokens]`; there are `real` `[B]` of them.
     """
-    bh = tl.program_id(0).to(tl.int64)
-    b, h = bh // heads, bh % heads
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
     # number counts the sink's slots, then the tail's tokens, oldest first, then the chunk's tokens
-    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = block * BLOCK + tl.arange(0, BLOCK)
     source = number + packed - SINK
     token = tl.where(number < SINK, number, number + packed)
     keep = token < stored
@@ -112,6 +109,43 @@ def read_window_kernel(
         sink_v, tail_v, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, out_v, bh, number, source, place, keep,
         DV, DV_PADDED, SINK, TAIL, HAS_CHUNK,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pages", "tokens", "first", "count", "blocks", "tiles_k"])
+def unpack_kernel(
+    pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, record_k, record_v, k, v, order, real, out_k, out_v,
+    k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+    record_k_stride, record_v_stride, heads, pages, tokens, first, count, blocks, tiles_k,
+    DECODE_K: tl.constexpr, DECODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write tokens `first` to `first + count` of every row to out_k and out_v `[B, H, count, D]`.
+
+    Grid (row * head, part). The first `blocks` parts copy the window and the chunk, `tiles_k` more decode packed keys,
+    and all others decode packed values.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    b, h = bh // heads, bh % heads
+    part = tl.program_id(1)
+    if part < blocks:
+        _read_window(
+            sink_k, sink_v, tail_k, tail_v, length, paged, k, v, order, real, out_k, out_v,
+            k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
+            bh, b, h, part, tokens, first, count,
+            DK, DV, DK_PADDED, DV_PADDED, SINK, TAIL, HAS_CHUNK, HAS_ORDER, BLOCK,
+        )  # fmt: skip
+    elif part < blocks + tiles_k:
+        _read_tile(
+            pool, address, paged, record_k, record_k_stride, out_k, bh, b, h, part - blocks, pages, first, count,
+            DECODE_K, KP, DK, SINK, PAGE, PAGE_BYTES, 0, BLOCK_K,
+        )  # fmt: skip
+    else:
+        _read_tile(
+            pool, address, paged, record_v, record_v_stride, out_v, bh, b, h, part - blocks - tiles_k, pages, first, count,
+            DECODE_V, VP, DV, SINK, PAGE, PAGE_BYTES, VALUE_AT, BLOCK_V,
+        )  # fmt: skip
 
 
 class _PageReader(NamedTuple):
@@ -160,45 +194,43 @@ def unpack(
     dtype = state.sink_k.dtype
     readers, page_bytes = _page_readers(spec, head_dims, dtype, takes_ptx(device))
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
-    records = format_records(layer)
-    for reader_of_side, head_dim, out, (record, stride) in zip(readers, head_dims, outs, records, strict=True):
-        block = min(PAGE_BLOCK, reader_of_side.max_block, spec.page_size)
-        if packed > 0:
-            _launch(
-                read_pages_kernel,
-                (batch * heads, triton.cdiv(packed, block) + 1),
-                *(state.pool[0], state.page_address, state.paged, record, out, heads, pages, first, count, stride),
-                device=device,
-                DECODE=reader_of_side.decode,
-                P=reader_of_side.params,
-                D=head_dim,
-                SINK=spec.sink,
-                PAGE=spec.page_size,
-                PAGE_BYTES=page_bytes,
-                PART_AT=reader_of_side.part_at,
-                BLOCK_N=block,
-                enable_fp_fusion=False,  # products are rounded like the reference's
-            )
+    (keys, values), records = readers, format_records(layer)
+    block_k, block_v = (min(PAGE_BLOCK, side.max_block, spec.page_size) for side in readers)
+    tiles_k, tiles_v = (cdiv(packed, block) + 1 if packed > 0 else 0 for block in (block_k, block_v))
     tokens = 0 if new is None else new.k.shape[2]
+    blocks = cdiv(spec.sink + spec.tail_size + tokens, WINDOW_BLOCK)
+    if blocks + tiles_k + tiles_v == 0:
+        return
     k, v, order, real = (state.sink_k, state.sink_v, None, None) if new is None else new
-    if slots := spec.sink + spec.tail_size + tokens:
-        _launch(
-            read_window_kernel,
-            (batch * heads, triton.cdiv(slots, WINDOW_BLOCK)),
-            *(state.sink_k, state.sink_v, state.tail_k, state.tail_v, state.length, state.paged, k, v),
-            *(state.length if order is None else order, state.length if real is None else real, *outs),
-            *(*k.stride(), *v.stride(), heads, tokens, first, count),
-            device=device,
-            DK=head_dims[0],
-            DV=head_dims[1],
-            DK_PADDED=padded_width(head_dims[0]),
-            DV_PADDED=padded_width(head_dims[1]),
-            SINK=spec.sink,
-            TAIL=spec.tail_size,
-            HAS_CHUNK=new is not None,
-            HAS_ORDER=order is not None,
-            BLOCK=WINDOW_BLOCK,
-        )
+    _launch(
+        unpack_kernel,
+        (batch * heads, blocks + tiles_k + tiles_v),
+        *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
+        *(state.length, state.paged, records[0][0], records[1][0], k, v),
+        *(state.length if order is None else order, state.length if real is None else real, *outs),
+        *(*k.stride(), *v.stride(), records[0][1], records[1][1]),
+        *(heads, pages, tokens, first, count, blocks, tiles_k),
+        device=device,
+        DECODE_K=keys.decode,
+        DECODE_V=values.decode,
+        KP=keys.params,
+        VP=values.params,
+        DK=head_dims[0],
+        DV=head_dims[1],
+        DK_PADDED=padded_width(head_dims[0]),
+        DV_PADDED=padded_width(head_dims[1]),
+        SINK=spec.sink,
+        TAIL=spec.tail_size,
+        PAGE=spec.page_size,
+        PAGE_BYTES=page_bytes,
+        VALUE_AT=values.part_at,
+        HAS_CHUNK=new is not None,
+        HAS_ORDER=order is not None,
+        BLOCK=WINDOW_BLOCK,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        enable_fp_fusion=False,  # products are rounded like the reference's
+    )
 
 
 def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,15 +9,15 @@ machines and days.
 - `append_ms`: storing one token in every row, without attention but with packing, as a mean over the steps that fill a
   page. `pack_ms`: the part for packing (`append_ms` less steps that pack nothing, timed in the same rounds).
 - `step_ms`: a decode step as in a model, attention and storing, as a mean over the same steps. `step_append_ms`: the
-  part for storing (`step_ms` less only the attention of the same steps, over the tokens stored at each, timed in the
-  same rounds).
+  part for storing. It is `step_ms` less the attention of the same steps over the tokens stored then, timed in the
+  same rounds.
 - `behind_ms`, `step_behind_ms`: `ms` and `step_ms` when another kernel runs before each call, as in a model
   (`time_behind`). Then neither data nor instructions are in a cache of the GPU.
 - `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: time of the fastest peer divided by ours. A peer only
   attends. Its inputs rotate as ours do. For the `behind` ratios, another kernel also runs before the peer.
   `step_behind_ratio` is closest to what a model gains.
-- `byte_limit_ratio`: `ratio` of a step that only reads its packed bytes, at the bandwidth measured in the same run. For
-  ragged batches the peer is the preset `dense`, because PyTorch's attention needs rows of one length.
+- `byte_limit_ratio`: `ratio` of a step that only reads its packed bytes, at the bandwidth measured in the same run.
+  For ragged batches the peer is the preset `dense`, because PyTorch's attention needs rows of one length.
 - `against`: with `--against`, a commit or a folder with another state of this project's packages. Its kernels are
   checked and timed in the same process, on the same layers and in the same rounds: `against_ms`,
   `against_step_behind_ms`, ...

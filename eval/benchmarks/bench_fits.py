@@ -2,7 +2,7 @@
 `python -m hf_lowbit_kv.eval.benchmarks.bench_fits`.
 
 A model of the named shape with random weights reads a prompt in chunks of 2048 tokens and writes tokens in recorded
-steps. The record compares the count of `fits` with two measurements. One is the GPU memory in use at the end (total
+steps. The record compares what `fits` counts with two measurements. One is the GPU memory in use at the end (total
 less free: memory reserved by PyTorch, CUDA's own memory and the graphs). The other is PyTorch's peak.
 """
 

@@ -1,8 +1,8 @@
 """Decoding with `generate`, compared with transformers' caches:
 `python -m hf_lowbit_kv.eval.benchmarks.bench_generate`.
 
-A model of the 8B Llama 3.1 shape with random weights decodes with caches that are filled with random keys and values to
-a given length. The contenders are timed in one process, one after the other in each round. A contender is timed only
+A model of the 8B Llama 3.1 shape with random weights decodes. Its caches are filled with random keys and values to a
+given length. The contenders are timed in one process, one after the other in each round. A contender is timed only
 after its compiled tokens agree with the eager tokens of the same cache (`agreement`).
 
 - `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next. CPU work, waiting and

@@ -9,11 +9,12 @@ The model has the shape of Llama 3.1 8B and random weights. Measurements:
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
 - `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and
   five batch sizes. They are computed from times of prompts and steps, measured before by `steps` or `ragged`.
-- `static`: a run of the order and batch size with the fewest predicted seconds.
+- `static`: runs of the `static_runs` orders and batch sizes with the fewest predicted seconds.
 - `packed`: `model.generate_batch` under `lb.enable`: transformers' own scheduler on packed pages.
 - `peer`: transformers' own scheduler in 16 bits, on the first requests, for at most `peer_seconds`.
 
-Separate columns show GPU time of prompts and of decode steps.
+Separate columns show GPU time of prompts and of decode steps. Before each of these runs the same call runs once with
+prompts and answers cut short, outside of the timing: kernels are compiled then.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
@@ -232,6 +233,17 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
 # ---- workloads ----------------------------------------------------------------------------------------------------------
 
 
+def cut_short(work: list[Job]) -> list[Job]:
+    """The requests with prompts of 64 tokens at most and short answers. Each answer ends at another step. So a
+    run of them has steps with all numbers of rows."""
+    return [Job(job.prompt[:64], 3 + index) for index, job in enumerate(work)]
+
+
+def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
+    """The largest of some static batches, with prompts of 64 tokens at most and answers of 3."""
+    return [[Job(job.prompt[:64], 3) for job in max(grouped, key=len)]]
+
+
 def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: int) -> dict[str, Any]:
     clean(model.device)
     requests = [{"input_ids": job.prompt, "max_new_tokens": job.answer} for job in work]
@@ -358,12 +370,13 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
     return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, **facts}
 
 
-def measure_packed(model: Any, preset: str, work: list[Job], memory: int) -> dict[str, Any]:
-    """Run transformers' own scheduler on packed pages. Its pool is as large as that of `lb.generate_many`."""
+def measure_packed(model: Any, preset: str, work: list[Job], memory: int, sized_for: list[Job]) -> dict[str, Any]:
+    """Run transformers' own scheduler on packed pages. Its pool is as large as that of `lb.generate_many` for the
+    requests `sized_for`."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model), torch.no_grad():
         read_once(model, template, 8)
-    limits = [len(job.prompt) + job.answer for job in work]
+    limits = [len(job.prompt) + job.answer for job in sized_for]
     size = pool_size(stored_layers(template), memory, limits, None, None, True)
     pages = size.tokens // template.spec.page_size
     config = transformers.ContinuousBatchingConfig(num_blocks=pages, max_requests_per_batch=size.slots)
@@ -380,18 +393,32 @@ def measure_peer(model: Any, work: list[Job], most_seconds: float) -> dict[str, 
     return measure_batching(model, work, most_seconds)
 
 
-def best_static(
-    work: list[Job], cost: Cost, row_bytes: Any, memory: int
-) -> tuple[str, int, list[list[Job]], dict[str, float]]:
-    """The order and batch size with the fewest predicted seconds, their batches, and the predictions of all
-    combinations."""
-    tried = {}
-    for sorting in SORTINGS:
-        for rows in BATCH_SIZES:
-            grouped = batches(work, sorting, rows, row_bytes, memory)
-            tried[sorting, rows] = cost.predicted(grouped), grouped
-    (sorting, rows), (_, grouped) = min(tried.items(), key=lambda item: item[1][0])
-    return sorting, rows, grouped, {f"{name}, {size}": seconds for (name, size), (seconds, _) in tried.items()}
+class Batching(NamedTuple):
+    """Static batches of all requests."""
+
+    sorting: str
+    rows: int
+    """most rows of a batch"""
+    grouped: list[list[Job]]
+    predicted_s: float
+
+
+def ranked_batchings(work: list[Job], cost: Cost, row_bytes: Any, memory: int) -> list[Batching]:
+    """All orders and batch sizes, by their predicted seconds."""
+    ranked = []
+    for sorting, rows in itertools.product(SORTINGS, BATCH_SIZES):
+        grouped = batches(work, sorting, rows, row_bytes, memory)
+        ranked.append(Batching(sorting, rows, grouped, cost.predicted(grouped)))
+    return sorted(ranked, key=lambda batching: batching.predicted_s)
+
+
+def different(ranked: list[Batching]) -> list[Batching]:
+    """Without those whose batches are as large as those of one before them in the same order: memory, not the batch size,
+    limits both."""
+    first: dict[Any, Batching] = {}
+    for each in ranked:
+        first.setdefault((each.sorting, *map(len, each.grouped)), each)
+    return list(first.values())
 
 
 def main(
@@ -401,6 +428,7 @@ def main(
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
+    static_runs: Annotated[int, typer.Option(help="Static: so many orders and batch sizes, the fastest first.")] = 1,
     first: Annotated[int | None, typer.Option(help="Of the requests, take only so many.")] = None,
     answers: Annotated[list[str] | None, typer.Option(help="long-tailed, 50-500; repeatable.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
@@ -454,6 +482,7 @@ def main(
     for kind in answers or ["long-tailed", "50-500"]:
         work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]
         if "many" in wanted:
+            measure_many(model, preset, cut_short(work), size, chunk)
             record = measure_many(model, preset, work, size, chunk)
             note({"part": "many", "answers": kind, "requests": len(work), "rows": record["slots"]} | record)
             if not steps_first:  # from the mean of its steps
@@ -461,19 +490,27 @@ def main(
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
                 cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
         if {"predicted", "static"} & {*wanted}:
-            sorting, size_, grouped, tried = best_static(work, cost, row_bytes_of(model, preset), size)
-            chosen = {"answers": kind, "requests": len(work), "rows": size_, "sorting": sorting, "predicted_s": tried}
+            ranked = ranked_batchings(work, cost, row_bytes_of(model, preset), size)
+            of_all = {"answers": kind, "requests": len(work)}
+            of_all["predicted_s"] = {f"{each.sorting}, {each.rows}": each.predicted_s for each in ranked}
             if "predicted" in wanted:
-                prompt_s, decode_s = cost.parts(grouped)
+                best = ranked[0]
+                prompt_s, decode_s = cost.parts(best.grouped)
                 record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
                 record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
-                note({"part": "predicted"} | chosen | record | {"cost": cost._asdict()})
-            if "static" in wanted:
-                note({"part": "static"} | chosen | measure_static(model, preset, grouped, chunk))
+                record |= {"rows": best.rows, "sorting": best.sorting, "cost": cost._asdict()}
+                note({"part": "predicted"} | of_all | record)
+            for each in different(ranked)[:static_runs] if "static" in wanted else ():
+                measure_static(model, preset, first_tokens(each.grouped), chunk)
+                record = measure_static(model, preset, each.grouped, chunk)
+                note({"part": "static", "rows": each.rows, "sorting": each.sorting} | of_all | record)
         if "packed" in wanted:
-            note({"part": "packed", "answers": kind, "requests": len(work)} | measure_packed(model, preset, work, size))
+            measure_packed(model, preset, cut_short(work), size, work)
+            record = measure_packed(model, preset, work, size, work)
+            note({"part": "packed", "answers": kind, "requests": len(work)} | record)
         if "peer" in wanted:
             of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
+            measure_peer(model, cut_short(work[:8]), peer_seconds)
             note(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
     console.print(shown)
     for part_of_steps in ("steps", "ragged"):

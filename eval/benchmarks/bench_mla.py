@@ -1,4 +1,4 @@
-"""Decode attention to FP8 latents (SnapMLA), compared with 16-bit MLA:
+"""Decode attention to latents, in FP8 (`snapmla`) or in 16 bits (`mla`), compared with 16-bit MLA:
 `python -m hf_lowbit_kv.eval.benchmarks.bench_mla`.
 
 A case is checked before it is timed. It is not timed if its output differs from float32 attention over the same packed
@@ -18,6 +18,7 @@ decode if it is installed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -40,12 +41,13 @@ from hf_lowbit_kv.eval.provenance import (
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore, PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import Chunk, Operations
 
 RANK, ROPE = 512, 64
 #: rows, and tokens of each row
 SHAPES = {"32x8k": (32, 8192), "8x32k": (8, 32768), "1x128k": (1, 131072)}
 HEADS = (16, 64, 128)
+PRESETS = ("snapmla", "mla")
 SCALING = (128 + 64) ** -0.5
 #: largest allowed relative error of the output: two roundings of bfloat16, and that of the pipeline that quantizes more
 BOUND = 2 * 2.0**-8
@@ -65,10 +67,10 @@ class LatentCase(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
 
-    def attend(self, kernels) -> torch.Tensor:
+    def attend(self, kernels: Operations) -> torch.Tensor:
         return kernels.attend(self.chunk, self.store)
 
-    def step(self, kernels) -> torch.Tensor:
+    def step(self, kernels: Operations) -> torch.Tensor:
         return kernels.step(self.chunk, self.store)
 
     @property
@@ -76,7 +78,9 @@ class LatentCase(NamedTuple):
         return Chunk(self.q, self.k, self.v, scaling=SCALING)
 
 
-def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int) -> LatentCase:
+def build(
+    kernels: Operations, spec: LayerSpec, batch: int, length: int, heads: int, device: torch.device, seed: int
+) -> LatentCase:
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -89,7 +93,7 @@ def build(kernels, spec: LayerSpec, batch: int, length: int, heads: int, device:
     return LatentCase(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
 
 
-def check(kernels, case: LatentCase) -> float:
+def check(kernels: Operations, case: LatentCase) -> float:
     """The output's relative error on the first row. Raises `WrongResultError` if a check fails."""
     state, spec = case.store.state, case.store.spec
     first = state._replace(
@@ -101,7 +105,7 @@ def check(kernels, case: LatentCase) -> float:
     expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
     output = case.attend(kernels)[:1].float()
     error, bound = float((output - expected).norm() / expected.norm()), BOUND
-    if kernel_of(kernels, case) == "latent_wide_attend":
+    if kernel_of(case) == "latent_wide_attend":
         pipeline = snapmla_pipeline.attend(chunk, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
     if not error <= bound:  # NaN fails too
@@ -114,10 +118,12 @@ def check(kernels, case: LatentCase) -> float:
     return error
 
 
-def kernel_of(kernels, case: LatentCase) -> str:
+def kernel_of(case: LatentCase) -> str:
     """The name of the kernel that attends."""
+    from hf_lowbit_kv.triton_kernels.cuda import latent
+
     rows, device = case.q.shape[1] * case.q.shape[2], case.q.device
-    return kernels.plan(case.store.spec, RANK, ROPE, case.q.dtype, rows, device).kernel
+    return latent.plan(case.store.spec, RANK, ROPE, case.q.dtype, rows, device).kernel
 
 
 def matmul_peer(case: LatentCase) -> Callable[[], torch.Tensor]:
@@ -154,10 +160,12 @@ def peers(case: LatentCase) -> dict[str, Callable[[], torch.Tensor]]:
     return calls
 
 
-def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.device, rounds: int) -> dict[str, Any]:
+def measure(
+    kernels: Operations, preset: str, shape: str, heads: int, bandwidth: float, device: torch.device, rounds: int
+) -> dict[str, Any]:
     """Measure one case. Returns a record without provenance."""
     batch, length = SHAPES[shape]
-    spec = storage_spec(get_preset("snapmla").spec(), "cuda")
+    spec = storage_spec(get_preset(preset).spec(), "cuda")
     cases = [build(kernels, spec, batch, length, heads, device, 0)]
     nbytes = batch * length * int(cases[0].store.token_bytes)
     cases += [build(kernels, spec, batch, length, heads, device, n) for n in range(1, sets_needed(nbytes, device, 4))]
@@ -176,6 +184,7 @@ def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.dev
     ms, step_ms = times.pop("ours"), times.pop("step")
     peer = min(times, key=times.__getitem__)
     return {
+        "preset": preset,
         "shape": shape,
         "heads": heads,
         "rank": RANK,
@@ -192,7 +201,7 @@ def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.dev
         "bandwidth": bandwidth,
         "bandwidth_used": nbytes / (ms * 1e-3) / bandwidth,
         "relerr": error,
-        "kernel": kernel_of(kernels, cases[0]),
+        "kernel": kernel_of(cases[0]),
         "dtype": "bfloat16",
     }
 
@@ -200,6 +209,7 @@ def measure(kernels, shape: str, heads: int, bandwidth: float, device: torch.dev
 def main(
     shape: Annotated[list[str], typer.Option(help=f"of {', '.join(SHAPES)}")] = list(SHAPES),  # noqa: B006
     heads: Annotated[list[int], typer.Option(help="query heads")] = list(HEADS),  # noqa: B006
+    preset: Annotated[list[str], typer.Option(help=f"of {', '.join(PRESETS)}")] = ["snapmla"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="samples of each", min=1)] = 10,
     wide_rows: Annotated[int | None, typer.Option(help="query rows from which the wide kernel attends")] = None,
     both: Annotated[bool, typer.Option(help="with and without the conversion instruction")] = False,
@@ -208,7 +218,9 @@ def main(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
 ) -> None:
-    """Check and time decode attention to FP8 latents on this GPU."""
+    """Check and time decode attention to latents on this GPU."""
+    if unknown := [name for name in preset if name not in PRESETS]:
+        raise typer.BadParameter(f"preset={unknown[0]!r} does not store latents; allowed: {', '.join(PRESETS)}")
     device = torch.device("cuda", 0)
     reason = (
         BACKENDS["cuda"].why_not(Served(device, torch.bfloat16))
@@ -224,24 +236,33 @@ def main(
         latent.WIDE_ROWS = wide_rows
     bandwidth = read_bandwidth(device)
     table = Table(
-        "shape", "heads", "kernel", "ms", "step ms", "peer", "peer ms", "ratio", "limit", "bandwidth", "relerr"
+        "preset",
+        "shape",
+        "heads",
+        "kernel",
+        "ms",
+        "step ms",
+        "peer",
+        "peer ms",
+        "ratio",
+        "limit",
+        "bandwidth",
+        "relerr",
     )
     for convert in (True, False) if both else (latent.CONVERT,):
         latent.CONVERT = convert
         latent._module.cache_clear()
-        for name in shape:
-            for count in heads:
-                measured = measure(latent, name, count, bandwidth, device, rounds) | {
-                    "convert": latent.converts(device)
-                }
-                append_record(path, measured | {"device": device_name(device)} | provenance(commit))
-                numbers = [f"{measured[key]:.4f}" for key in ("ms", "step_ms")]
-                ratios = [f"{measured[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
-                peer = measured["peer"], f"{measured['peer_ms']:.4f}"
-                table.add_row(
-                    name, str(count), measured["kernel"], *numbers, *peer, *ratios, f"{measured['relerr']:.1e}"
-                )
-                torch.cuda.empty_cache()
+        for each, name, count in itertools.product(preset, shape, heads):
+            measured = measure(latent.OPERATIONS, each, name, count, bandwidth, device, rounds)
+            measured |= {"convert": latent.converts(device), "device": device_name(device)} | provenance(commit)
+            append_record(path, measured)
+            numbers = [f"{measured[key]:.4f}" for key in ("ms", "step_ms")]
+            ratios = [f"{measured[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
+            peer = measured["peer"], f"{measured['peer_ms']:.4f}"
+            table.add_row(
+                each, name, str(count), measured["kernel"], *numbers, *peer, *ratios, f"{measured['relerr']:.1e}"
+            )
+            torch.cuda.empty_cache()
     console.print(table)
 
 

@@ -177,9 +177,12 @@ def time_append(
 def time_steps(
     trees: Mapping[str, Sequence[PackedCase]], backend: str, graph: bool, device: torch.device, rounds: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
-    """Milliseconds of a decode step that stores its token, for each tree; of only the attention of these steps, for the
-    first tree; and of the steps after another kernel, for each tree. All are means over as many steps as a page has
-    tokens."""
+    """Times of decode steps that store their token, in milliseconds, as means over as many steps as a page has tokens.
+
+    Returns:
+        Steps, for each tree; the attention of these steps alone, for the first tree; and steps after another kernel, for
+        each tree.
+    """
     cases = next(iter(trees.values()))
     along = cases[0].counters_along()
 

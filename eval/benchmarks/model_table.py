@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import signal
 import time
 import warnings
@@ -49,32 +50,56 @@ TOKENS = 90
 
 PAGE_TEXT = """# Which models are served
 
-{} of the {} decoder architectures of transformers {} are served, by their `model_type`. The command
-`python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. Of each architecture a small model with random weights,
-and the real order of kinds of layers, reads text through a cache without compression; its logits must be those of transformers'
-own cache. Of vision-language models the text model alone is in this table; [below](#text-and-images) they read an image too.
+{served} of the {tried} decoder architectures of transformers {version} are served.
+Search this page for the `model_type` of your model: `model.config.model_type`, or the field in its `config.json`.
 
-- **packed**: layers whose tokens are packed. Others (sliding, linear, recurrent) keep transformers' own cache.
-- **preallocated**: a cache of fixed size works, which recorded and compiled steps need.
-- **fused**: pieces of the small model that recorded steps compute by fused kernels.
-- **calibrated**: whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve its layers.
+## Served
 
-{}
+| column | meaning |
+|---|---|
+| packed | how many layers store packed tokens. Sliding, linear and recurrent layers keep transformers' own cache |
+| fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
+| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve the layers |
+
+{preallocated}
+
+{served_table}
 ## Text and images
 
-Vision-language models, small and with random weights, read text with an image in between (pixel values straight, without a
-processor), and then two more tokens. Logits are compared as above. Image tokens are stored like those of text; the vision tower
-keeps its own attention.
+These vision-language models read a text with an image in it. Tokens of the image are stored like those of text. The
+vision tower keeps its own attention. The table above has only the text models of such architectures.
 
-{}
-## Refused, with an error that says why
+{image_table}
+## Refused
 
-{}
+These models raise an error that says why, when their cache is made or in their first forward pass.
+
+{refused_table}
 ## Not tried
 
-No small model of these could be made, or transformers' own cache does not run it.
+No small model of these could be made, or transformers' own cache does not run it:
+{untried}.
+`python -m hf_lowbit_kv.eval.benchmarks.model_table --only NAME` prints the reason.
 
-{}"""
+## How this was tested
+
+`python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. It makes a small model of each architecture, with
+random weights and the real order of kinds of layers. The model reads 90 tokens through a cache without compression,
+then two more, one by one. Its logits must equal those with transformers' own cache, up to {tolerance:g} of their
+standard deviation. Vision-language models get their image as pixel values, without a processor.
+"""
+#: how the page names the reason of an error: a pattern in the message, and the page's words
+REASONS = (
+    ("does not use transformers' attention interface", "the model does not use transformers' attention interface"),
+    (
+        "has no layer with full attention alone",
+        "no layer has full attention and nothing else, so there is nothing to pack",
+    ),
+    ("is sparse attention", "sparse attention: an indexer chooses the tokens to attend to"),
+    ("computes with them between the cache", "the model computes with keys and values after it has stored them"),
+    ("attend to other layers' keys and values", "some layers attend to keys and values of other layers"),
+    (r"head_dim=(\d+) is not supported", r"head_dim \1 is not supported"),
+)
 
 
 class ModelRow(NamedTuple):
@@ -258,39 +283,54 @@ def _short(error: BaseException) -> str:
 
 
 def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
-    """The page."""
+    """The page. Architectures with the same results stand in one row of a table."""
     served = [row for row in rows if row.served]
-    refused = [row for row in rows if not row.served and not row.why.startswith("not tried")]
     untried = [row for row in rows if row.why.startswith("not tried")]
-    tables = (
-        _table(
-            {
-                "model_type": f"`{row.name}`",
-                "packed": row.served,
-                "preallocated": row.preallocated,
-                "fused": row.fused,
-                "calibrated": row.calibrated,
-            }
-            for row in served
+    refused = [row for row in rows if not row.served and row not in untried]
+    growing = [row for row in served if row.preallocated != "yes"]
+    exceptions = "".join(f", except `{row.name}` ({row.preallocated})" for row in growing)
+    images = [(_packed_or_why(row), row.preallocated) for row in with_images]
+    return PAGE_TEXT.format(
+        served=len(served),
+        tried=len(rows),
+        version=transformers.__version__,
+        preallocated=f"Preallocated caches, which recorded and compiled steps need, work with all of them{exceptions}.",
+        served_table=_grouped(
+            ("packed", "fused", "calibrated"),
+            ((row.name, (row.served, _kinds(row.fused), row.calibrated)) for row in served),
         ),
-        _table(
-            {
-                "model_type": f"`{row.name}`",
-                "packed": row.served or f"no: {row.why}",
-                "tokens of the image": str(row.tokens or ""),
-                "preallocated": row.preallocated,
-            }
-            for row in with_images
-        ),
-        _table({"model_type": f"`{row.name}`", "why": row.why} for row in refused),
-        _table({"model_type": f"`{row.name}`", "why": row.why.removeprefix("not tried: ")} for row in untried),
+        image_table=_grouped(("packed", "preallocated"), zip((row.name for row in with_images), images, strict=True)),
+        refused_table=_grouped(("why",), ((row.name, (reason(row.why),)) for row in refused)),
+        untried=", ".join(f"`{row.name}`" for row in untried) or "none",
+        tolerance=TOLERANCE,
     )
-    return PAGE_TEXT.format(len(served), len(rows), transformers.__version__, *tables)
 
 
-def _table(cells: Iterable[dict[str, str]]) -> str:
-    rows = list(cells)
-    return markdown_table(list(rows[0]), (row.values() for row in rows)).replace("---:", "---") if rows else "None."
+def _packed_or_why(row: VisionRow) -> str:
+    return row.served or f"no: {row.why}"
+
+
+def _kinds(fused: str) -> str:
+    """Kinds of fused pieces without their numbers, which are those of the small model: `gate, norms, rotary`."""
+    return ", ".join(sorted(piece.split()[0] for piece in fused.split(", ")))
+
+
+def reason(why: str) -> str:
+    """The page's words for an error message, or the message if no pattern matches."""
+    for pattern, words in REASONS:
+        if match := re.search(pattern, why):
+            return match.expand(words)
+    return why
+
+
+def _grouped(columns: Sequence[str], rows: Iterable[tuple[str, tuple[str, ...]]]) -> str:
+    """A table with one row for each different result, largest groups first. rows: names of architectures, and results."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, result in rows:
+        groups.setdefault(result, []).append(name)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    cells = [(*result, ", ".join(f"`{name}`" for name in group)) for result, group in ordered]
+    return markdown_table([*columns, "model_type"], cells).replace("---:", "---") if cells else "None."
 
 
 def main(

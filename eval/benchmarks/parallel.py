@@ -4,9 +4,9 @@ A model with random weights is loaded with tensor parallelism: each rank has a p
 heads. N = 1 gives the figures to compare with. Two shapes: `llama-8b` and `llama-70b`, cut to the layers that fit.
 
 First texts are compared. All ranks must write the same tokens. With N = 1, `--reference FOLDER` keeps the tokens and
-logits of one GPU. With more GPUs, it compares with them. A row is equal, or a near-tie. In a near-tie, at the first
-different token, the logits of one GPU's two likeliest tokens are close: their distance is at most six times the typical
-(root mean square) difference of a logit. Otherwise the comparison fails, and nothing is timed. Then caches are filled
+logits of one GPU. With more GPUs, it compares with them. A row is equal, or a near-tie. In a near-tie, one
+GPU's two likeliest tokens have close logits at the first different token. Their distance is at most six times the
+typical (root mean square) difference of a logit. Otherwise the comparison fails, and nothing is timed. Then caches are filled
 with random keys and values, and decode steps are timed as in `bench_generate.py`.
 
 - `step_ms`: median time of a step of `generate` on rank 0. `tokens_per_second`: tokens of all rows together.

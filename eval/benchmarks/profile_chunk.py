@@ -34,7 +34,7 @@ from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: kinds of kernels by name; the first matching pattern counts
 KINDS = (
-    ("unpack", r"^read_(pages|window)_kernel"),
+    ("unpack", r"^unpack_kernel"),
     ("attention", r"^prompt_kernel|^merge_kernel|^attend|flash|fmha|sdpa|cudnn.*attention"),
     ("packing", r"^append|^pack_kernel|^window_kernel|^counters_kernel|^transform|^project"),
     ("weights", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),

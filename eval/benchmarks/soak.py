@@ -90,7 +90,7 @@ def _interrupt(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def sample(device: torch.device) -> dict[str, int]:
-    """The present metrics: bytes of GPU memory and of the process, and counts of objects, threads and open files.
+    """The metrics now: bytes of GPU memory and of the process; numbers of objects, threads and open files.
     Metrics that this machine does not have are left out."""
     gc.collect()
     counts = {}
@@ -128,7 +128,7 @@ def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass
 class Soak:
-    """The work of a round, and counts of calls, steps and caches.
+    """Does the work of a round, and counts calls, steps and caches.
 
     Args:
         tokens: tokens of a prompt.

@@ -104,8 +104,8 @@ _append = _operation("append", "()", True, _append_whole, lambda chunk, spec: No
 
 
 def _watched(x: Any) -> bool:
-    """Whether operations must stay whole because something watches them: a compiler, a dispatch mode (tracing, fake
-    tensors, a recording of operations), a function transform, or a subclass of torch's tensor."""
+    """Whether operations must stay whole because something watches them. That may be a compiler, a function transform, a
+    subclass of torch's tensor, or a dispatch mode (tracing, fake tensors, a recording of operations)."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

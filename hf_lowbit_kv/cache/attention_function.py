@@ -55,8 +55,9 @@ def lowbit_attention(
 
 
 def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Bool `[B or 1, 1, S, S]`: which tokens of a first prompt attend to which, where that is not causal, as to images
-    (Gemma 3) or to a whole prefix (PaliGemma). `None`: attention is causal, or the layer cannot serve such a prompt."""
+    """Which tokens of a first prompt attend to which, bool `[B or 1, 1, S, S]`, if attention is not causal. Examples are
+    images (Gemma 3) and a whole prefix (PaliGemma). `None`: attention is causal, or the layer cannot serve such a
+    prompt."""
     tokens = view.key.shape[2]
     if tokens == 1 or torch.compiler.is_compiling():
         return None

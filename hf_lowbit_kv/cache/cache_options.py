@@ -22,7 +22,7 @@ BackendName = Literal["torch", "cpu", "triton", "cuda"]
 
 
 class LayerOptions(TypedDict, total=False):
-    """What every cache takes, whatever it stores, but for its length."""
+    """Options that every cache takes. `max_cache_len` is separate, because presets do not have it."""
 
     page_size: int
     value_transform: str | Transform | None
@@ -33,21 +33,21 @@ class LayerOptions(TypedDict, total=False):
 
 
 class WindowOptions(LayerOptions, total=False):
-    """And how many of the newest tokens stay in the model's dtype; transformers calls that `residual_length`."""
+    """These, and the number of newest tokens that stay in the model's dtype. transformers calls it `residual_length`."""
 
     residual: int | None
     residual_length: int | None
 
 
 class CalibratedOptions(WindowOptions, total=False):
-    """And how keys are mapped before they are stored."""
+    """These, the transform of keys, and a calibration."""
 
     transform: str | Transform | None
     calibration: Calibration | str | Path | None
 
 
 class PresetOptions(CalibratedOptions, total=False):
-    """What changes a preset. transformers calls `bits_k` and `bits_v` together `nbits`."""
+    """Options that change a preset. transformers calls `bits_k` and `bits_v` together `nbits`."""
 
     sink: int | None
     key_format: str | Format
@@ -61,31 +61,31 @@ class PresetOptions(CalibratedOptions, total=False):
 
 
 class PresetCacheOptions(PresetOptions, total=False):
-    """Of `from_preset`."""
+    """Options of `from_preset`."""
 
     max_cache_len: int | None
 
 
 class LatentCacheOptions(LayerOptions, total=False):
-    """Of `MLAFP8Cache`."""
+    """Options of `MLAFP8Cache`."""
 
     sink: int | None
     max_cache_len: int | None
 
 
 class MethodCacheOptions(CalibratedOptions, total=False):
-    """Of `KIVICache` and `KittyCache`."""
+    """Options of `KIVICache` and `KittyCache`."""
 
     max_cache_len: int | None
 
 
 class IntCacheOptions(MethodCacheOptions, total=False):
-    """Of `IntCache`."""
+    """Options of `IntCache`."""
 
     sink: int | None
 
 
 class VecInferCacheOptions(WindowOptions, total=False):
-    """Of `VecInferCache`."""
+    """Options of `VecInferCache`."""
 
     max_cache_len: int | None

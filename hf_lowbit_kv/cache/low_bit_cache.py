@@ -114,7 +114,7 @@ def _stream_sizes(config: PreTrainedConfig, sides: Mapping[int, ModelSide]) -> d
 
 
 def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:
-    """Of each layer that a low-bit cache packs: KV heads, and the sizes of their keys and values. Makes no cache.
+    """The number of KV heads of each packed layer, and the sizes of their keys and values. Makes no cache.
 
     Raises:
         ValueError: a model that a low-bit cache cannot serve.
@@ -491,7 +491,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 stored length.
             OverrunError: tokens are lost.
         """
-        check_count("n", n)
+        check_count("n", n, unit="forks")
         check_count("max_cache_len", max_cache_len, optional=True)
         self.check_overrun()
         if max_cache_len is not None:

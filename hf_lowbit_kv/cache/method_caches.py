@@ -108,8 +108,8 @@ class KIVICache(LowBitCache):
 
 
 class KittyCache(LowBitCache):
-    """Kitty: 2-bit keys per channel with a share of the channels, chosen afresh for every page, at 4 bits; 2-bit values
-    per token; sink and newest tokens in full precision.
+    """Kitty: 2-bit keys per channel, 2-bit values per token. A share of the key channels has 4 bits; they are chosen for
+    each page. Sink and newest tokens stay in full precision.
 
     Args:
         boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.

@@ -46,7 +46,11 @@ class Ledger:
         self.waiting.discard(layer)
 
     def packed(self, taken: int, tokens: int) -> None:
-        """The pass has reached the first packed layer: how many tokens it has taken before, and how many it gets now."""
+        """The pass has reached the first packed layer.
+
+        Args:
+            taken: tokens that this layer has taken before. tokens: tokens that it gets now.
+        """
         self.chunk = tokens
         self.read |= dict.fromkeys(self.waiting, taken + tokens)
         self.waiting.clear()

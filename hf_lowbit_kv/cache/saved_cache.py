@@ -40,7 +40,7 @@ _SIDES = ("keys", "values")
 
 
 def header_of(cache: Any, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of a cache and its model, and the calibration's tensors (`parameters`)."""
+    """The description of a cache and its model for a file, and the calibration's tensors (`parameters`)."""
     packed = {index: layer for index, layer in enumerate(cache.layers) if hasattr(layer, "spec")}
     return {
         "class": type(cache).__name__,

@@ -103,7 +103,7 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads: int | None) -> None:
     """Raise if tensor parallelism would split a KV head. transformers divides the output channels of the key projection
-    evenly among ranks without regard to heads, and the model's forward pass would then fail because of a shape.
+    evenly among ranks, and does not look at heads. The model's forward pass would then fail because of a shape.
 
     Args:
         heads: KV heads of a layer, all ranks together; `None`: not known.

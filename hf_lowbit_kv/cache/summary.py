@@ -21,11 +21,14 @@ def rows(cache: LowBitCache) -> dict[str, str]:
     uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
     tokens = int(cache.get_seq_length(cache.layers.index(layers[0])))
     in_16_bits = decimal(cache.nbytes_full + nbytes.transformers)
-    return {
+    shown = {
         " / ".join(spec.reading.streams): f"{spec.key_format} / {spec.value_format}",
         "key transform": str(spec.key_transform),
         "value transform": str(spec.value_transform),
-        **({"calibration": remark} if (remark := cache.calibration_remark) else {}),
+    }
+    if remark := cache.calibration_remark:
+        shown["calibration"] = remark
+    shown |= {
         "window": f"sink {spec.sink}, residual {spec.residual}, page {spec.page_size} tokens",
         "layers": f"{len(layers)} packed, {len(cache.layers) - len(layers)} of transformers'",
         "capacity": f"{layers[0].length.capacity} tokens, preallocated{uncompiled}"
@@ -33,7 +36,10 @@ def rows(cache: LowBitCache) -> dict[str, str]:
         else "growing",
         "backend": ", ".join(sorted({layer.backend_shown for layer in ready})) or "chosen at the first call",
         "attention": describe(cache.config),
-        **({"decoding steps": cache.decoding_steps} if cache.decoding_steps else {}),
+    }
+    if cache.decoding_steps:
+        shown["decoding steps"] = cache.decoding_steps
+    return shown | {
         "length": f"{tokens} tokens" + (f" x {ready[0].batch_size} rows" if ready else ""),
         "bits per value": f"{cache.bits_per_value:.2f}",
         "a packed token": ", ".join(f"{layer.store.token_bytes:g} bytes a layer" for layer in ready[:1] if layer.store)

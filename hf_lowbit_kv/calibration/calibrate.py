@@ -108,15 +108,19 @@ def calibrate(
         for number, layer in enumerate(plan.sizes):
             tensors |= kept.fit(layer, seed, model.device)
             shown("fitting", number + 1, len(plan.sizes))
-    source = {
-        "presets": list(specs),
-        **({} if text_names is None else {"texts": list(text_names)}),
+    source: dict[str, Any] = {"presets": list(specs)}
+    if text_names is not None:
+        source["texts"] = list(text_names)
+    source |= {
         "text_hashes": [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts],
         "samples": len(windows.windows),
         "length": length,
         "gradients": bool(watched),
         "attention": bool(grids),
-        **({"mix": ALIKE} if grids else {}),
+    }
+    if grids:
+        source["mix"] = ALIKE
+    source |= {
         "page_sizes": plan.page_sizes,
         "seed": seed,
         "device": device,

@@ -167,7 +167,7 @@ class Calibration:
 
     def merged(self, other: Calibration) -> Calibration:
         """A calibration with the tensors of both. `other` must be for the same model, and its tensors replace those of
-        the same names. Runs of which no tensor is left are dropped from `source`.
+        the same names. `source` drops runs whose tensors are all replaced.
 
         Raises:
             ValueError: the models differ, or `other` changes a transform but not a format whose tensors depend on this

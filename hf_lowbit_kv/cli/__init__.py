@@ -33,14 +33,14 @@ from .shared_options import (
 )
 
 app = typer.Typer(
-    help="Packed low-bit KV caches for transformers: what the presets store, and what they do to a model.",
+    help="Low-bit KV caches for transformers: see what fits and runs here, calibrate a model, measure presets, serve.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(eval_app, name="eval")
-MEASURING = "for the bundled model and texts, where no --model or --text is given"
+MEASURING = "for the bundled model and texts, if you give no --model or --text"
 add_command(app, "doctor", doctor)
 add_command(app, "fits", fits)
 add_command(app, "recommend", recommend, extra="eval", extra_for=MEASURING)
@@ -68,7 +68,7 @@ def main(args: list[str] | None = None) -> None:
 @app.callback()
 def _common(
     context: typer.Context,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     global _traceback_wanted
     _traceback_wanted = traceback
@@ -82,7 +82,7 @@ def presets(
     head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = 128,
     as_json: JsonOption = False,
 ) -> None:
-    """List the presets and the bits that each stores per number, metadata and full-precision window included."""
+    """List the presets and their bits per number. The bits include scales and the 16-bit window."""
     rows = [_preset_row(get_preset(name), tokens, head_dim) for name in preset_names()]
     if as_json:
         print_json(rows)
@@ -113,7 +113,7 @@ def _preset_row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
 def demo(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Preset, several by commas, or 'all'.", show_default=", ".join(SHOWN)),
+        typer.Option("--preset", "-p", help="Presets, separated by commas, or 'all'.", show_default=", ".join(SHOWN)),
     ] = None,
     model: ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.", show_default="part of an essay")] = None,
@@ -123,7 +123,7 @@ def demo(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a model write from the full-precision cache and from each preset, and compare."""
+    """Let a model continue a text, with the full-precision cache and with each preset. Compare the texts."""
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(SHOWN)])
     if prompt is not None and not prompt.strip():
@@ -140,7 +140,7 @@ def demo(
         _print_demo(prompt, reference, rows, tokenizer, str(loaded.dtype).removeprefix("torch."))
 
 
-add_command(app, "demo", demo, extra="eval", extra_for="for the bundled model, where no --model is given")
+add_command(app, "demo", demo, extra="eval", extra_for="for the bundled model, if you give no --model")
 
 
 def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]], tokenizer: Any, dtype: str) -> None:

@@ -65,7 +65,7 @@ def layers(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Error of attention in each layer alone, and how uneven its channels are."""
+    """Measure the error of attention in each layer by itself, and how uneven its channels are."""
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     names = names or all_presets(loaded, changes)
@@ -98,20 +98,21 @@ def lm_eval(
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
     kv_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
+        int, typer.Option(min=1, help="Tokens read at a time. Above a page (128) results look too good.")
     ] = 128,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", "--batch_size", min=1, help="Rows read at a time; changes no result.")
+        int,
+        typer.Option("--batch-size", "--batch_size", min=1, help="Rows read at a time. It does not change the result."),
     ] = 8,
     full: Annotated[bool, typer.Option(help="Measure full precision too.")] = True,
     allow_unpacked: Annotated[
-        bool, typer.Option("--allow-unpacked", help="Accept tasks in which nothing is read packed.")
+        bool, typer.Option("--allow-unpacked", help="Accept tasks so short that no packed token is read.")
     ] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """lm-eval's tasks with the cache in the loop: one table over presets, full precision beside them.
+    """Run lm-eval's tasks through the cache. The table has full precision and each preset.
 
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
@@ -167,15 +168,15 @@ def needle(
     ] = None,
     depth: Annotated[
         list[float] | None,
-        typer.Option(help="Where the fact stands, 0 to 1; repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+        typer.Option(help="Where the fact is hidden, from 0 to 1; repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Needles at each place.")] = 1,
+    trials: Annotated[int, typer.Option(min=1, help="Facts hidden at each depth and length.")] = 1,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to hide them in.", exists=True, dir_okay=False, show_default="the essay worked"),
+        typer.Option(help="Text to hide the facts in.", exists=True, dir_okay=False, show_default="the essay worked"),
     ] = None,
     kv_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens read at a time; more than a page flatters the cache.")
+        int, typer.Option(min=1, help="Tokens read at a time. Above a page (128) results look too good.")
     ] = 128,
     picture: Annotated[Path | None, typer.Option(help="PNG file for the heat maps.")] = None,
     overrides: SetOption = None,
@@ -184,7 +185,7 @@ def needle(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find a fact hidden in a text, over depths and lengths, with each preset and full precision."""
+    """Hide a fact in a text, at several depths and lengths. Does the model find it with each preset?"""
     names = resolve_presets(preset)
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
@@ -207,7 +208,7 @@ def needle(
 TextOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text file; repeat it for several.",
+        help="Text file; repeatable.",
         exists=True,
         dir_okay=False,
         readable=True,
@@ -220,23 +221,23 @@ def perplexity(
     preset: PresetOption = None,
     text: TextOption = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Instead of --text: a hub name or a local file for `datasets`.")
+        str | None, typer.Option(help="Instead of --text: a data set from the hub, or a local file.")
     ] = None,
-    config: Annotated[str | None, typer.Option(help="Configuration of the dataset.")] = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
-    column: Annotated[str, typer.Option(help="Column of the dataset that holds the documents.")] = "text",
+    config: Annotated[str | None, typer.Option(help="Configuration of the data set.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
+    column: Annotated[str, typer.Option(help="Column of the data set with the documents.")] = "text",
     model: ModelOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 4096,
     start: Annotated[int, typer.Option("--from", min=1, help="First token of a window that counts.")] = 512,
     windows: Annotated[int, typer.Option(min=0, help="Windows of each text, at most; 0: as many as it has.")] = 1,
-    by_position: Annotated[bool, typer.Option(help="Print KL and top-1 by position too.")] = False,
+    by_position: Annotated[bool, typer.Option(help="Also print KL and top-1 by position.")] = False,
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity, KL divergence and top-1 agreement of each preset against the full-precision cache."""
+    """Compare each preset with the full-precision cache: perplexity, KL divergence, top-1 agreement."""
     names = resolve_presets(preset)
     if start >= context - 1:
         raise ValueError(
@@ -287,13 +288,13 @@ def baselines(
     ] = None,
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Preset beside them.", show_default="the eigen-* that serve the model"),
+        typer.Option("--preset", "-p", help="Presets to compare.", show_default="the eigen-* that serve the model"),
     ] = None,
     text: TextOption = None,
     calibration_text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text file that the baselines are calibrated on; repeat it for several.",
+            help="Text file to calibrate both methods on; repeatable.",
             exists=True,
             dir_okay=False,
             readable=True,
@@ -313,9 +314,9 @@ def baselines(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """WUSH-KV and OSCAR beside the presets, on the same texts.
+    """Compare WUSH-KV and OSCAR with the presets, on the same texts.
 
-    Both are own implementations of what the papers say (arXiv 2609.38121, 2605.17757), and are calibrated for the model first.
+    Both follow their papers (arXiv 2609.38121, 2605.17757); neither is the authors' code. The command calibrates them first.
     """
     chosen = other_methods.check_names(_split(",".join(baseline or other_methods.DEFAULT)))
     if not chosen:
@@ -390,14 +391,14 @@ def sweep(
     model: ModelOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each text to read.")] = 2048,
     start: Annotated[int, typer.Option("--from", min=1, help="First token that counts.")] = 512,
-    bits_at: Annotated[int, typer.Option(min=1, help="Length at which bits are stated.")] = 32768,
+    bits_at: Annotated[int, typer.Option(min=1, help="Tokens of a row, for counting bits.")] = 32768,
     out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bits against KL over formats, transforms and windows, named presets or not."""
+    """Measure bits and KL of every combination of formats, transforms and windows."""
     pairs = [preset_search.parse_pair(each) for each in _split(formats)]
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
     if out is not None:
@@ -436,14 +437,17 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def recommend(
-    bits: Annotated[float | None, typer.Option(help="Bits per number at --context, everything counted.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Budget: bits per number at --context, scales and window included.")
+    ] = None,
     cache_memory: Annotated[
-        str | None, typer.Option(help="Instead of --bits: memory of the cache at --context, e.g. 24GB.")
+        str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 32768,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     preset: Annotated[
-        list[str] | None, typer.Option("--preset", "-p", help="Candidate.", show_default="all that serve the model")
+        list[str] | None,
+        typer.Option("--preset", "-p", help="Presets to try.", show_default="all that serve the model"),
     ] = None,
     text: Annotated[
         Path | None,
@@ -455,17 +459,17 @@ def recommend(
     calibrate: Annotated[
         bool | None,
         typer.Option(
-            help="Calibrate the model for presets that meet the budget and need it.", show_default="asked on a terminal"
+            help="Calibrate the model if presets within the budget need it.", show_default="asked on a terminal"
         ),
     ] = None,
     calibration_text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --calibrate: text file; repeat it for several.",
+            help="Text file for --calibrate; repeatable.",
             exists=True,
             dir_okay=False,
             readable=True,
-            show_default="essays that accuracy is not measured on",
+            show_default="bundled essays, other than the measured one",
         ),
     ] = None,
     model: ModelOption = None,
@@ -475,9 +479,9 @@ def recommend(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Measure the presets that meet a budget, and name the best.
+    """Measure the presets within a budget, and name the best one.
 
-    Presets that need a calibration are among them where the model has one, or where you let it be made.
+    Presets that need a calibration take part if the model has one, or with --calibrate.
     """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
@@ -542,7 +546,7 @@ def _calibrate_first(
     console.print(f"calibration: {path}", markup=False, soft_wrap=True)
 
 
-eval_app = typer.Typer(help="Measure presets against the full-precision cache.", no_args_is_help=True)
+eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)
 #: measurements that several processes can share
 SHARED = ("perplexity", "lm-eval")
 
@@ -553,7 +557,7 @@ def _check_processes(context: typer.Context) -> None:
         refuse_several_processes(f"eval {context.invoked_subcommand}")
 
 
-MEASURING = "for the bundled model and texts, where no --model or --text is given"
+MEASURING = "for the bundled model and texts, if you give no --model or --text"
 add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
 add_command(eval_app, "baselines", baselines, extra="eval", extra_for=MEASURING)
 add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)

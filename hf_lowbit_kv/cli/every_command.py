@@ -62,7 +62,7 @@ ImportOption = Annotated[
         dir_okay=False,
         is_eager=True,
         callback=import_files,
-        help="Python file that registers formats and presets of your own; repeatable.",
+        help="Python file that registers your formats and presets; repeatable.",
     ),
 ]
 
@@ -83,7 +83,7 @@ def add_command(
             extra.
         options: those of `typer.Typer.command`.
     """
-    needs = "Needs no extra." if extra is None else f"Extra: {_install(extra)} ({extra_for})."
+    needs = "Needs no extra packages." if extra is None else f"Needs {_install(extra)} ({extra_for})."
     text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
     app.command(name, help=text, **options)(_with_import(command))
 

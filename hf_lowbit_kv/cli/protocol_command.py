@@ -28,30 +28,31 @@ from .shared_options import (
 
 def protocol(
     context: typer.Context,
-    name: Annotated[str, typer.Option(help="wikitext or kivi.")],
+    name: Annotated[str, typer.Option(help="wikitext (perplexity) or kivi (GSM8K and LongBench).")],
     preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
     dataset: Annotated[
         Path | None,
         typer.Option(
-            help="Local data: a file for wikitext (.txt, .jsonl, ...), for kivi a folder with <task>.jsonl.",
+            help="Local data. wikitext: a file (.txt, .jsonl, ...). kivi: a folder with <task>.jsonl.",
             exists=True,
-            show_default="the hub's",
+            show_default="from the hub",
         ),
     ] = None,
     tasks: Annotated[
-        list[str] | None, typer.Option("--tasks", "-t", help="Of kivi, by commas.", show_default="all nine")
+        list[str] | None,
+        typer.Option("--tasks", "-t", help="Tasks of kivi, separated by commas.", show_default="all nine"),
     ] = None,
-    windows: Annotated[int, typer.Option(min=0, help="Of wikitext, at most; 0: as many as the text has.")] = 0,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of wikitext, at most; 0: all.")] = 0,
     model: ModelOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time; changes no result.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time. It does not change the result.")] = 1,
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What papers report: WikiText-2 perplexity in chunks of 16 (wikitext), GSM8K and LongBench (kivi).
+    """Measure what papers report: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
 
-    With --name kivi further options are lm-eval's own, e.g. --limit 200.
+    With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
     names, changes = resolve_presets(preset), parse_overrides(None, calibration)
     if name not in protocols.NAMES:

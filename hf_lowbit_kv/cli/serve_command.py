@@ -21,23 +21,23 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of the cache, e.g. 24GB.", show_default="90 % of what is free")
+        str | None, typer.Option(help="Memory of the cache, e.g. 24GB.", show_default="90 % of the free memory")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Answers written at once, at most.")] = None,
-    device: Annotated[str, typer.Option(help="E.g. cpu, cuda:1; auto: all GPUs, one after the other.")] = "auto",
-    dtype: Annotated[str, typer.Option(help=f"One of auto, {', '.join(DTYPES)}; auto: the weights'.")] = "auto",
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Largest number of answers written at once.")] = None,
+    device: Annotated[str, typer.Option(help="E.g. cpu, cuda:1. auto: layers spread over all GPUs.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"One of auto, {', '.join(DTYPES)}. auto: the dtype of the weights.")
+    ] = "auto",
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
     patience: Annotated[
-        int, typer.Option(min=0, help="Seconds that answers may still take at SIGTERM or Ctrl-C.")
+        int, typer.Option(min=0, help="Seconds that running answers may take after SIGTERM or Ctrl-C.")
     ] = 10,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object on standard output when the server is ready.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object when the server is ready.")] = False,
 ) -> None:
-    """Serve a model behind OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
+    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
-    The server is transformers' own. Many answers are written at once, on packed pages; prompts that begin alike share theirs.
+    The server is transformers' own. It writes many answers at once, and prompts that begin alike share packed pages.
     """
     need("serve", "accelerate", "fastapi", "uvicorn", "openai")
     check_version()

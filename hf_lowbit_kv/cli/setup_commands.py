@@ -39,7 +39,7 @@ def doctor(
     device: DeviceOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Say what runs on this machine and why, and what is missing. Exits with 1 where nothing runs."""
+    """Say what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""
     diagnosis = examine(device)
     print(json.dumps(diagnosis, indent=2) if as_json else diagnosis, end="\n" if as_json else "")
     if not diagnosis.ok:
@@ -49,18 +49,16 @@ def doctor(
 def calibrate(
     preset: Annotated[
         list[str] | None,
-        typer.Option(
-            "--preset", "-p", help="Preset; repeat it or separate several by commas.", show_default="vecinfer-2"
-        ),
+        typer.Option("--preset", "-p", help="Presets, separated by commas.", show_default="vecinfer-2"),
     ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text file; repeat it for several.",
+            help="Text file; repeatable.",
             exists=True,
             dir_okay=False,
             readable=True,
-            show_default="the essays that accuracy is not measured on",
+            show_default="bundled essays",
         ),
     ] = None,
     model: ModelOption = None,
@@ -70,38 +68,34 @@ def calibrate(
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a window.", show_default="512, or 4096 for eigen-*")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
     per_head: Annotated[
         bool | None,
         typer.Option(
             "--per-head/--per-layer",
-            help="Codebooks for each KV head, or for a layer.",
+            help="Make codebooks for each KV head, or one for a layer.",
             show_default="per layer",
         ),
     ] = None,
-    gradients: Annotated[
-        bool, typer.Option(help="Weigh errors by gradients, for the presets that do (eigen-*).")
-    ] = True,
-    attention: Annotated[
-        bool, typer.Option(help="Weigh keys by the attention that they get, for the presets that do (eigen-*).")
-    ] = True,
+    gradients: Annotated[bool, typer.Option(help="For eigen-*: weigh errors by gradients.")] = True,
+    attention: Annotated[bool, typer.Option(help="For eigen-*: weigh keys by the attention that they get.")] = True,
     offload: Annotated[
         bool,
-        typer.Option("--offload", help="Take less of the GPU's memory beside the model, and somewhat longer."),
+        typer.Option("--offload", help="Need less GPU memory, and take longer."),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="File to write.", show_default="the user's cache, where it is found by itself"
+            "--out", "-o", help="File to write.", show_default="the user's cache folder, where caches find it"
         ),
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Let a model read texts, and make the parameters that presets such as vecinfer-2 need for it.
+    """Let a model read texts, and make the parameters that calibrated presets (eigen-2, vecinfer-2) need.
 
-    A file that exists is added to: what was made before for other presets stays.
+    If the file exists, the command adds to it: calibrations of other presets stay.
     """
     names = resolve_presets(preset or ["vecinfer-2"])
     paths = text or calibration_texts()
@@ -143,7 +137,7 @@ def share(
     measured: Annotated[
         Path | None,
         typer.Option(
-            help="JSON of `hf-lowbit-kv eval perplexity --json` on a text that was not calibrated on, for the card.",
+            help="Results for the card: JSON of `eval perplexity --json`, on a text not used for calibration.",
             exists=True,
             dir_okay=False,
         ),
@@ -151,7 +145,7 @@ def share(
     private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Upload a calibration to the hub, with a card that says what it was made from."""
+    """Upload a calibration to the hub, with a card that names its model and texts."""
     rows = []
     if measured is not None:
         try:
@@ -170,18 +164,21 @@ def share(
 def fits(
     context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
     model: Annotated[
-        str, typer.Option(help="Hub name, folder, or one of the known names; the weights are not read.")
+        str, typer.Option(help="Hub name or folder; common models are known offline. Weights are not loaded.")
     ] = "Qwen/Qwen3-8B",
-    memory: Annotated[str, typer.Option(help="Of the GPU, e.g. 24GB (10^9 bytes) or 24GiB.")] = "24GB",
-    rows: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory of the GPU, e.g. 24GB (10^9 bytes) or 24GiB.")] = "24GB",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
     weights: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(WEIGHT_KINDS)}, or a size such as 5.7GB.", show_default="as published"),
+        typer.Option(help=f"Weights: {', '.join(WEIGHT_KINDS)}, or a size such as 5.7GB.", show_default="as published"),
     ] = None,
     preset: PresetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a model and its cache take of a GPU's memory, for every preset: weights, cache, reading a prompt, CUDA."""
+    """Say how much GPU memory a model and its cache need with each preset, and whether that fits.
+
+    The count includes weights, cache, reading a prompt, and CUDA.
+    """
     names = resolve_presets(preset) or None
     count = len(names or preset_names())
     with progress(count) as begin:  # slowest part: makes a cache of each preset, on the meta device

@@ -32,7 +32,7 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         "-p",
-        help="Preset; repeat it or separate several by commas.",
+        help="Presets, separated by commas.",
         show_default="all that serve the model",
     ),
 ]
@@ -41,19 +41,17 @@ ModelOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="E.g. cpu, cuda:1.", show_default="the GPU, if there is one")]
 DtypeOption = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="float32 on the CPU, else bfloat16")
+    str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="float32 on a CPU, else bfloat16")
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="Argument of from_preset for every preset, e.g. residual=64; repeatable."
-    ),
+    typer.Option("--set", metavar="NAME=VALUE", help="Argument of from_preset, e.g. residual=64; repeatable."),
 ]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(
-        help="For presets that need one: a file of `hf-lowbit-kv calibrate`, or a folder or hub repository with one.",
-        show_default="looked up for the model",
+        help="Calibration: a file that `calibrate` made, or a folder or hub repository with one.",
+        show_default="the one found for the model",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]

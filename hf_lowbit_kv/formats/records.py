@@ -71,21 +71,21 @@ _ANY_HEAD_DIM = 64
 
 
 class Parametrized:
-    """What formats and transforms have in common: read-only tensors per layer, none by default.
+    """Base class of formats and transforms: read-only tensors for each layer, none by default.
 
-    A subclass overrides `parameters`. Where it computes with something else than it is given (a matrix, and its
-    inverse), it overrides `record_parameters` and `prepare` as well.
+    A subclass overrides `parameters`. If it computes with other tensors than calibration supplies (a matrix and its
+    inverse), it also overrides `record_parameters` and `prepare`.
     """
 
     #: whether its calibration counts tokens by the attention that they get
     weighed: ClassVar[bool] = False
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
-        """What calibration supplies for a layer of that many KV heads."""
+        """The tensors that calibration supplies for a layer with `num_kv_heads` heads."""
         return ()
 
     def record_parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
-        """What the layer holds, and what encoding, decoding and kernels get."""
+        """The tensors that the layer holds, and that encoding, decoding and kernels get."""
         return self.parameters(head_dim, num_kv_heads)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -105,13 +105,13 @@ class Parametrized:
         return bool(self.parameter_kinds)
 
     def record_fields(self, head_dim: int) -> tuple[Field, ...]:
-        """The tensors that are held, of one KV head, with their byte offsets in its record."""
+        """The tensors that the layer holds for one KV head, with their byte offsets in its record."""
         return place(
             (parameter.name, parameter.dtype, parameter.shape[1:]) for parameter in self.record_parameters(head_dim, 1)
         )
 
     def tensors(self, record: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, ...]:
-        """A record `[H or 1, bytes]` -> the tensors that are held, `[H or 1, ...]` each."""
+        """A record `[H or 1, bytes]` -> the tensors in it, `[H or 1, ...]` each."""
         return tuple(views(record, self.record_fields(head_dim)).values())
 
     def record(

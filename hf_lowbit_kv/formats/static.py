@@ -137,8 +137,8 @@ def _key(planes: Sequence[Plane]) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 @functools.cache
 def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_dim: int):
-    """Of each plane, for the tokens of a block and its columns, int64 `[32, n]` both: the word, and the field's lowest
-    bit."""
+    """For each plane: the word of each token and column of a block, and the lowest bit of its field. Both are int64
+    `[32, n]`."""
     count = sum(len(channels) * width for width, channels in planes)
     count = -(-count // 32)
     wide = vector(count)

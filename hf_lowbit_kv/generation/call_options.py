@@ -55,6 +55,7 @@ class Call:
         check_fuse(fuse)
         check_options(model, options)
         rows, tokens = prompt_shape(prompt)
+        check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
         new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # `max_length` is in it
         rows *= return_sequences(model, options)
         others = {name: value for name, value in options.items() if name not in (*PROMPTS, "max_length")}
@@ -181,8 +182,8 @@ def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, 
 
 
 def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens of the prompt."""
-    prompt = inputs.get("input_ids")
+    """Rows and tokens of the prompt. Raises for ids that are not integers."""
+    prompt = ids = inputs.get("input_ids")
     if prompt is None:
         prompt = inputs.get("inputs_embeds")
     if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2 or 0 in prompt.shape:
@@ -190,4 +191,14 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
             "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids': "
             "tokenizers return them with return_tensors='pt'"
         )
+    if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(f"input_ids have dtype {ids.dtype}; token ids must be integers, e.g. torch.long")
     return prompt.shape[0], prompt.shape[1]
+
+
+def check_mask(mask: Any, rows: int, tokens: int) -> None:
+    """Raise for a padding mask of another shape than the prompt. Masks with more dimensions are refused later."""
+    if isinstance(mask, torch.Tensor) and mask.dim() <= 2 and tuple(mask.shape) != (rows, tokens):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must be [batch, tokens], here {(rows, tokens)}"
+        )

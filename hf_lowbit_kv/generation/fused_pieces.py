@@ -83,8 +83,8 @@ class Piece:
         """Modules, and the replacements of their `forward` with which `call` computes the piece."""
         raise NotImplementedError
 
-    def example(self, rows: int) -> torch.Tensor | None:
-        """An input for a step of this many rows, to compile the kernel; `None`: it is not known."""
+    def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
+        """Arguments for a step of this many rows, to compile the kernel; `None`: they are not known."""
         return None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +123,9 @@ class Norm(Piece):
             return ("kernel",)
         return ("torch",) if why_no_kernels(self.module.weight.device.type) else ("kernel", "torch")
 
-    def example(self, rows: int) -> torch.Tensor:
+    def example(self, rows: int) -> tuple[torch.Tensor, ...]:
         weight = self.module.weight
-        return weight.new_zeros(rows, 1, len(weight))
+        return (weight.new_zeros(rows, 1, len(weight)),)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return own_forward(self.module)(x)
@@ -165,6 +165,18 @@ class Rotary(Piece):
 
         forward = with_globals(type(self.module).forward, {self.function: rotate})
         yield self.module, types.MethodType(forward, self.module)
+
+    def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
+        """As most models call it: cosines of the whole head, or of the part that the configuration names."""
+        config, head_dim = getattr(self.module, "config", None), getattr(self.module, "head_dim", None)
+        weight = next(self.module.parameters(), None)
+        counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+        if weight is None or not all(isinstance(n, int) for n in (head_dim, *counts)):
+            return None
+        part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+        q, k = (weight.new_zeros(rows, 1, n, head_dim).transpose(1, 2) for n in counts)
+        cos = weight.new_zeros(rows, 1, int(head_dim * part) // (2 if self.shared else 1))
+        return q, k, cos, cos
 
     def plain(self, *args: torch.Tensor) -> Any:
         return self.rotate(*args)
@@ -223,12 +235,10 @@ class Gate(Piece):
     def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
         return self.module.down_proj(self._gated(way, x))
 
-    def example(self, rows: int) -> torch.Tensor | None:
-        return (
-            self.module.gate_proj.weight.new_zeros(rows, 1, self.module.gate_proj.in_features)
-            if len(self.ways) > 1
-            else None
-        )
+    def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
+        if len(self.ways) == 1:
+            return None
+        return (self.module.gate_proj.weight.new_zeros(rows, 1, self.module.gate_proj.in_features),)
 
     def _gated(self, way: str, x: torch.Tensor) -> torch.Tensor:
         check_kernels(x.device)
@@ -281,8 +291,8 @@ class Products(Piece):
         for index, linear in enumerate(self.linears):
             yield linear, functools.partial(self.shared.output, index, own_forward(linear))
 
-    def example(self, rows: int) -> torch.Tensor:
-        return self.linears[0].weight.new_zeros(rows, 1, self.linears[0].in_features)
+    def example(self, rows: int) -> tuple[torch.Tensor, ...]:
+        return (self.linears[0].weight.new_zeros(rows, 1, self.linears[0].in_features),)
 
     def plain(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(own_forward(linear)(x) for linear in self.linears)

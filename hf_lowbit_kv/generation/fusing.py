@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class Fusion:
 
 
 def compile_ahead(model: Any, rows: int) -> None:
-    """Compile the kernels of this model's pieces in a thread while a prompt is read: once for each model for one row,
+    """Compile the kernels of this model's pieces in threads while a prompt is read: once for each model for one row,
     and once for several rows. An error is not raised here; the step that needs the kernel gets it.
 
     Args:
@@ -157,15 +158,24 @@ def compile_ahead(model: Any, rows: int) -> None:
         return
     done.add(rows == 1)
 
-    def work() -> None:
+    def compiled(piece: Piece, arguments: tuple[torch.Tensor, ...]) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
+            piece.fused(piece.ways[0], *arguments)
+
+    def work() -> None:
+        from ..triton_kernels.common import interpreted
+
+        # much of a compilation is an assembler and a C compiler, processes that two threads start side by side. Triton's
+        # interpreter serves one thread at a time
+        with contextlib.suppress(Exception), ThreadPoolExecutor(1 if interpreted() else 2) as pool:
             seen = set()
             for piece in find_pieces(model):
-                if not isinstance(piece, Piece) or (x := piece.example(rows)) is None:
+                if not isinstance(piece, Piece) or (arguments := piece.example(rows)) is None:
                     continue
-                if (kernel := (piece.kind, piece.ways[0], x.shape, x.dtype)) not in seen:
+                kernel = piece.kind, piece.ways[0], *((x.shape, x.dtype) for x in arguments)
+                if kernel not in seen:
                     seen.add(kernel)
-                    piece.fused(piece.ways[0], x)
+                    pool.submit(compiled, piece, arguments)
 
     thread = _ahead[model] = threading.Thread(target=work, name="hf-lowbit-kv-compile")
     thread.start()

@@ -1,7 +1,7 @@
 """`generate`: a model's own `generate` on a preallocated cache that later calls use again.
 
-It adds to transformers: the size of the cache; one kept cache for each kind of call; decoding steps that are recorded
-in CUDA graphs (`recording`) or compiled; and steps that do not wait for the device (`decoding_loop`).
+It adds four things to transformers. It sizes the cache. It keeps one cache for each kind of call. Decoding steps are
+recorded in CUDA graphs (`recording`) or compiled. And steps do not wait for the device (`decoding_loop`).
 """
 
 from __future__ import annotations

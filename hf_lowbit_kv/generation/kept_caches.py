@@ -21,7 +21,7 @@ KEPT_CACHES = 2
 
 
 def kind(cache: LowBitCache) -> Hashable:
-    """What a new cache stores, and how, including its calibration. Caches of one kind are interchangeable.
+    """The kind of a new cache: what it stores, and how, including its calibration. Caches of one kind are interchangeable.
 
     Kinds are compared instead of the options with which caches were made. So the spelling of an option does not matter,
     and there is no reference to objects that the caller may change later.

@@ -185,19 +185,22 @@ def _norm(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain 
     parameters = dict(module.named_parameters(recurse=False))
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
         return None
-    if not isinstance(eps_of(module), float) or len(inspect.signature(type(module).forward).parameters) != 2:
+    if not isinstance(eps_of(module), float) or behaviour.of(_arguments, type(module), type(module)) != 2:
         return None
     offset = behaviour.of(norm_offset, module, type(module), parameters["weight"].shape, eps_of(module))
     return Plain("norms", name, "no RMS norm") if offset is None else Norm(name, module, offset)
 
 
+def _arguments(kind: type[nn.Module]) -> int:
+    """How many arguments the `forward` of a class has, `self` included."""
+    return len(inspect.signature(kind.forward).parameters)
+
+
 def _rotary(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:
-    forward = innermost(type(module).forward)
-    if not isinstance(forward, types.FunctionType):
-        return None
-    functions = [key for key in forward.__code__.co_names if _rotates(forward.__globals__.get(key))]
+    functions = behaviour.of(_rotations, type(module), type(module))
     if not functions:
         return None
+    forward = innermost(type(module).forward)
     if any(forward.__globals__[key].__module__.partition(".")[0] == "liger_kernel" for key in functions):
         return Plain("rotary", name, LIGER)
     shared = {key: behaviour.of(rotary_kind, forward.__globals__[key], forward.__globals__[key]) for key in functions}
@@ -210,6 +213,14 @@ def _rotary(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plai
     except NotFusedError as error:
         return Plain("rotary", name, str(error))
     return rotary
+
+
+def _rotations(kind: type[nn.Module]) -> list[str]:
+    """The names of functions that the `forward` of a class may call to rotate queries and keys."""
+    forward = innermost(kind.forward)
+    if not isinstance(forward, types.FunctionType):
+        return []
+    return [key for key in forward.__code__.co_names if _rotates(forward.__globals__.get(key))]
 
 
 def _rotates(function: Any) -> bool:

@@ -215,8 +215,8 @@ class Reader:
         return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
 
     def _need(self, memory: Memory, length: int) -> Need:
-        """What reading takes, of three pieces of the prompt. An empty cache is empty again afterwards; one that holds
-        tokens has read these pieces too."""
+        """The memory that reading needs, measured on three pieces of the prompt. An empty cache is empty again afterwards.
+        A cache that holds tokens has read these pieces too."""
         begins = self.seen == 0
         if begins:  # allocates what the cache keeps, which is no part of what reading takes
             self.read(GRANULE // 4)

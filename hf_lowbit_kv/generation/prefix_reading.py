@@ -89,8 +89,8 @@ class PrefixCall:
             layer._padding.note(0, self.mask[:, : reader.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
-        """Layers of transformers' own give back exact ends alone, so the prompt's end is stored, and the place where it
-        parts from a stored text: a system prompt's end, as a rule."""
+        """Store the prompt's end, and the place where the prompt parts from a stored text, which is usually the end of a
+        system prompt. transformers' own layers can return to such stored ends only."""
         assert self.ids is not None
         assert self.mask is not None
         reader = Reader(self.model, self.cache, self.ids, self.mask)

@@ -40,6 +40,7 @@ from .overriding import STATE
 from .sync_watch import watch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 #: attributes of a model that do not affect its forward pass
 _IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
 _IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
@@ -73,6 +74,10 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
     """`value` in a form that can be compared: plain values unchanged, tensors by address, functions by identity."""
     if isinstance(value, _PLAIN):
         return value
+    if (
+        type(value) in _CONTAINERS and not value
+    ):  # most attributes of a module: a model has thousands, and none has a hook
+        return ()
     if isinstance(value, torch.Tensor):
         extra = _attributes(value, depth - 1, seen) if depth > 0 and getattr(value, "__dict__", None) else ()
         return addresses([value]), value.requires_grad, extra
@@ -299,7 +304,7 @@ class Recorder:
         return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
-        """Forget recordings that were made with another state of model, cache or torch."""
+        """Forget recordings if model, cache or torch have changed since they were made."""
         state = (fingerprint(model), memory(cache), switches(), fuse)
         if state != self._seen:
             self._forget()
@@ -472,7 +477,7 @@ def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
 
 
 def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """By how much numbers have grown, and which other values have changed. A replay cannot change the latter."""
+    """By how much numbers have grown, and which other values have changed. A replay cannot change those other values."""
     counts: dict[tuple[int, str], int] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)

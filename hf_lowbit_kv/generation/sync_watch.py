@@ -1,7 +1,8 @@
 """Finds the places where the CPU waits for the GPU during a step. A CUDA graph cannot contain such waits.
 
 PyTorch warns about them in a mode of the whole process, and Python's warning filters belong to the whole process too.
-So threads share both, and a warning belongs to the thread in which it occurs.
+So threads share both, and a warning belongs to the thread in which it occurs. If another thread leaves a
+`warnings.catch_warnings` meanwhile, Python puts the old filters back. Then a warning about a wait may be shown.
 """
 
 from __future__ import annotations

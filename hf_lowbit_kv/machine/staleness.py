@@ -88,7 +88,9 @@ def computed_once(tensor: torch.Tensor, name: Hashable, compute: Callable[[], An
     value = compute()
     with _computing:
         last_look, values = _computed.get(tensor, (None, {}))
-        _computed[tensor] = look, {**(values if last_look == look else {}), name: value}
+        if last_look != look:
+            values = {}
+        _computed[tensor] = look, {**values, name: value}
     return value
 
 
@@ -111,8 +113,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 class Seen:
-    """A module's state when it was checked: its plain values; and for each tensor the object, its address, and its
-    count of changes."""
+    """The state of a module when it was checked: its plain values, and for each tensor the object, its address, and how
+    often it was changed."""
 
     def __init__(self, module: torch.nn.Module):
         self._looks = [

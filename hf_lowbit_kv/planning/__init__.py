@@ -1,1 +1,1 @@
-"""What fits into memory: bytes of weights, cache and reading, for any configuration and without weights."""
+"""Counts what fits into memory: bytes of weights, cache and reading, from a configuration, without weights."""

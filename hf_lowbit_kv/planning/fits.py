@@ -186,7 +186,7 @@ def fits(
         [('16-bit', False), ('kivi-4-sink', True)]
     """
     check_count("context", context)
-    check_count("rows", rows)
+    check_count("rows", rows, unit="rows")
     memory = parse_size(memory) if isinstance(memory, str) else memory
     shape = shape_of(model)
     parameters = _weights(shape, weights)

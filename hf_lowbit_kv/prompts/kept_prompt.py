@@ -143,7 +143,9 @@ def take_prompt(
         sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
         layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
     segment = Segment(pages)
-    segments = [*shared, *([(segment, segment.count)] if segment.count else [])]
+    segments = list(shared)
+    if segment.count:
+        segments.append((segment, segment.count))
     return KeptPrompt(seed, ids, segments, layers, own_layers, header)
 
 

@@ -19,7 +19,7 @@ from .prompt_folder import PromptFolder
 
 
 class Match(NamedTuple):
-    """What `restore` has put into a cache."""
+    """The tokens that `restore` has put into a cache."""
 
     tokens: int
     """tokens of every row that need not be read"""
@@ -28,8 +28,8 @@ class Match(NamedTuple):
 
 
 class PrefixStore:
-    """Keeps texts that `lb.generate` and models under `lb.enable` have read. Of a text that begins like a stored one,
-    only the rest is read.
+    """Keeps texts that `lb.generate` and models under `lb.enable` have read. If a text begins like a stored one, only the
+    rest is read.
 
         store = lb.PrefixStore("8GB")
         tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)

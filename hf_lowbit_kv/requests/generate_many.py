@@ -101,7 +101,7 @@ def generate_many(
             f"the model's weights are spread over {ranks} processes (tensor parallelism), whose memory and clocks differ: they "
             "would not schedule alike. Use lb.generate, or model.generate_batch under lb.enable, where rank 0 decides"
         )
-    check_count("max_rows", max_rows, optional=True)
+    check_count("max_rows", max_rows, optional=True, unit="rows")
     check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
     size = memory_in_bytes(memory)
     if isinstance(requests, (str, bytes, Mapping, torch.Tensor)) or not isinstance(requests, Iterable):

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from .paged_store import LayerState
 
 
-def check_count(name: str, value: Any, least: int = 1, optional: bool = False) -> None:
-    """Raise `ValueError` unless `value` (tokens) is an integer of at least `least`, or `None` if that is allowed."""
+def check_count(name: str, value: Any, least: int = 1, optional: bool = False, unit: str = "tokens") -> None:
+    """Raise `ValueError` unless `value` is an integer of at least `least`, or `None` if that is allowed.
+
+    Args:
+        unit: what is counted, for the message.
+    """
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = f"an integer of {least} or more (tokens)" + (", or None" if optional else "")
+        allowed = f"an integer of {least} or more ({unit})" + (", or None" if optional else "")
         raise ValueError(f"{name}={value!r} is not allowed; it must be {allowed}")
 
 

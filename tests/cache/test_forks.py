@@ -232,7 +232,7 @@ def test_a_fork_before_the_first_token_and_in_inference_mode(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"n": 0}, "n=0 is not allowed"),
+        ({"n": 0}, r"n=0 is not allowed; it must be an integer of 1 or more \(forks\)"),
         ({"n": True}, "n=True is not allowed"),
         ({"n": 1, "max_cache_len": 0}, "max_cache_len=0 is not allowed"),
         ({"n": 1, "max_cache_len": 79}, "max_cache_len=79 is too small: 80 tokens are stored"),

@@ -240,14 +240,14 @@ def test_small_products_of_one_input_that_changes():
 @kernels.needs_interpreter
 @pytest.mark.parametrize("rows", [1, 3])
 def test_small_kernels_compile_ahead(model, rows):
-    """One launch of each kernel, in a thread of its own, once."""
+    """One launch of each kernel, in threads of their own, once."""
     before = dict(common.launches)
     for _ in range(2):
         fusing.compile_ahead(model, rows)
         if (thread := fusing._ahead.get(model)) is not None:
             thread.join()
-    names = ("rms_norm_kernel", "products_kernel", "gated_product_kernel")
-    assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1]
+    names = ("rms_norm_kernel", "rotary_kernel", "products_kernel", "gated_product_kernel")
+    assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
     assert Behind(model).settled().report() == FOUND["llama"]
     assert model not in fusing._ahead
 

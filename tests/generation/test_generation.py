@@ -155,6 +155,13 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"cache_options": {"sink": -1}}, "sink=-1 is not allowed"),
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
+        ({"inputs": torch.ones(1, 5)}, "input_ids have dtype torch.float32; token ids must be integers"),
+        ({"inputs": torch.ones(1, 5, dtype=torch.bool)}, "input_ids have dtype torch.bool"),
+        ({"attention_mask": torch.ones(1, 49)}, r"attention_mask has shape \(1, 49\); .* here \(1, 50\)"),
+        (
+            {"inputs": {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(1, 5)}},
+            r"attention_mask has shape \(1, 5\); .* here \(2, 5\)",
+        ),
         ({"past_key_values": "a cache", "calibration": "x"}, "calibration and max_cache_len describe a new cache"),
         (
             {"past_key_values": "a cache", "preset": "kivi-4-sink", "max_cache_len": 99},

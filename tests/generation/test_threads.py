@@ -20,7 +20,13 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import compiled_layers, recording, sync_watch
 from hf_lowbit_kv.machine import determinism
 
-pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    # while one thread records, PyTorch warns all threads of waits; `warnings.catch_warnings` in another thread may put
+    # the filters back as they were before, so that such a warning is shown
+    pytest.mark.filterwarnings("ignore:called a synchronizing CUDA operation"),
+]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 #: that a thread draws random numbers while another one records

@@ -25,6 +25,8 @@ from hf_lowbit_kv.storage.transforms import parse_transform
 
 HEAD_DIM = 64
 LATENT_HEADS = 4
+#: kinds that only the reference serves, on a GPU too
+WITHOUT_KERNELS = ("latent fp8-block/dense", "latent fp8-static/fp8")
 #: of fewer outputs of a query, errors are not compared by their size alone
 FEW_QUERIES = 32
 #: share of the output: half a rounding of the model's dtype, and in float32, where sums differ in their order, this
@@ -96,7 +98,9 @@ class Machine:
     """Runs one sequence. device: where the cache lives; the truth lives on the CPU."""
 
     def __init__(self, kind: str, setting: Setting, device: str = "cpu"):
-        if device == "cuda" and setting.backend == "torch":
+        if device == "cuda" and kind in WITHOUT_KERNELS:
+            setting = setting._replace(backend="torch")
+        elif device == "cuda" and setting.backend == "torch":
             setting = setting._replace(backend="triton")
         self.kind, self.setting, self.device = kind, setting, device
         self.latent = kind.startswith("latent")

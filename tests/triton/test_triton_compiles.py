@@ -93,7 +93,7 @@ FAST = [
 @pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
 def test_every_format(formats, compiled):
     run_all(Case(*formats))
-    assert {"append_one_kernel", "pack_kernel", "read_pages_kernel", "prompt_kernel"} <= set(compiled)
+    assert {"append_one_kernel", "pack_kernel", "unpack_kernel", "prompt_kernel"} <= set(compiled)
 
 
 @pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
@@ -108,7 +108,7 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
     step = random_step(dataclasses.replace(case, tokens=40), gen)
     prompt.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling, seen=200), store)
     read.read(store, 200)
-    assert {"read_pages_kernel", "prompt_kernel"} <= set(compiled)
+    assert {"unpack_kernel", "prompt_kernel"} <= set(compiled)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_latents_compile(content, layout, compiled):
         token = Chunk(*(x[:, :, :1] for x in filled.step[:3]), scaling=case.scaling)
         entry_points.OPERATIONS.step(token, store)
         assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
-    assert {"prompt_kernel", "read_pages_kernel"} <= set(compiled)
+    assert {"prompt_kernel", "unpack_kernel"} <= set(compiled)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..common import on_device
 from . import kernel_store
 
 logger = logging.getLogger("hf_lowbit_kv")
@@ -203,7 +204,7 @@ class Module:
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
         """Launch on torch's current stream. args: ctypes objects, copied before this returns."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             call = (
                 *(self.function(name, shared), *grid, threads, 1, 1, shared, stream),
