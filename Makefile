@@ -29,7 +29,10 @@ QUANTIZED := $(VENV)/quantized-weights
 TRITON := $(VENV)/triton-$(OLDEST_TRITON)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
-PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto
+# neighbours of a file stay in one process, which shares what it made; a process that has nothing left takes tests from another
+PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
+# the files with tests for both ends of the range of transformers
+HOST = $(shell grep -rlE --include="test_*.py" "mark\.host\b" tests)
 
 .PHONY: calibrations demo docs release test test-all notebooks gpu-test gpu-test-all bench measure results lint clean
 .DELETE_ON_ERROR:
@@ -42,23 +45,23 @@ test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
 	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"
 	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
-	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow"
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow" $(HOST)
 
 test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and slow and not gpu" $(HOST)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/triton/test_triton_compiles.py
 
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
 
-# neighbours of a file stay in one process, which shares what it compiled; other processes find it on disk
 gpu-test: $(VENV)/.ready
-	$(PYTEST_ALL_CORES) --dist worksteal -p as_they_end -m "gpu and not slow"
+	$(PYTEST_ALL_CORES) -p as_they_end -m "gpu and not slow"
 
 gpu-test-all: $(VENV)/.ready
-	$(PYTEST_ALL_CORES) --dist worksteal -p as_they_end -m gpu
+	$(PYTEST_ALL_CORES) -p as_they_end -m gpu
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all

@@ -21,6 +21,10 @@ def pytest_configure(config):
     """The seed is the same in all processes of a run, which inherit it. TEST_SEED=random takes a fresh one."""
     seed = os.environ.get("TEST_SEED") or DEFAULT_SEED
     os.environ["TEST_SEED"] = str(int.from_bytes(os.urandom(3), "little")) if seed == "random" else str(int(seed))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreter_speed import save_repetitions
+
+        save_repetitions()
 
 
 @contextlib.contextmanager
@@ -74,6 +78,8 @@ def pytest_collection_modifyitems(config, items):
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
         items[:] = kept
+    # minutes in one test: begun late, it would keep one process busy when the others have nothing left
+    items.sort(key=lambda item: getattr(item, "originalname", None) != "test_interpreted")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -26,6 +26,7 @@ CASES = cases()
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="runs in a process of its own")
+@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("module", [reference, cpu], ids=["torch", "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_cpu(module, case):
@@ -63,7 +64,9 @@ CUDA = [case for case in CASES if _has_cuda_kernels(case)]
 
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere")
 @pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor")
-@pytest.mark.fast_if(wanted=lambda p: (p["case"].keys, p["case"].values) == ("int4-channel", "int4-token"))
+@pytest.mark.fast_if(
+    wanted=lambda p: (p["case"].keys, p["case"].values, p["case"].transform) == ("int4-channel", "int4-token", None)
+)
 @pytest.mark.parametrize("case", [case for case in CUDA if case.tokens == 1], ids=str)
 def test_emulated(case, monkeypatch):
     with emulated(monkeypatch) as launch:

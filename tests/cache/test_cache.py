@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, left_padded, tiny_models
+from cases import FORMATS, cache_of, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -42,8 +42,10 @@ def _history(cache, layer=0):
 
 
 @FEW_ON_THE_OLDEST
+@pytest.mark.fast_if(wanted=lambda p: (p["residual"] == 0) == (p["max_cache_len"] is None))
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
 @pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_len):
     """Cropped and fed again, a cache is what it would be without the detour."""
@@ -239,6 +241,7 @@ def test_crop_everything_and_start_again(model):
 
 
 @FEW_ON_THE_OLDEST
+@pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
     ids, mask = left_padded(2, 100)

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, tiny_models
+from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -42,6 +42,7 @@ def _memory(caches) -> int:
 )
 @LENGTHS
 @pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
     """Rows of different lengths; several pages are packed behind the fork, differently in each."""

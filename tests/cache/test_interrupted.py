@@ -92,6 +92,8 @@ def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
 ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FLL", "LFLFL"], "lfm2": ["LFLF", "LFL"]}
 
 
+@pytest.mark.host_if(wanted=lambda p: p["tokens"] == 1)
+@pytest.mark.fast_if(wanted=lambda p: (p["tokens"] == 1) == (p["max_cache_len"] is None))
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "preallocated"])
 @pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])

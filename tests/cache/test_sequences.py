@@ -39,6 +39,7 @@ def explore(kind: str, device: str = "cpu") -> None:
     assert ran >= COUNT
 
 
+@pytest.mark.fast_if(wanted=lambda p: p["kind"] not in OTHER_WIDTHS)
 @no_limit_of_long_runs
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_sequence(kind, one_thread):

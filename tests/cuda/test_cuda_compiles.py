@@ -150,7 +150,11 @@ def fast(names: list[str], some: list[str]) -> list:
     return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("preset", fast(KINDS, FAMILIES))
+#: a codebook's code and plain tokens are compiled by g++ alone
+FAST = ["kivi-2", "kitty", "eigen-2", "fp8"]
+
+
+@pytest.mark.parametrize("preset", fast(KINDS, FAST))
 def test_decode_step(preset, monkeypatch):
     check(preset, H200, 128, 1, monkeypatch)
 
@@ -168,7 +172,7 @@ def test_step_of_several_tokens(preset, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", fast(FAMILIES, ["kivi-2"]))
-@pytest.mark.parametrize("gpu", [A100, RTX5090], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", [A100, pytest.param(RTX5090, marks=pytest.mark.slow)], ids=lambda gpu: gpu.arch)
 def test_other_gpus(gpu, preset, monkeypatch):
     check(preset, gpu, 128, 1, monkeypatch)
 

@@ -105,9 +105,7 @@ ATTENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", some_fast(ATTENDS, {0, 1, 2, 3, 4, 6, 7, 11, 14, 16, 17, 18, 22, 26, 30, 32, 33, 34, 36, 40, 41})
-)
+@pytest.mark.parametrize("case", some_fast(ATTENDS, {0, 1, 2, 3, 4, 7, 11, 22, 30, 34, 41}))
 def test_attend(case):
     kernels.check_attend(fragment(case))
 
@@ -116,9 +114,8 @@ SPREAD = spread_cases(**PAGES, heads=1, lengths=(800,))
 FEW_SPREAD = [
     case
     for case in SPREAD
-    if (case.spread == "values" and case.values in ("int2-token", "int4-channel"))
+    if (case.spread == "values" and case.values == "int2-token")
     or (case.spread == "keys" and case.keys == "int4-channel")
-    or (case.key_size == 2.0**-16 and case.keys == "boosted2-r0.125")
 ]
 MORE_SPREAD = [pytest.param(case, marks=pytest.mark.slow) for case in SPREAD if case not in FEW_SPREAD]
 
@@ -128,12 +125,12 @@ def test_scales_of_all_sizes(case):
     kernels.check_attend(fragment(case))
 
 
-@pytest.mark.parametrize("case", static_sizes(**EIGEN_2, **PAGES, heads=1, lengths=(500,)), ids=str)
+@pytest.mark.parametrize("case", some_fast(static_sizes(**EIGEN_2, **PAGES, heads=1, lengths=(500,)), {1, 3}))
 def test_steps_of_all_sizes(case):
     kernels.check_attend(fragment(case))
 
 
-@pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
+@pytest.mark.parametrize("case", some_fast(CONSTANT_ROWS, {1}))
 def test_constant_rows(case):
     check_constant_rows(kernels.attend_poisoned, fragment(case), "cpu", kernels.SEED)
 
@@ -151,7 +148,7 @@ def test_fixed_order(variable, mode, fixed, launch, monkeypatch):
     monkeypatch.delenv(determinism.VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(determinism.VARIABLE, variable)
-    case = fragment(Case(**PAGES, lengths=(1500, 300), heads=1))
+    case = fragment(Case(keys="int2-channel", values="int2-token", **PAGES, lengths=(1900, 300), heads=1))
     gen = generator(case, kernels.SEED)
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
@@ -168,7 +165,7 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part():
     check_heavy_token(kernels.attend_poisoned, fragment(HEAVY_TOKEN), "cpu")
 
 
-@pytest.mark.parametrize("case", some_fast(LONG_CHUNKS, {0, 2}))
+@pytest.mark.parametrize("case", some_fast(LONG_CHUNKS, {0}))
 def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
     check_long_chunk(case, launch, monkeypatch)
 
@@ -184,7 +181,7 @@ def test_generate_without_triton(preset, launch, monkeypatch):
     monkeypatch.setattr(JITFunction, "run", refused)
     monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
     model = tiny_models("llama")[0].half()
-    prompt = torch.randint(3, 160, (1, 150), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(3, 160, (1, 130), generator=torch.Generator().manual_seed(0))
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
     assert prompt.shape[1] * groups > launch.FUSED_ROWS["cuda"]
     texts = []
@@ -193,7 +190,7 @@ def test_generate_without_triton(preset, launch, monkeypatch):
         cache = lb.from_preset(preset, model, **SMALL_PAGES)
         options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
         text = model.generate(prompt, max_new_tokens=12, **options)
-        texts.append(model.generate(torch.cat([text, prompt], 1), max_new_tokens=3, **options))
+        texts.append(model.generate(torch.cat([text, prompt[:, :20]], 1), max_new_tokens=3, **options))
     assert launch.launches["attend_kernel"] > 0
     assert torch.equal(*texts)
 
@@ -219,10 +216,10 @@ def test_one_warp_takes_window_and_pages(launch, monkeypatch):
 
 def test_counters_stay_where_they_are(launch):
     """Captured graphs keep their address; they are the layer's own."""
-    case = fragment(Case(groups=2, heads=1, lengths=(60, 37)))
+    case = fragment(Case(lengths=(60, 37)))
     gen = kernels.generator(case, kernels.SEED)
     _, store = kernels.filled(case, gen, "cpu")
-    for tokens in (4, 1, 100):
+    for tokens in (4, 1, 60):
         step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
         launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), store)
         row_blocks = -(-case.groups * tokens // 8)
@@ -245,49 +242,45 @@ TRANSFORMED = [
 ]
 
 
-@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {0, 1, 3, 5}))
+@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {3, 5}))
 def test_attend_transformed(case):
     kernels.check_attend_transformed(fragment(case))
 
 
-@pytest.mark.parametrize(
-    ("case", "chunks"),
-    [
-        (Case(heads=1, padded=True), [37, 0, 60, 0, 0]),
-        (Case(**KITTY, heads=1, padded=True, page_size=64), [90, 70, 0, 0]),
-        (
-            Case(keys="boosted2-r0.25-variance", values="int4-channel-g32", head_dim=80, heads=1, dtype=torch.bfloat16),
-            [70, 0],
-        ),
-        (Case(keys="vq-d4b8", values="vq-d2b8", lengths=(5,), outliers=True), [70]),
-        (Case(keys="int6-token", values="int5-token", residual=0, heads=1, outliers=True), [70, 0]),
-        (Case(keys="int5-channel-g32", values="int6-token-g32", heads=1, lengths=(5,)), [70, 0]),
-        (
-            Case(keys="int6-channel", values="int6-channel", heads=1, lengths=(5,), head_dim=80, dtype=torch.bfloat16),
-            [70],
-        ),
-        (Case(keys="vq-d8b8", values="vq-d4b4", lengths=(5,), heads=1, dtype=torch.bfloat16), [90]),
-        *CODEBOOK_STORES[::2],
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in CODEBOOK_STORES[1::2]),
-        (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
-        (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
-        (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [70, 0]),
-        (Case(keys="static-4", values="trellis-2", heads=1, padded=True, lengths=(5, 9)), [70, 0]),
-        (Case(keys="static-4", values="trellis-2", **PAGES | {"residual": 5}, heads=1, lengths=(5,)), [200]),
-        (
-            Case(
-                keys="int4-token", values="trellis-2", head_dim=80, page_size=256, heads=1, lengths=(5,), outliers=True
-            ),
-            [290],
-        ),
-        (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
-        (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
-        (Case(keys="static-53222110", values="static-4", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
-        (Case(keys="static-65444333", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70, 0]),
-        (Case(keys="static-4-n", values="static-4-tn", heads=1, lengths=(5,), dtype=torch.bfloat16), [70]),
-    ],
-    ids=str,
-)
+STORES = [
+    (Case(heads=1, padded=True), [37, 0, 60, 0, 0]),
+    (Case(**KITTY, heads=1, padded=True, page_size=64), [90, 70, 0, 0]),
+    (
+        Case(keys="boosted2-r0.25-variance", values="int4-channel-g32", head_dim=80, heads=1, dtype=torch.bfloat16),
+        [70, 0],
+    ),
+    (Case(keys="vq-d4b8", values="vq-d2b8", lengths=(5,), outliers=True), [70]),
+    (Case(keys="int6-token", values="int5-token", residual=0, heads=1, outliers=True), [70, 0]),
+    (Case(keys="int5-channel-g32", values="int6-token-g32", heads=1, lengths=(5,)), [70, 0]),
+    (
+        Case(keys="int6-channel", values="int6-channel", heads=1, lengths=(5,), head_dim=80, dtype=torch.bfloat16),
+        [70],
+    ),
+    (Case(keys="vq-d8b8", values="vq-d4b4", lengths=(5,), heads=1, dtype=torch.bfloat16), [90]),
+    *CODEBOOK_STORES,
+    (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
+    (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
+    (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [70, 0]),
+    (Case(keys="static-4", values="trellis-2", heads=1, padded=True, lengths=(5, 9)), [70, 0]),
+    (Case(keys="static-4", values="trellis-2", **PAGES | {"residual": 5}, heads=1, lengths=(5,)), [200]),
+    (
+        Case(keys="int4-token", values="trellis-2", head_dim=80, page_size=256, heads=1, lengths=(5,), outliers=True),
+        [290],
+    ),
+    (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
+    (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
+    (Case(keys="static-53222110", values="static-4", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
+    (Case(keys="static-65444333", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70, 0]),
+    (Case(keys="static-4-n", values="static-4-tn", heads=1, lengths=(5,), dtype=torch.bfloat16), [70]),
+]
+
+
+@pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {0, 1, 2, 3, 4, 10, 12, 13, 14, 15, 21}))
 def test_store(case, chunks):
     kernels.check_store(fragment(case), chunks)
 
@@ -319,9 +312,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "steps"), some_fast(STEPS, set(range(7))))
+@pytest.mark.parametrize(("case", "steps"), some_fast(STEPS, {0, 1, 2, 3, 5, 6}))
 def test_step(case, steps, launch):
-    check_steps(launch, fragment(case), steps, kernels.SEED, "cpu")
+    check_steps(launch, fragment(case), steps, kernels.SEED, "cpu", twin=(case, steps) in STEPS[7:])
 
 
 @pytest.mark.parametrize(
@@ -336,13 +329,13 @@ def test_step(case, steps, launch):
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
     monkeypatch.setattr(modules, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
     with pytest.raises(AssertionError, match="races in shared memory"):
-        check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu")
+        check_steps(launch, fragment(Case(lengths=(94, 90), heads=1)), 8, kernels.SEED, "cpu", twin=False)
 
 
 #: rotations that begin with blocks of 20, 1 and 12 channels, and each order of factors and rotation once
 FAST_TRANSFORMS = {
-    "hadamard": (80, 256),
-    "smooth": (80,),
+    "hadamard": (80,),
+    "smooth": (),
     "smooth+hadamard": (96,),
     "hadamard+smooth": (128,),
 }

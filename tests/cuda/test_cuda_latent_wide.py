@@ -47,7 +47,7 @@ CASES = [
     LatentCase(lengths=(300,), heads=13, tokens=3, padded=True, rank=256, rope=64),
     LatentCase(lengths=(700,), heads=64, page_size=128, rope=16),
     LatentCase(lengths=(257,), heads=40, spread=1000.0, jump=1e4),
-    LatentCase(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16),
+    pytest.param(LatentCase(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16), marks=pytest.mark.slow),
     LatentCase(lengths=(150,), heads=32, zeros=True, dtype=torch.float16),
 ]
 
@@ -92,7 +92,7 @@ def test_attend_at_deepseek_sizes(heads, tokens, kernels):
     check_attend(kernels, LatentCase(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED, wide=True)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fewer_stages(stages, kernels, monkeypatch):
     monkeypatch.setattr(latent, "WIDE_SHAPES", {16: (stages, 1)})
     check_attend(kernels, LatentCase(lengths=(900, 70), heads=16), DEVICE, SEED, wide=True)

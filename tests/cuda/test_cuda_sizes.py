@@ -112,14 +112,16 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
     ("case", "steps"),
     [
         (Case(keys="int2-channel", values="int2-token", **WHOLE, sink=32, lengths=(286, 700), heads=1), 3),
-        (Case(keys="boosted2-r0.125", values="int2-token", **WHOLE, lengths=(387,), heads=1, padded=True), 4),
+        pytest.param(
+            *(Case(keys="boosted2-r0.125", values="int2-token", **WHOLE, lengths=(387,), heads=1, padded=True), 4),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
 def test_a_narrow_window(case, steps, monkeypatch):
-    """Outputs, bytes and counters of a GPU with 100 KB of shared memory."""
+    """Outputs, bytes and counters of steps on a GPU with 100 KB of shared memory."""
     case = fragment(case)
     assert geometry.choose(case.spec, *case.dims, case.dtype, 4, len(case.lengths), 2, 100 * 1024).narrow
     with emulated(monkeypatch, shared=100) as cuda:
-        kernels.check_attend(case)
-        check_steps(cuda, case, steps, kernels.SEED, "cpu")
+        check_steps(cuda, case, steps, kernels.SEED, "cpu", twin=False)

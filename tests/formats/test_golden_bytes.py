@@ -74,6 +74,9 @@ def fits(preset: str, layout: str, head_dim: int) -> bool:
     return True
 
 
+@pytest.mark.fast_if(
+    wanted=lambda p: p["name"] not in ("vecinfer-3", "vecinfer-1.5")
+)  # they have codebooks of 4096 entries
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_bytes_are_what_they_were(name):
     for preset, layout, head_dim, dtype in cases():

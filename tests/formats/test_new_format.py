@@ -9,6 +9,7 @@ import codebook
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from ranks import run_ranks
 from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
 import hf_lowbit_kv as lb
@@ -200,15 +201,8 @@ def _layer(name: str, tp_size: int, heads: slice):
 
 def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
     """Of a record that all heads share, each process holds the whole."""
-    processes = [
-        torch.multiprocessing.get_context("spawn").Process(target=_rank, args=(r, str(tmp_path))) for r in range(2)
-    ]
-    for process in processes:
-        process.start()
     every = {name: _layer(name, tp_size=1, heads=slice(0, 2)) for name in SLICED}
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    assert run_ranks(_rank, 2, str(tmp_path)) == [0, 0]
     for rank in range(2):
         parts = torch.load(tmp_path / f"{rank}.pt")
         for name, whole in every.items():

@@ -57,8 +57,10 @@ def test_finding_pieces_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 def test_interpreted():
+    """For the oldest transformers; on the newest one they run with other files' (`triton/test_interpreted.py`)."""
     run_part([__file__], part=0, parts=1)
 
 

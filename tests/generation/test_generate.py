@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, SMALL_PAGES, cache_of, left_padded, tiny_models
+from cases import FAMILIES, FORMATS, SMALL_PAGES, cache_of, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -39,9 +39,14 @@ def _has_host_layers(cache) -> bool:
 
 
 def _few(given) -> bool:
-    """One model in every way, the others in growing caches of several rows."""
-    several = given["batch"] == 4 or given.get("mode") == "prompt_lookup"  # which is for one row alone
-    return given["models"] == "llama" or (several and given["max_cache_len"] is None)
+    """One model in every way, the others in growing caches of several rows: greedily, and in a mode that changes from family
+    to family."""
+    if given["models"] == "llama":
+        return True
+    mode, modes = given.get("mode", "greedy"), list(MODES)
+    several = given["batch"] == 4 or mode == "prompt_lookup"  # which is for one row alone
+    own = modes[list(FAMILIES).index(given["models"]) % len(modes)]
+    return several and given["max_cache_len"] is None and mode in ("greedy", own)
 
 
 @pytest.mark.fast_if(wanted=_few)
@@ -107,7 +112,9 @@ def llama():
 
 
 @pytest.mark.fast_if(wanted=lambda given: given["options"] == {} or given["formats"] == ("int4-channel", "int4-token"))
+@pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[2])
 @pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 200}], ids=str)
 def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
     ours, _ = llama
@@ -122,7 +129,9 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
+@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[1])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):
     ours, theirs = (copy.deepcopy(model) for model in llama)
@@ -145,6 +154,7 @@ def test_attention_implementation_can_be_set_later(llama):
     assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
 
 
+@pytest.mark.host_if(wanted=lambda p: p["models"] == "llama" or p["max_cache_len"] is None)
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
 def test_reset_starts_afresh(models, max_cache_len):
     ours, _ = models

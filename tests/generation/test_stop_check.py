@@ -139,6 +139,7 @@ class NoEvent:
     synchronize = record
 
 
+@pytest.mark.host_if(wanted=lambda p: p["residual"] == 32)
 @pytest.mark.parametrize("residual", [32, 0])
 @pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
 def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):

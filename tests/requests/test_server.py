@@ -96,7 +96,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(folder):
-    server = Served(folder, "--preset", "dense", "--max-rows", str(ROWS), "--memory", "600MB")
+    server = Served(folder, "--preset", "dense", "--max-rows", str(ROWS), "--memory", "600MB", "--patience", "1")
     yield server
     server.close()
 
@@ -230,21 +230,17 @@ def test_other_routes(served):
     assert "another" in refused.value.body["detail"]
 
 
-def test_sigterm_in_the_middle(folder):
-    """Answers get their time, are cut off then, and the port is free."""
-    server = Served(folder, "--preset", "kivi-4-sink", "--memory", "300MB", "--patience", "1")
-    try:
-        stream = iter(server.chat(max_tokens=ENDLESS, stream=True))
-        next(stream)
-        server.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(Exception):  # it is cut off, or told that it was cancelled
-            list(stream)
-        assert server.process.wait(timeout=30) == 0
-        with socket.socket() as again:
-            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            again.bind(("127.0.0.1", server.port))
-    finally:
-        server.close()
+def test_sigterm_in_the_middle(served):
+    """Answers get their time, are cut off then, and the port is free. The last test of this server."""
+    stream = iter(served.chat(max_tokens=ENDLESS, stream=True))
+    next(stream)
+    served.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(Exception):  # it is cut off, or told that it was cancelled
+        list(stream)
+    assert served.process.wait(timeout=30) == 0
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", served.port))
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def _assert_same(left, right):
         assert same, name
 
 
+@pytest.mark.fast_if(wanted=lambda p: (WINDOWS.index(p["window"]) + FORMATS.index(p["formats"])) % 4 == 0)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 @pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
@@ -166,6 +167,7 @@ def test_growth_copies_no_page():
     assert torch.equal(read_pages(store.state.pool, store.state.page_table[0, :filled]), before)
 
 
+@pytest.mark.fast_if(wanted=lambda p: (p["residual"] == 0) == (p["capacity"] is None))
 @pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
 @pytest.mark.parametrize("residual", [0, 32])
 @pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])

@@ -30,6 +30,19 @@ FORMATS = [
     ("int4-token", "trellis-2"),
 ]
 
+#: pairs that have the paths of another, with another width, other groups or without one of its steps
+OTHER_WIDTHS = [
+    *(("int4-token", "int4-token"), ("int8-channel-g32", "int2-token-g32"), ("int2-token-g32", "int4-channel")),
+    *(("int4-channel", "dense"), ("int6-token", "int5-token"), ("int5-channel", "int6-channel-g32")),
+    *(("fp8", "fp8-static"), ("static-64332222", "static-2-tn")),
+]
+
+
+def one_of_each_width(params: dict) -> bool:
+    """For `fast_if` of a test with every pair of `FORMATS`: those that differ by more than a width."""
+    return params["formats"] not in OTHER_WIDTHS
+
+
 #: small pages, so that short prompts are packed
 SMALL_PAGES = {"page_size": 32, "residual": 32}
 

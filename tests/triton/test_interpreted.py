@@ -13,8 +13,8 @@ import pytest
 from interpreted import PARTS, run_part
 
 TESTS = Path(__file__).parents[1]
-#: `test_isolation` takes minutes, and has a slow test of its own; `test_fusing` runs on the oldest transformers, too
-ELSEWHERE = ("test_isolation", "test_fusing")
+#: it takes minutes, and has a slow test of its own
+ELSEWHERE = ("test_isolation",)
 FILES = [
     str(path)
     for path in sorted(TESTS.rglob("test_*.py"))
@@ -37,5 +37,6 @@ def test_every_file_of_kernels_has_small_cases():
         "test_prompt.py",
         "test_triton_latent.py",
         "test_fused.py",
+        "test_fusing.py",
         "test_new_format.py",
     } <= names

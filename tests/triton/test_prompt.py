@@ -59,7 +59,7 @@ def check_truth(case: Case) -> None:
 SMALL = [
     Case(tokens=40),
     Case(tokens=40, padded=True, lengths=(0, 130), sinks=True, groups=3, head_dim=80, head_dim_v=96, softcap=20.0),
-    Case(tokens=70, heads=1, groups=2, residual=0, sink=0, keys="int4-token", values="int8-token", lengths=(33, 300)),
+    Case(tokens=45, heads=1, groups=2, residual=0, sink=0, keys="int4-token", values="int8-token", lengths=(33, 200)),
     Case(tokens=33, heads=1, groups=4, lengths=(0, 0)),
     Case(tokens=33, heads=1, groups=1, lengths=(300,), heavy_sink=5.0),
     Case(tokens=130, heads=1, groups=1, keys="dense", values="dense", lengths=(1, 5), dtype=torch.float32),
@@ -71,8 +71,13 @@ def _has_layout(case: Case, layout: str) -> bool:
     return not (layout == "cuda" and case.keys.startswith("boosted"))
 
 
+def _is_fast(case: Case, layout: str, stretch: int | None) -> bool:
+    """Stretches in Triton's layout, and padded rows in the other one: `test_small_read` has what differs between the two."""
+    return (stretch == 128 and (layout == "triton" or case.padded)) or (stretch is None and case.padded)
+
+
 @kernels.needs_interpreter
-@pytest.mark.fast_if(wanted=lambda p: p["stretch"] == 128 or (p["stretch"] is None and p["layout"] == "triton"))
+@pytest.mark.fast_if(wanted=lambda p: _is_fast(**p))
 @pytest.mark.parametrize("stretch", [None, 128, 256])
 @pytest.mark.parametrize(
     ("case", "layout"), [(case, layout) for case in SMALL for layout in LAYOUTS if _has_layout(case, layout)], ids=str
@@ -148,7 +153,12 @@ def test_small_scaling(scaling):
     assert relative_error(out, expected) < 2e-3
 
 
+#: head sizes of formats that are not 64, 80 and 96 in the fast tests: other widths are the same but for a mask
+ONE_SIZE = ("int2-token", "int8-channel", "boosted2-r0", "boosted2-r1")
+
+
 @kernels.needs_interpreter
+@pytest.mark.fast_if(wanted=lambda p: p["name"] not in ONE_SIZE or p["head_dim"] == 80)
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [
