@@ -50,7 +50,7 @@ test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
 test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
-	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and slow and not gpu" $(HOST)
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu" $(HOST)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/triton/test_triton_compiles.py
 

@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _wanted(mark, item):
-    return mark.kwargs["wanted"](item.callspec.params)
+    return mark.kwargs["wanted"](item.callspec.params if hasattr(item, "callspec") else {})
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("fast_if"):
             if not _wanted(mark, item):
                 item.add_marker("slow")
-    if "host" in config.getoption("markexpr"):  # they are chosen for another transformers
+    chosen = config.getoption("markexpr")
+    if "host" in chosen and "not slow" in chosen:  # for another transformers; the whole matrix runs with the slow ones
         kept = [item for item in items if all(_wanted(mark, item) for mark in item.iter_markers("host_if"))]
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])

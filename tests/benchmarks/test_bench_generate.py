@@ -64,6 +64,7 @@ def test_bench_generate_records(tmp_path):
     assert "against StaticCache/compiled" in done.output
 
 
+@pytest.mark.slow
 def test_records_tell_other_compiler_settings(tmp_path):
     out = tmp_path / "generate.jsonl"
     arguments = ["--tokens", "300", "--steps", "2", "--rounds", "1", "--contender", "kivi-2/tuned", "--contender"]

@@ -92,9 +92,10 @@ def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
     assert done == [("", False, [torch.Tensor]), 0, 1, 2, ("ours", True, [tuple] * 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "transform"),
-    [pytest.param("kitty-hadamard", "hadamard", marks=pytest.mark.slow), ("eigen-2", "eigen")],
+    [("kitty-hadamard", "hadamard"), ("eigen-2", "eigen")],
 )
 def test_bench_decode_counts_the_transform(preset, transform, tmp_path):
     out = tmp_path / "decode.jsonl"

@@ -70,6 +70,7 @@ def cache_for(model, **options):
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
+@pytest.mark.fast_if(wanted=lambda p: p["backend"] == "cpu" or p["options"] == {})
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3}], ids=str)

@@ -51,6 +51,7 @@ def replays(graphs):
     return [graph.replays for graph in graphs]
 
 
+@pytest.mark.host_if(wanted=lambda p: p["family"] in ("llama", "gemma2", "gpt_oss", "qwen3_next"))
 @pytest.mark.parametrize("family", RECORDED)
 def test_recorded_steps_give_the_eager_tokens(family, graphs):
     """From a window that is not full to one that is: two recordings."""
@@ -196,6 +197,7 @@ def test_prompt_learning_is_refused(model):
         lb.generate(wrapped, left_padded(1, 9)[0], max_new_tokens=3)
 
 
+@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_recorded_uncompiled(model, graphs, in_place):
     ids, mask = left_padded(2, 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import inspect
 import io
@@ -50,7 +51,9 @@ def at_hand(hub, tmp_path, monkeypatch):
     before = Registry()
 
     def load(device):
-        tokenizer, model = AutoTokenizer.from_pretrained(NAME), AutoModelForCausalLM.from_pretrained(NAME).to(device)
+        if not hub.loaded:
+            hub.loaded += [AutoTokenizer.from_pretrained(NAME), AutoModelForCausalLM.from_pretrained(NAME)]
+        tokenizer, model = hub.loaded[0], copy.deepcopy(hub.loaded[1]).to(device)
         inputs = tokenizer(TEXT, return_tensors="pt").to(device)
         names = {"lb": lb, "torch": torch, "model": model, "tokenizer": tokenizer, "text": TEXT, "inputs": inputs}
         return {**names, "name": NAME, "prompt": TEXT, "long_text": TEXT * 10}

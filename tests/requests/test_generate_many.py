@@ -78,6 +78,7 @@ def test_dense_pages_write_what_transformers_writes(models, texts, mode):
         assert len(result.timestamps) == len(result.generated_tokens)
 
 
+@pytest.mark.fast_if(wanted=lambda p: (p["rows"] == 1) == (p["preset"] == "kivi-2"))
 @pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kv4-hadamard"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_packed_pages_write_what_one_row_writes(model, texts, preset, rows):

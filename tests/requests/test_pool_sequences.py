@@ -13,7 +13,7 @@ import pytest
 from pool_machine import KINDS, Machine, Operation, sequences
 
 #: sequences of all kinds together
-FAST, ALL = 240, 5000
+FAST, ALL = 120, 5000
 
 
 def explore(kind: str, count: int) -> int:

@@ -41,6 +41,8 @@ class TinyHub:
 
     def __init__(self, root: Path):
         self.root = root
+        self.loaded: list[Any] = []
+        """tokenizer and model of the last name that was loaded for several examples"""
 
     def link(self, text: str, folder: Path) -> None:
         """Let the models that a text names be found by their names in a working directory, and the bundled one by `BUNDLED`."""

@@ -57,13 +57,13 @@ def check_truth(case: Case) -> None:
 
 
 SMALL = [
-    Case(tokens=40),
+    Case(tokens=40, heads=1),
     Case(tokens=40, padded=True, lengths=(0, 130), sinks=True, groups=3, head_dim=80, head_dim_v=96, softcap=20.0),
     Case(tokens=45, heads=1, groups=2, residual=0, sink=0, keys="int4-token", values="int8-token", lengths=(33, 200)),
     Case(tokens=33, heads=1, groups=4, lengths=(0, 0)),
     Case(tokens=33, heads=1, groups=1, lengths=(300,), heavy_sink=5.0),
     Case(tokens=130, heads=1, groups=1, keys="dense", values="dense", lengths=(1, 5), dtype=torch.float32),
-    Case(tokens=33, heads=1, keys="boosted2-r0.25", values="int2-token-g32", lengths=(170, 90), padded=True),
+    Case(tokens=33, heads=1, keys="boosted2-r0.25", values="int2-token-g32", lengths=(170, 70), padded=True),
 ]
 
 
