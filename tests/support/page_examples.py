@@ -27,6 +27,8 @@ from hf_lowbit_kv import cli, formats, presets
 ROOT = Path(__file__).resolve().parents[2]
 #: files that commands read, filled with an essay where an example did not write them
 TEXTS = {"book.txt", "notes.txt", "code.txt", "code.py"}
+#: options that commands get where examples leave their defaults: less to read and to write
+SHORTER = [(["eval", "perplexity"], "--context", "1024"), (["demo"], "--max-new-tokens", "8")]
 #: what a comment in front of a block says of it
 MARK = re.compile(r"<!-- (gpu|file: [\w.-]+) -->\s*```\w+\n\Z")
 
@@ -136,6 +138,9 @@ class Page:
             return
         if takes_model and "--model" not in options and path != ["fits"]:
             options += ["--model", BUNDLED]
+        for command_path, option, value in SHORTER:
+            if path == command_path and option not in options:
+                options += [option, value]
         if path == ["eval", "lm-eval"]:
             options = on_offline_tasks(options)
         with own_exit():
