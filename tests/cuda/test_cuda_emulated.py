@@ -105,7 +105,7 @@ ATTENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some_fast(ATTENDS, {0, 1, 2, 3, 4, 7, 11, 22, 30, 34, 41}))
+@pytest.mark.parametrize("case", some_fast(ATTENDS, {0, 1, 2, 3, 4, 7, 11, 22, 30, 34, 41, 53}))
 def test_attend(case):
     kernels.check_attend(fragment(case))
 
