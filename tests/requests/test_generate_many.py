@@ -11,7 +11,7 @@ from cases import SMALL_PAGES, tiny_models
 from generation_cases import StopAt
 from letters import letters
 from pool_cases import CHUNK, Collected, one_row
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_lowbit_kv as lb
 
@@ -555,10 +555,12 @@ def test_weights_of_several_processes_are_refused(model):
         model.config.__dict__.pop("distributed_config", None)
 
 
-def test_the_code_of_the_page_runs(model, capsys):
+def test_the_code_of_the_page_runs(model, capsys, monkeypatch):
     """All blocks of docs/many-requests.md but that of the server's client, which tests/package/test_examples.py runs."""
+    for loader, what in ((AutoModelForCausalLM, model), (AutoTokenizer, letters())):
+        monkeypatch.setattr(loader, "from_pretrained", lambda *_, what=what, **__: what)
     text = (Path(__file__).resolve().parents[2] / "docs" / "many-requests.md").read_text(encoding="utf-8")
-    known = {"lb": lb, "model": model, "tokenizer": letters()}
+    known = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if "import openai" in block:
             continue
