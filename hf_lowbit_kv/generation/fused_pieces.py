@@ -168,7 +168,8 @@ class Rotary(Piece):
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
         """As most models call it: cosines of the whole head, or of the part that the configuration names."""
-        config, head_dim = getattr(self.module, "config", None), getattr(self.module, "head_dim", None)
+        config: Any = getattr(self.module, "config", None)
+        head_dim: Any = getattr(self.module, "head_dim", None)
         weight = next(self.module.parameters(), None)
         counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
         if weight is None or not all(isinstance(n, int) for n in (head_dim, *counts)):
