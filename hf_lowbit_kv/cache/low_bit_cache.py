@@ -283,6 +283,9 @@ class LowBitCache(Cache, PushToHubMixin):
         if layer_idx == self._first_attending:
             self._check_whole()
         new = layer is self._first and not layer.is_initialized
+        if layer is self._first and tokens > 1 and not new:
+            # each layer would ask the device for its own count, and so wait for the layers before it
+            self._first.length.agrees_with([each.length for each in self.packed_layers])
         if layer is self._first and not self._warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True

@@ -7,6 +7,8 @@ both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 #: first position, and a mask, bool `[B, n]`
@@ -114,6 +116,10 @@ class Length:
         self.at_least = int(self.seen)
         return self.at_least
 
+    def agrees_with(self, others: Sequence[Length]) -> None:
+        """Counts of layers that have seen the same tokens as this one: ask the device for this one, and let the next `check`
+        of the others not wait for it."""
+
     def check(self, tokens: int, wait: bool) -> None:
         """Raise `ValueError` if there is no room for this many more tokens. wait: wait for the device if only it
         knows."""
@@ -125,6 +131,8 @@ class FixedLength(Length):
     fixed = True
     capacity: int
     seen: torch.Tensor
+    #: whether `at_least` is what the device has counted, so that the next check need not wait
+    _compared = False
 
     @torch.inference_mode(False)  # the count must be writable outside it
     def __init__(self, capacity: int):
@@ -158,9 +166,18 @@ class FixedLength(Length):
         self.seen.fill_(tokens)
         self.at_least = tokens
 
+    def agrees_with(self, others: Sequence[Length]) -> None:
+        missed = -self.at_least + self.ask()  # tokens of compiled steps
+        for other in others:
+            assert isinstance(other, FixedLength)
+            if other is not self:
+                other.at_least += missed
+            other._compared = True
+
     def check(self, tokens: int, wait: bool) -> None:
-        if wait:
+        if wait and not self._compared:
             self.ask()
+        self._compared = False
         if self.at_least + tokens > self.capacity:
             raise ValueError(
                 f"max_cache_len={self.capacity} is too small: {self.at_least} tokens are stored and {tokens} came in"

@@ -138,6 +138,9 @@ class PagedStore(LayerStore):
         parameters: the layer's records, see `LayerState`.
     """
 
+    #: whether the table is known to count through one block, which no other store uses: row by row, page by page
+    _in_order = False
+
     # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
     @torch.inference_mode(False)
     def __init__(
@@ -232,6 +235,7 @@ class PagedStore(LayerStore):
         starts = self._starts_of(pool[-1], pool).view(self.batch_size, pages_per_row)
         address = torch.cat([state.page_address, starts], dim=1)
         self.state = state._replace(pool=pool, page_table=table, page_address=address)
+        self._in_order = first == 0
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. A growing store adds blocks; a preallocated store has the room
@@ -285,12 +289,15 @@ class PagedStore(LayerStore):
         state.lost.zero_()
         state.scratch.zero_()  # an interrupted launch may have left its counts
         self._leave_shared_blocks()
-        self._spread_pages(state.paged)  # rows may have shared pages
+        if not self._in_order:
+            self._spread_pages(self.state.paged)  # rows may have shared pages
+            self._in_order = len(self.state.pool) == 1 and self.holding.closed(self.state.pool) is None
 
     def _leave_shared_blocks(self) -> None:
         """Keep only blocks that this store owns, in a state without tokens."""
         if (closed := self.holding.closed(self.state.pool)) is None:
             return
+        self._in_order = False
         owned = [block for block in self.state.pool if self.holding.owns(block)]
         for block in self.state.pool:
             self.holding.let_go(block)
@@ -317,6 +324,7 @@ class PagedStore(LayerStore):
                 f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
                 f"{len(rows)} were asked for. Use a growing cache, or repeat the prompt before the first call."
             )
+        self._in_order = False
         names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")
         chosen = {name: getattr(state, name)[rows] for name in names}
         if self.capacity is not None:
@@ -356,6 +364,7 @@ class PagedStore(LayerStore):
 
     def _spread_pages(self, paged: torch.Tensor) -> None:
         """Put a separate page into each table entry that names no full page. Everything runs on the device."""
+        self._in_order = False
         table, full = self.state.page_table, self._full_entries(paged)
         free = torch.argsort(self._taken(full), stable=True)  # free ids first, in ascending order
         rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
@@ -396,9 +405,11 @@ class PagedStore(LayerStore):
         pool, first, parts = self.state.pool, 0, []
         for block in pool:
             here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
-            parts.append((block, ids[here] - first, contents[here]))
+            part = contents[here]
+            pair, words = (block, part), (words_of(block), words_of(part))
+            parts.append((words if words[0].dtype == words[1].dtype else pair, ids[here] - first))
             first += block.shape[0]
-        for block, place, part in parts:  # nothing is allocated between writes
+        for (block, part), place in parts:  # nothing is allocated between writes
             block[place] = part
 
     def widen(self, pages_per_row: int) -> None:
@@ -413,6 +424,7 @@ class PagedStore(LayerStore):
         self.state = self.state._replace(
             pool=pool, page_table=table.to(self.device), page_address=address.to(self.device)
         )
+        self._in_order = False
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
@@ -456,11 +468,18 @@ class PagedStore(LayerStore):
         return numbers * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
 
 
+def words_of(pages: torch.Tensor) -> torch.Tensor:
+    """Pages, uint8 `[..., page_bytes]`, as numbers of 8 bytes where their size allows it: PyTorch copies chosen pages number
+    by number."""
+    aligned = pages.shape[-1] % 8 == 0 and pages.is_contiguous() and pages.storage_offset() % 8 == 0
+    return pages.view(torch.int64) if aligned else pages
+
+
 def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """Bytes of the pages `ids` (any shape): uint8 `[*ids.shape, H, page_bytes]`."""
     ids = ids.long()
     if len(pool) == 1:
-        return pool[0][ids]
+        return words_of(pool[0])[ids].view(torch.uint8)
     out = pool[0].new_empty((*ids.shape, *pool[0].shape[1:]))
     first = 0
     for block in pool:

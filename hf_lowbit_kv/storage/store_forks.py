@@ -164,7 +164,7 @@ def _allocated(store: PagedStore, plan: _ForkPlan, device: torch.device) -> Laye
 def _fork(store: PagedStore, state: LayerState, plan: _ForkPlan, capacity: int | None) -> PagedStore:
     new = type(store).__new__(type(store))
     new.__dict__.update(store.__dict__)
-    new.capacity, new.holding, new.state = capacity, Holding(), state
+    new.capacity, new.holding, new.state, new._in_order = capacity, Holding(), state, False
     for place, pages in plan.shared:
         store.holding.share(new.holding, store.state.pool[place], pages)
     for record in state.parameters:

@@ -10,6 +10,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.pass_checks import OverrunError
+from hf_lowbit_kv.cache.token_counts import FixedLength
 
 LOST = r"max_cache_len=100 was too small: (\d+) tokens of a row .* are lost"
 WAYS = [lambda cache: cache.summary(), lambda cache: cache.get_seq_length(), lambda cache: cache.nbytes]
@@ -49,6 +50,30 @@ def test_compiled_steps(model):
     assert int(cache.get_seq_length()) == 0
     assert next_logits(model, cache).isfinite().all()
     assert "tokens" in cache.summary()
+
+
+def test_a_chunk_behind_compiled_steps(model):
+    """Python did not see those steps, and learns of them before the chunk's first layer."""
+    cache = overrun(model, 7)
+    layers = cache.packed_layers
+    assert [layer.length.at_least for layer in layers] == [80] * len(layers)
+    with torch.no_grad():
+        model(torch.arange(3, 8)[None], past_key_values=cache)
+    assert [(layer.length.at_least, int(layer.length.seen)) for layer in layers] == [(92, 92)] * len(layers)
+    with pytest.raises(ValueError, match="92 tokens are stored and 9 came in"), torch.no_grad():
+        model(torch.arange(3, 12)[None], past_key_values=cache)
+
+
+def test_one_layer_asks_for_the_count(model, monkeypatch):
+    """A layer that asks waits for all layers before it."""
+    cache = filled(model, max_cache_len=100)
+    asked = set()
+    ask = FixedLength.ask
+    monkeypatch.setattr(FixedLength, "ask", lambda length: asked.add(id(length)) or ask(length))
+    with torch.no_grad():
+        model(torch.arange(3, 8)[None], past_key_values=cache)
+    assert len(cache.packed_layers) > 1
+    assert asked == {id(cache.packed_layers[0].length)}
 
 
 def test_the_layer_with_the_least_room_decides(model):

@@ -16,6 +16,7 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
 from hf_lowbit_kv.storage.reference import read_pages
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.store_forks import fork_stores
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
 #: the same formats in the order in which tensor cores take them
@@ -222,6 +223,50 @@ def test_rows_can_be_repeated_and_dropped(residual):
     store.select_rows(torch.tensor([2, 5]))
     assert store.batch_size == 2
     assert torch.equal(_row(store, 0)["k"], rows[1])
+
+
+def _shared(store):
+    store.select_rows(torch.tensor([1, 1, 0]))
+
+
+def _cropped(store):
+    store.select_rows(torch.tensor([2, 2, 2]))
+    store.state.paged.fill_(0)
+    store.own_pages()
+
+
+def _widened(store):
+    store.widen(3)
+
+
+def _forked(store):
+    (fork,) = fork_stores([store], 1000)
+    _shared(fork)
+    return fork
+
+
+@pytest.mark.parametrize("before", [lambda store: None, _shared, _cropped, _widened, _forked])
+def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
+    """Whatever rows shared before. `_forked`: the fork holds full pages, so the store must not write there."""
+    spec = _spec(("int4-channel", "int4-token"))
+    store = _store(spec, batch=3, capacity=1000)
+    for turn in range(2):
+        _append(store, *_tokens(3, 700, seed=turn))
+        fork = before(store)
+        kept = None if fork is None else _row(fork)
+        store.reset()
+        entries = store.state.page_table.flatten().long()
+        assert len(entries.unique()) == len(entries)
+        assert torch.equal(store._page_starts(store.state.pool)[entries], store.state.page_address.flatten())
+        k, v = _tokens(3, 900, seed=5)
+        _append(store, k, v)
+        for row in range(3):
+            single = _store(spec)
+            _append(single, k[row : row + 1], v[row : row + 1])
+            _assert_same(_row(store, row), _row(single))
+        if kept is not None:
+            _assert_same(_row(fork), kept)
+        store.reset()
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
