@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,13 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
         ValueError: a parameter's numbers are not in memory (offloaded).
     """
     config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
+    modules = list(model.named_modules(remove_duplicate=False))
     return {
         "transformers": transformers.__version__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _stripped(config),
-        "adapters": _adapters(model),
-        "parameters": _digests(dict(_named_tensors(model))),
+        "adapters": _adapters(_once(modules)),
+        "parameters": _digests(dict(_named_tensors(modules))),
     }
 
 
@@ -95,19 +96,31 @@ def _stripped(config: Any) -> Any:
     return config
 
 
-def _adapters(model: torch.nn.Module) -> dict[str, str]:
+def _once(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module under its first name."""
+    seen = set()
+    for name, module in modules:
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+
+
+def _adapters(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
     """For each module: which adapters are active, merged or switched off, and their scales."""
     adapters = {}
-    for name, module in model.named_modules():
+    for name, module in modules:
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
             settings = {key: getattr(module, key, None) for key in _ADAPTERS}
             adapters[name] = json.dumps(settings, default=str, sort_keys=True)
     return adapters
 
 
-def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules():
+def _named_tensors(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter
+    for prefix, module in _once(modules):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}", buffer

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..cache.cache_contents import CacheContents, LayerContents
@@ -89,9 +90,14 @@ class KeptPrompt:
 
     def matches(self, ids: torch.Tensor) -> int:
         """Length of the common prefix of this text and `ids` `[n]`."""
-        count = min(len(self.ids), len(ids))
-        differ = (self.ids[:count] != ids[:count]).nonzero()
-        return int(differ[0, 0]) if len(differ) else count
+        return common_prefix(self.ids, ids)
+
+
+def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Length of the common prefix of two texts, ids `[n]` on the CPU."""
+    count = min(len(one), len(other))
+    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_reading._rows`
+    return int(differ[0]) if len(differ) else count
 
 
 def usable(prompt: KeptPrompt, match: int) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from ..cache import saved_cache
 from ..machine.staleness import ReadOnce
-from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
+from ..storage.paged_store import read_pages
+from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, common_prefix, contents_for
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
@@ -55,10 +56,7 @@ class PromptFolder:
                 own_seed, own_ids = self._text(path)
                 if own_seed != seed:
                     continue
-                count = min(len(own_ids), len(ids))
-                differ = (own_ids[:count] != ids[:count]).nonzero()
-                match = int(differ[0, 0]) if len(differ) else count
-                if match > best[0]:
+                if (match := common_prefix(own_ids, ids)) > best[0]:
                     best = match, path
         return best
 
@@ -124,7 +122,7 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     layers, pages = {}, {}
     for index, layer in contents.layers.items():
         tokens = layer.tokens
-        pages[index] = tokens.blocks[0][tokens.table[0].to(tokens.blocks[0].device)]
+        pages[index] = read_pages(tokens.blocks, tokens.table[0].to(tokens.blocks[0].device))
         sizes = layer.heads, layer.widths, layer.dtype
         layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
     segment = Segment(pages)
