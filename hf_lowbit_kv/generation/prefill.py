@@ -2,7 +2,7 @@
 
 Reading a prompt whole takes memory for its activations: about 100 kB for each token in a model of 8B. If the GPU does
 not have that much free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may
-differ from that of a prompt that is read whole (docs/dev/recording.md says by how much).
+differ from that of a prompt that is read whole (docs/dev/reading-prompts.md says by how much).
 
 The memory for a token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
 """

@@ -117,9 +117,7 @@ def test_an_unknown_preset_is_refused_before_anything_runs(model):
 
 
 def section() -> str:
-    text = (ROOT / "docs/dev/recording.md").read_text(encoding="utf-8")
-    begin = text.index("## Memory while a prompt is read")
-    return text[begin : text.index("\n## ", begin)]
+    return (ROOT / "docs/dev/reading-prompts.md").read_text(encoding="utf-8")
 
 
 def newest(kind):

@@ -206,7 +206,7 @@ def test_gpu_a_model_that_waits_does_not_refuse_the_other(models, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_gpu_one_thread_samples_while_another_records(models, device):
-    """docs/dev/recording.md: PyTorch may refuse to draw a random number while another thread records, and says so. Nothing else
+    """docs/dev/calls.md: PyTorch may refuse to draw a random number while another thread records, and says so. Nothing else
     goes wrong, and what is recorded is right."""
     prompt, other = prompts(device, 2)
     want = ours(models[0], prompt, step="eager")
