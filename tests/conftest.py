@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
         items[:] = kept
     # minutes in one test: begun late, it would keep one process busy when the others have nothing left
-    items.sort(key=lambda item: getattr(item, "originalname", None) != "test_interpreted")
+    items.sort(key=lambda item: not item.name.partition("[")[0].endswith("_interpreted"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-#: processes that the tests for the interpreter are dealt out to: one imports for as long as it runs a third of the fast ones
+#: processes that the slow tests for the interpreter are dealt out to; the fast ones run in one, which imports once
 PARTS = 2
 
 

@@ -24,10 +24,16 @@ FILES = [
 
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.timeout(1800)
+def test_interpreted():
+    run_part(FILES, part=0, parts=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
-def test_interpreted(slow, part):
-    run_part(FILES, part, slow=slow)
+def test_slow_ones_interpreted(part):
+    run_part(FILES, part, slow=True)
 
 
 def test_every_file_of_kernels_has_small_cases():

@@ -80,7 +80,6 @@ STATIC = [
 
 #: one pair of each family of kernels; others share them, or are compiled for half a minute
 FAST = [
-    ("int2-channel", "int2-token"),
     ("int4-channel", "dense"),
     ("boosted2-r0.125", "int2-token"),
     ("vq-d4b6", "vq-d8b5"),
