@@ -150,8 +150,8 @@ def fast(names: list[str], some: list[str]) -> list:
     return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-#: a codebook's code and plain tokens are compiled by g++ alone
-FAST = ["kivi-2", "kitty", "eigen-2", "fp8"]
+#: codebooks, static codes and plain tokens are compiled by g++ alone
+FAST = ["kivi-2", "kitty", "fp8"]
 
 
 @pytest.mark.parametrize("preset", fast(KINDS, FAST))

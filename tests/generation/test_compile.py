@@ -64,9 +64,9 @@ def test_one_graph_equal_to_eager(preset, residual):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("max_cache_len", [pytest.param(None, marks=pytest.mark.slow), 600])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_cache_len", [None, 600])
 @pytest.mark.host
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
 def test_a_model_that_its_user_compiled(max_cache_len):
     """A growing cache stays outside of the graphs; whatever ran compiled, eager passes go on from there."""
     model, stock = tiny_models("llama")

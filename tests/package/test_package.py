@@ -96,6 +96,7 @@ print(*lacking.values())
 OPTIONAL = {"cuda", "datasets", "fastapi", "lm_eval", "triton", "uvicorn"}
 
 
+@pytest.mark.slow  # `make release` imports the package from the wheel
 def test_every_module_of_the_wheel_is_imported_outside_the_checkout(wheel, tmp_path):
     target = tmp_path / "site"
     command = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", target, wheel]
