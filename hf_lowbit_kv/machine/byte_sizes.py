@@ -9,10 +9,15 @@ UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M
 UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
 
 
-def parse_size(text: str) -> int:
-    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes. Raises `ValueError` for anything else."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+def parse_size(text: str, name: str | None = None) -> int:
+    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes. Raises `ValueError` for anything else.
+
+    Args:
+        name: of the argument that has this text, for the message.
+    """
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise ValueError(f"size {text!r} is not understood; give e.g. 24GB or 512MiB")
+        shown = f"size {text!r}" if name is None else f"{name}={text!r}"
+        raise ValueError(f"{shown} is not understood; give e.g. 24GB or 512MiB")
     return int(float(match[1]) * units[match[2].lower()])

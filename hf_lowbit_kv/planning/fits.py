@@ -187,7 +187,7 @@ def fits(
     """
     check_count("context", context)
     check_count("rows", rows, unit="rows")
-    memory = parse_size(memory) if isinstance(memory, str) else memory
+    memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
     shape = shape_of(model)
     parameters = _weights(shape, weights)
     counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}

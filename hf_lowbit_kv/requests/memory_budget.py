@@ -33,7 +33,7 @@ def memory_in_bytes(memory: Any) -> int | None:
     else."""
     if memory is None:
         return None
-    size = parse_size(memory) if isinstance(memory, str) else memory
+    size = parse_size(memory, "memory") if isinstance(memory, str) else memory
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ValueError(
             f"memory={memory!r} is not allowed; it must be a number of bytes, a size such as '24GB', or None"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from cases import tiny_models
@@ -11,6 +13,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
 from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, recommend, sizes, within
 from hf_lowbit_kv.machine.byte_sizes import parse_size
+from hf_lowbit_kv.requests.memory_budget import memory_in_bytes
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +23,26 @@ def model():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GB", 24 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), ("1e6", 10**6), ("7", 7)],
+    [
+        ("24GB", 24 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("2kb", 2000),
+        ("1e6", 10**6),
+        ("7", 7),
+        (".5kB", 500),
+        ("2.GB", 2 * 10**9),
+    ],
 )
 def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["24 GX", "much", "", "-3GB"])
+@pytest.mark.parametrize("text", ["24 GX", "much", "", "-3GB", "1.2.3GB", ".", "..GB", "1e999"])
 def test_other_sizes_are_refused(text):
-    with pytest.raises(ValueError, match="is not understood; give"):
+    with pytest.raises(ValueError, match=f"size {re.escape(repr(text))} is not understood; give"):
         parse_size(text)
+    with pytest.raises(ValueError, match=f"memory={re.escape(repr(text))} is not understood; give"):
+        memory_in_bytes(text)
 
 
 def test_size_is_that_of_a_cache_which_holds_the_tokens(model):

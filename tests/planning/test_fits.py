@@ -111,7 +111,7 @@ def test_latents_are_counted():
     ("arguments", "message"),
     [
         (("Qwen/Qwen3-8B", 0), "context"),
-        (("Qwen/Qwen3-8B", 100, "much"), "size 'much'"),
+        (("Qwen/Qwen3-8B", 100, "much"), "memory='much' is not understood"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"rows": 0}), "rows"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"weights": "int3"}), "weights='int3' is not offered"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"presets": ["kivi-9"]}), "kivi-9"),
