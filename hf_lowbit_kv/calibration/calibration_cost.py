@@ -19,8 +19,8 @@ from .calibrators import Calibrator
 PROBE = 256
 #: time of a pass with gradients relative to a pass without them; factor of weighing on the time of attention
 BACKWARD, WEIGHED = 3.0, 2.0
-#: fitting is tried on one page of this many
-TRIED = 16
+#: fitting is tried on one page of this many, and on all pages if that should take less than this many seconds
+TRIED, TRIED_WHOLE = 16, 4.0
 
 
 class Cost(NamedTuple):
@@ -40,14 +40,15 @@ def cost(model: Any, presets: Sequence[str]) -> Cost:
     plan = plan_for(model, presets)
     length = min(plan.length, longest_window(model))
     kind = model.device.type
-    tokens = max(TOKENS.get(kind, TOKENS["cuda"]) // length, 1) * length
+    windows = max(TOKENS.get(kind, TOKENS["cuda"]) // length, 1)
+    tokens = windows * length
     probe = min(PROBE, longest_window(model))
     second = _seconds_of_pass(model, probe) / probe  # of one token
     linear, attention = _work(model, plan)
     seconds = tokens * second * _slower(linear, attention, length, probe)
     if any(calibrator.attention for calibrator in plan.calibrators.values()):
         seconds = tokens * second * _slower(linear, WEIGHED * attention, length, probe)
-    nbytes = _kept(plan, tokens, model.dtype)
+    nbytes = _kept(plan, windows, length, model.dtype)
     if plan.gradient_sides:
         count, (window, *_) = gradients.wanted(model, max(plan.gradient_sides))
         passes = len(plan.gradient_sides) * count * window
@@ -81,14 +82,11 @@ def _slower(linear: float, attention: float, length: int, probe: int) -> float:
     return (linear + attention * length / 2) / (linear + attention * probe / 2)
 
 
-def _kept(plan: CalibrationPlan, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the pages kept for fitting."""
-    kept = 0
-    for size in plan.page_sizes:
-        pages = max(each.pages for each in plan.calibrators.values() if each.page_size == size)
-        numbers = sum(heads * sum(dims) for heads, *dims in plan.sizes.values())
-        kept += min(pages * size, tokens) * numbers * dtype.itemsize
-    return kept
+def _kept(plan: CalibrationPlan, windows: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the pages kept for fitting, from windows of `length` tokens."""
+    numbers = sum(heads * sum(dims) for heads, *dims in plan.sizes.values())
+    sampling = plan.choose(windows, length, 0)
+    return sum(size * len(sampled.pages) * numbers * dtype.itemsize for size, sampled in sampling.by_size.items())
 
 
 def _backward(model: Any, window: int) -> int:
@@ -111,15 +109,21 @@ def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
 
 
 def _fit_of(calibrator: Calibrator, tokens: int, device: torch.device) -> float:
-    size = calibrator.page_size
-    wanted = max(min(calibrator.pages, tokens // size), 1)
+    """Seconds that a calibrator takes to fit. The time of k-means is not proportional to the number of points, so the
+    fit is tried on all pages if this is not long."""
+    wanted = max(min(calibrator.pages, tokens // calibrator.page_size), 1)
     tried = max(wanted // TRIED, min(wanted, 2))
+    seconds = _seconds_of_fit(calibrator, tried, device) * wanted / tried
+    return _seconds_of_fit(calibrator, wanted, device) if tried < wanted and seconds < TRIED_WHOLE else seconds
+
+
+def _seconds_of_fit(calibrator: Calibrator, pages: int, device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
-    shape = calibrator.num_kv_heads, tried, size, calibrator.head_dim
-    pages = torch.randn(shape, generator=generator, device=device)
-    calibrator.observe(pages[:, :2].flatten(1, 2)[None])
+    shape = calibrator.num_kv_heads, pages, calibrator.page_size, calibrator.head_dim
+    tokens = torch.randn(shape, generator=generator, device=device)
+    calibrator.observe(tokens[:, :2].flatten(1, 2)[None])
     began = time.perf_counter()
-    calibrator.fit(pages, 0)
+    calibrator.fit(tokens, 0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * wanted / tried
+    return time.perf_counter() - began

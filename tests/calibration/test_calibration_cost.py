@@ -13,6 +13,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration import calibration_cost
 from hf_lowbit_kv.calibration.calibrate import plan_for
 from hf_lowbit_kv.calibration.calibration_cost import cost
+from hf_lowbit_kv.calibration.calibration_plan import KeptPages
 
 TEXT = " ".join(str(i * i % 101 + i % 7) for i in range(40000))
 
@@ -34,16 +35,23 @@ def test_the_estimate_is_near(preset, model, monkeypatch):
     assert estimate.seconds / 4 < took < estimate.seconds * 4
 
 
-def test_memory_counts_pages_and_a_backward_pass(model):
-    """Pages: of 16384 tokens a head, keys and values in float32, as `fit` of `static` wants them."""
-    plan = plan_for(model, "eigen-2")
-    pages = calibration_cost._kept(plan, 1 << 20, torch.float32)
-    heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
-    assert pages == 16384 * heads * 2 * head_dim * 4 * model.config.num_hidden_layers
-    assert cost(model, ["eigen-2"]).nbytes > pages > 0
-    assert cost(model, ["vecinfer-2"]).nbytes == calibration_cost._kept(
-        plan_for(model, "vecinfer-2"), 64 * 512, torch.float32
-    )
+@pytest.mark.parametrize(("preset", "windows", "length"), [("vecinfer-2", 6, 512), ("eigen-2", 2, 1024)])
+def test_memory_counts_the_pages_that_are_kept(preset, windows, length, model):
+    plan = plan_for(model, preset)
+    kept = KeptPages(plan, plan.choose(windows, length, 0))
+    for window in range(windows):
+        for layer, (heads, *dims) in plan.sizes.items():
+            kept.see(window, layer, tuple(torch.randn(1, heads, length, dim) for dim in dims), {})
+    pages = [page for pages in kept._pages.values() for page in pages]
+    assert calibration_cost._kept(plan, windows, length, torch.float32) == sum(page.nbytes for page in pages)
+
+
+def test_memory_counts_a_backward_pass(model):
+    pages = calibration_cost._kept(plan_for(model, "eigen-2"), 32, 1024, torch.float32)
+    logits = 1024 * model.config.vocab_size * 4
+    assert cost(model, ["eigen-2"]).nbytes > pages + logits
+    pages = calibration_cost._kept(plan_for(model, "vecinfer-2"), 64, 512, torch.float32)
+    assert cost(model, ["vecinfer-2"]).nbytes == pages  # no gradients
 
 
 def test_longer_windows_take_longer():
