@@ -72,7 +72,13 @@ _PROMPT = "--layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 -
 _PROMPT_OWN = "--layers 8 --tokens 32768 --chunk 8192 " + _repeated("--preset", "vecinfer-2 vecinfer-1.5 eigen-2")
 
 PLAN = (
-    _decode("decode-own", "kivi-2 kitty-pro eigen-2 eigen-3", f"{_LONG} {_WIDE}", 2, "docs/dev/own-formats.md"),
+    _decode(
+        "decode-own",
+        "kivi-2 kitty-pro eigen-2 eigen-2-trellis eigen-3",
+        f"{_LONG} {_WIDE}",
+        2.5,
+        "docs/dev/own-formats.md",
+    ),
     Entry("start-recorded", "bench_start", "--how recorded", 1.5, "docs/dev/recording.md"),
     _decode("decode-vecinfer", f"kivi-2 {_VECINFER}", f"{_LONG} {_WIDE}", 4, "docs/dev/vecinfer.md"),
     _decode(
@@ -87,7 +93,7 @@ PLAN = (
     Entry("calibrate-eigen", "bench_calibrate", "--preset eigen-2", 6, "docs/dev/own-formats.md", memory=60),
     _decode(
         "decode-head-64",
-        f"kivi-2 kitty-pro {_VECINFER} eigen-2 eigen-3",
+        f"kivi-2 kitty-pro {_VECINFER} eigen-2 eigen-2-trellis eigen-3",
         _LONG,
         2,
         "docs/dev/vecinfer.md: heads of 64 channels",
