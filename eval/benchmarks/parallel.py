@@ -257,7 +257,7 @@ def main(
         if name not in allowed:
             raise typer.BadParameter(f"{name!r} is not known; allowed: {', '.join(allowed)}")
     processes = join()
-    device = processes.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = processes.device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     faults, rows = [], []
