@@ -126,9 +126,15 @@ def test_padded_rows_of_different_lengths(model):
         ids[row, 150 - length :] = torch.cat([system, _text(length - 110, 20 + row)], dim=1)[0]
         mask[row, 150 - length :] = 1
     options = {"attention_mask": mask}
-    tokens, cached, read = _generate(model, ids, store, **options)
-    assert torch.equal(tokens, _generate(model, ids, None, **options)[0])
-    assert (cached, read) == (64, 86)
+    with_logits = {"cache_options": DENSE, "return_dict_in_generate": True, "output_logits": True, **options, **GREEDY}
+    want = lb.generate(model, ids, "kivi-4", 12, **with_logits)
+    with Counted(model) as counted:
+        got = lb.generate(model, ids, "kivi-4", 12, prefixes=store, **with_logits)
+    tokens = got.sequences
+    assert torch.equal(tokens, want.sequences)
+    # positions that are wrong by a row's padding change logits, and here no token
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
+    assert (got.past_key_values.cached_tokens, counted.tokens - 11) == (64, 86)
     # what they left is what they would have left alone
     for row, length in enumerate((150, 130, 141)):
         turn = torch.cat([tokens[row : row + 1, 150 - length :], _text(5, 9)], dim=1)
