@@ -117,8 +117,8 @@ class Length:
         return self.at_least
 
     def agrees_with(self, others: Sequence[Length]) -> None:
-        """Counts of layers that have seen the same tokens as this one: ask the device for this one, and let the next `check`
-        of the others not wait for it."""
+        """Bring the counts of a cache's layers up to date at the begin of a pass. The layers have seen the same tokens, so
+        only this count is read from the device, and the next `check` of the others need not wait."""
 
     def check(self, tokens: int, wait: bool) -> None:
         """Raise `ValueError` if there is no room for this many more tokens. wait: wait for the device if only it
@@ -167,7 +167,8 @@ class FixedLength(Length):
         self.at_least = tokens
 
     def agrees_with(self, others: Sequence[Length]) -> None:
-        missed = -self.at_least + self.ask()  # tokens of compiled steps
+        before = self.at_least
+        missed = self.ask() - before  # tokens of compiled steps
         for other in others:
             assert isinstance(other, FixedLength)
             if other is not self:

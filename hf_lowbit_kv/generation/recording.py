@@ -74,9 +74,8 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
     """`value` in a form that can be compared: plain values unchanged, tensors by address, functions by identity."""
     if isinstance(value, _PLAIN):
         return value
-    if (
-        type(value) in _CONTAINERS and not value
-    ):  # most attributes of a module: a model has thousands, and none has a hook
+    # most attributes of a module are empty containers, such as its hooks, and a model has thousands of modules
+    if type(value) in _CONTAINERS and not value:
         return ()
     if isinstance(value, torch.Tensor):
         extra = _attributes(value, depth - 1, seen) if depth > 0 and getattr(value, "__dict__", None) else ()

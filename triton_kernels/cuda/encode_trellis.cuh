@@ -18,9 +18,9 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
     u8 k[PAGE];
   };
 
-  // The distance from the center, in steps.
-  static __device__ __forceinline__ float steps(const Space& own, int token, int c) {
-    return __fdiv_rn(__fsub_rn(to_float(own.tokens[token][c]), own.center[c]), own.step[c]);
+  // The distance of a number of channel c from the center, in steps.
+  static __device__ __forceinline__ float steps(const Space& own, u16 number, int c) {
+    return __fdiv_rn(__fsub_rn(to_float(number), own.center[c]), own.step[c]);
   }
   // The numbers that the steps of a chain code. Loads run two steps ahead, divisions one.
   struct Numbers {
@@ -42,8 +42,7 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
     // In half steps, divided by the token's scale.
     __device__ __forceinline__ float number(u16 loaded, int t) const {
       const Place at = place(min(t, STEPS - 1));
-      const float steps = __fdiv_rn(__fsub_rn(to_float(loaded), own.center[at.channel]), own.step[at.channel]);
-      return fminf(fmaxf(2.f * __fdiv_rn(steps, own.scale[at.token]), -FARTHEST), FARTHEST);
+      return fminf(fmaxf(2.f * __fdiv_rn(steps(own, loaded, at.channel), own.scale[at.token]), -FARTHEST), FARTHEST);
     }
   };
 
@@ -128,7 +127,7 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
       float square[Scales::EACH];
 #pragma unroll
       for (int i = 0; i < Scales::EACH; i++) {
-        const float x = 32 * i + lane < D ? steps(own, n, 32 * i + lane) : 0.f;
+        const float x = 32 * i + lane < D ? steps(own, own.tokens[n][32 * i + lane], 32 * i + lane) : 0.f;
         square[i] = __fmul_rn(x, x);
       }
       const int k = Scales::number_of_scale(square);
