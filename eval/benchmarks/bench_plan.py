@@ -146,7 +146,7 @@ PLAN = (
     Entry("decode-matrix", "bench_decode", "--matrix --rounds 10", 8, "docs/benchmarks.md: decode steps", memory=40),
     _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),
     Entry("batch", "bench_batch", "", 10, "docs/benchmarks.md", memory=80),
-    Entry("batch-own", "bench_batch", _BATCH_OWN, 12, "docs/dev/own-formats.md", memory=80),
+    Entry("batch-own", "bench_batch", _BATCH_OWN, 12, "docs/dev/batch.md", memory=80),
     Entry(
         "generate-1M",
         "bench_generate",

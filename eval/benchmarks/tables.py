@@ -47,6 +47,7 @@ ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
     "docs/dev/own-formats.md",
+    "docs/dev/batch.md",
     "docs/protocols.md",
     "docs/quantized-weights.md",
     "README.md",
