@@ -72,20 +72,21 @@ def _key_codes(page, token, channel, keep, P: tl.constexpr):
 
 @triton.jit
 def value_place(token, channel, P: tl.constexpr):
-    """Where a page of values has tokens `[N, 1]` and channels `[1, padded]`: the tile, the lane, and the lowest bit of the
-    eight that a word of 2-bit codes has for this channel and four tokens."""
+    """Where a page of values has tokens `[N, 1]` and channels `[1, padded]`: the tile, the lane, and the column of the
+    tile, which with the channel decides about the field."""
     rest = channel >= P.head_dim // 32 * 32
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
     row = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
     column = (token >> 2) & 7
-    return tile, 4 * row + (column >> 1), 16 * (column & 1) + 8 * ((channel >> 1) & 1)
+    return tile, 4 * row + (column >> 1), column
 
 
 @triton.jit
 def _value_codes(page, token, channel, keep, P: tl.constexpr):
     """The same for pages of values, where all channels have one width."""
-    tile, lane, field = value_place(token, channel, P)
+    tile, lane, column = value_place(token, channel, P)
     half, h = token & 1, (token >> 1) & 1
+    field = 16 * (column & 1) + 8 * ((channel >> 1) & 1)
     if P.bits[0] == 4:
         return _load(page, token, lane, 2 * tile + h, field + 4 * half, keep, P) & 15
     else:

@@ -56,8 +56,8 @@ def _path(page, block, lane, field, step, keep, P: tl.constexpr):
 @triton.jit
 def _levels(page, token, channel, keep, P: tl.constexpr):
     """Levels of tokens `[N, 1]` and channels `[1, padded]`, int32."""
-    tile, lane, bit = static_fragment.value_place(token, channel, P)
-    field = bit // 2 + 2 * ((token >> 1) & 1) + (token & 1)
+    tile, lane, column = static_fragment.value_place(token, channel, P)
+    field = 8 * (column & 1) + 4 * ((channel >> 1) & 1) + 2 * ((token >> 1) & 1) + (token & 1)
     code = _load(page, token, lane, tile, 2 * field, keep, P) & 3
     first = token // P.chain_tokens * (P.chain_tokens // 32)
     step = ((token // 32 - first) * P.lane_words + tile) * P.fields + field % P.fields
