@@ -340,7 +340,7 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
     clean(model.device)
     options = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": max(job.answer for job in work)}
     config = model.generation_config.__class__(**options)
-    written = dict.fromkeys(range(len(work)), 0)
+    written, done = dict.fromkeys(range(len(work)), 0), 0
     begin = time.perf_counter()
     manager = model.init_continuous_batching(generation_config=config, **batching)
     manager.start()
@@ -351,7 +351,6 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
             ): index
             for index, job in enumerate(work)
         }
-        done = 0
         while done < len(work) and (most_seconds is None or time.perf_counter() - begin < most_seconds):
             if (result := manager.get_result(timeout=1)) is None:
                 if not manager.is_running():
@@ -363,7 +362,8 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
             done += result.is_finished()
         seconds = time.perf_counter() - begin
     finally:
-        manager.stop(block=True)
+        # the default stop would first write all answers that are left
+        manager.stop(block=True, hard_stop=done < len(work))
     tokens = sum(written.values())
     attention = model.config._attn_implementation
     facts = {"attention": attention, "ended": done, "transformers": transformers.__version__}
