@@ -33,6 +33,8 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 # the files with tests for both ends of the range of transformers
 HOST = $(shell grep -rlE --include="test_*.py" "mark\.host\b" tests)
+# the files with tests for a GPU: collecting all others takes each process longer
+GPU = $(sort $(shell grep -rlE --include="test_*.py" "mark\.gpu\b" tests))
 
 .PHONY: calibrations demo docs release test test-all notebooks gpu-test gpu-test-all bench measure results lint clean
 .DELETE_ON_ERROR:
@@ -57,11 +59,13 @@ test-all: test $(TRITON)/.ready
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
 
+# each process compiles by itself: inductor's own processes, some for each of these, would only wait for each other
+gpu-test gpu-test-all: export TORCHINDUCTOR_COMPILE_THREADS = 1
 gpu-test: $(VENV)/.ready
-	$(PYTEST_ALL_CORES) -p as_they_end -m "gpu and not slow"
+	$(PYTEST_ALL_CORES) -p as_they_end -m "gpu and not slow" $(GPU)
 
 gpu-test-all: $(VENV)/.ready
-	$(PYTEST_ALL_CORES) -p as_they_end -m gpu
+	$(PYTEST_ALL_CORES) -p as_they_end -m gpu $(GPU)
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all

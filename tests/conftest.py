@@ -67,7 +67,24 @@ def _wanted(mark, item):
     return mark.kwargs["wanted"](item.callspec.params if hasattr(item, "callspec") else {})
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+def _dealt(items, processes):
+    """Tests that take long, dealt out: each process begins with its share of them, and goes on with neighbours.
+
+    Begun late, such a test would keep one process busy when the others have nothing left. `--dist worksteal` gives each of the
+    processes the same number of tests, in this order.
+    """
+    longest = [item for item in items if "begins_first" in item.keywords]
+    others = [item for item in items if "begins_first" not in item.keywords]
+    dealt = []
+    for number in range(processes):
+        own = longest[number::processes]
+        rest = max(0, (len(items) - len(dealt)) // (processes - number) - len(own))
+        dealt += own + others[:rest]
+        del others[:rest]
+    return dealt + others
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before -m chooses by them, the order behind it
 def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark in item.iter_markers("fast_if"):
@@ -79,12 +96,12 @@ def pytest_collection_modifyitems(config, items):
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
         items[:] = kept
-    # minutes in one test: begun late, it would keep one process busy when the others have nothing left
-    items.sort(key=lambda item: not item.name.partition("[")[0].endswith("_interpreted"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    yield
+    items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,6 +34,7 @@ def test_on_a_cpu(module, case):
         check(module, case, "cpu", kernels.SEED, values)
 
 
+@pytest.mark.begins_first
 @pytest.mark.slow
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.parametrize("part", range(PARTS))

@@ -104,6 +104,7 @@ def test_rows_keep_their_count(model):
     assert not lost.any()
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -15,18 +15,25 @@ from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
 COUNT = int(os.environ.get("SEQUENCES") or 8)
+#: the same on a GPU, where each compiles kernels
+GPU_COUNT = int(os.environ.get("SEQUENCES") or 4)
+#: one kind of each family of kernels, but for static codes, whose kernels take minutes to compile: `make gpu-test`
+FAMILIES = [
+    *("dense/dense", "int4-channel/int4-token", "int8-token/int8-token", "fp8/fp8", "boosted2-r0.125/int2-token"),
+    *("vq-d4b6/vq-d8b5", "latent fp8/dense", "latent dense/dense", "latent fp8-static/fp8"),
+]
 #: kinds whose transforms are matrix products: their sums, and so their bytes, may differ between devices
 PRODUCTS = [kind for kind in KINDS if kind.startswith(("matrix", "eigen"))]
 no_limit_of_long_runs = pytest.mark.timeout(0 if "SEQUENCES" in os.environ else 600)
 
 
-def explore(kind: str, device: str = "cpu") -> None:
-    """Run `COUNT` sequences, which TEST_SEED and the kind decide."""
+def explore(kind: str, device: str = "cpu", count: int = COUNT) -> None:
+    """Run `count` sequences, which TEST_SEED and the kind decide."""
     ran = 0
 
     @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} {kind}".encode()))
     @hypothesis.settings(
-        max_examples=COUNT, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
     @hypothesis.given(sequences())
     def holds(sequence):
@@ -36,7 +43,7 @@ def explore(kind: str, device: str = "cpu") -> None:
 
     holds()
     print(f"{ran} sequences of {kind}")
-    assert ran >= COUNT
+    assert ran >= count
 
 
 @pytest.mark.fast_if(wanted=lambda p: p["kind"] not in OTHER_WIDTHS)
@@ -46,13 +53,14 @@ def test_any_sequence(kind, one_thread):
     explore(kind)
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
-@pytest.mark.fast_if(wanted=lambda p: p["kind"] not in OTHER_WIDTHS)
+@pytest.mark.fast_if(wanted=lambda p: p["kind"] in FAMILIES)
 @no_limit_of_long_runs
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PRODUCTS])
 def test_any_sequence_on_a_gpu(kind):
     """On the default backend, `cuda` where it serves the setting, and on Triton."""
-    explore(kind, "cuda")
+    explore(kind, "cuda", GPU_COUNT)
 
 
 #: what random sequences seldom come to

@@ -15,6 +15,7 @@ import torch
 from cases import tiny_models
 from cuda_cases import GPU, LONG_CHUNKS, check_long_chunk, fragment
 from fp8_rows import SPECIAL, check_special_rows
+from gpu_selection import in_every_run, is_stored_in_every_run
 from kernel_cases import Case, filled, generator, random_step
 from kernel_matrix import (
     CODEBOOK_STORES,
@@ -22,8 +23,6 @@ from kernel_matrix import (
     SMALL,
     SMALL_STORES,
     TRANSFORMS,
-    in_every_run,
-    is_stored_in_every_run,
     matrix,
     static_attends,
     static_stores,
@@ -144,9 +143,10 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
     check_long_chunk(case, launch, monkeypatch)
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: p["score"] == "" or p["head_dim"] == 128)
+@pytest.mark.fast_if(wanted=lambda p: (p["head_dim"] == 128) == (p["score"] != "") and p["head_dim"] not in (64, 96))
 @pytest.mark.parametrize("score", ["", "-variance", "-range", "-random7"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_boosted_pages(head_dim, score, launch):

@@ -105,6 +105,7 @@ def test_inductor_updates_the_pages_in_place(monkeypatch):
     assert torch.equal(compiled, _decode(model, model, twin, ids, mask, 3))
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.fast_if(wanted=lambda p: p["preset"] in ("kivi-2-sink", "kv8"))

@@ -57,6 +57,7 @@ def test_finding_pieces_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.begins_first
 @pytest.mark.slow
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 def test_interpreted():

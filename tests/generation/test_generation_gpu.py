@@ -33,6 +33,8 @@ def _allow_synchronising():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.begins_first
+@pytest.mark.fast_if(wanted=lambda p: p["preset"] in ("dense", "kivi-2-sink"))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     torch._dynamo.reset()
@@ -54,6 +56,7 @@ def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
         gpu_model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
 
 
+@pytest.mark.begins_first
 def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -68,6 +71,7 @@ def test_gpu_one_graph_a_step_and_no_recompilation(gpu_model):
     assert graph_launches(lambda: ours(gpu_model, ids, mask, **options)) == 11
 
 
+@pytest.mark.begins_first
 def test_gpu_what_is_compiled_beforehand_serves_several_sequences(gpu_model):
     """The first call's own steps compile nothing: rows are repeated for their sequences before the first step."""
     torch._dynamo.reset()
@@ -80,6 +84,7 @@ def test_gpu_what_is_compiled_beforehand_serves_several_sequences(gpu_model):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.fast_if(wanted=lambda p: p["mode"] != "return_sequences")  # another test compiles for several sequences
 @pytest.mark.parametrize(
     "mode", ["sampling", "return_sequences", "chunked_prefill", "logits_processor", "eos", "streamer"]
 )
@@ -107,6 +112,7 @@ def test_gpu_modes(gpu_model, mode):
         assert torch.equal(torch.cat(streamers[1].pieces), eager[0].cpu())
 
 
+@pytest.mark.begins_first
 def test_gpu_second_turn_after_a_stop(gpu_model):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

@@ -82,7 +82,7 @@ CHOSEN = (
     "eigen-2",
 )
 CHOSEN += ("fp8", "snapmla", "mla")
-IN_FLOAT32 = ("kivi-4", "kitty-hadamard", "eigen-2", "mla")
+IN_FLOAT32 = ("kivi-4", "kv4-hadamard", "mla")
 
 
 @pytest.mark.fast_if(wanted=lambda p: p["preset"] in (IN_FLOAT32 if p["dtype"] == torch.float32 else CHOSEN))
@@ -144,6 +144,7 @@ def test_gpu_streamer(gpu_model):
     assert torch.equal(out, eager(gpu_model, ids, mask, new_tokens=60))
 
 
+@pytest.mark.begins_first
 def test_gpu_second_turn_after_a_stop(gpu_model):
     results = []
     for step in ("eager", "recorded"):
@@ -249,6 +250,7 @@ def _in_use() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), own
 
 
+@pytest.mark.begins_first
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize("step", ["recorded", "compiled"])
 def test_gpu_release_gives_the_memory_back(own_model, step):

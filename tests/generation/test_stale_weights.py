@@ -99,6 +99,7 @@ def test_compiled_steps_see_quantized_weights_that_changed_in_place():
     lb.release(model)
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize("step", ["recorded", "compiled"])

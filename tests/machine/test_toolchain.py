@@ -219,6 +219,7 @@ print(json.dumps([cache.summary(), torch.stack(out).float().cpu().tolist()]))
 """
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 def test_gpu_without_a_compiler(tmp_path):
     """Nothing on PATH and nothing in a cache: prompt, steps and `generate` by the CUDA kernels alone."""

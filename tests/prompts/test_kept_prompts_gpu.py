@@ -82,6 +82,9 @@ def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
             assert torch.equal(got, logits(model, fresh, text))
 
 
+@pytest.mark.fast_if(
+    wanted=lambda p: (p["backend"], p["formats"]) != ("triton", FORMATS[10])
+)  # half a minute; a fork is one
 @SOME
 @CHOSEN
 @MODES
@@ -121,6 +124,7 @@ def _content(folder):
     return json.loads((folder / saved_cache.FILE_NAME).read_text())["content"]
 
 
+@pytest.mark.fast_if(wanted=lambda p: (p["backend"], p["preset"]) != ("triton", "kitty"))  # forks have boosted channels
 @pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kitty", "kv8"])
 @pytest.mark.parametrize("spilled", [False, True], ids=["on the GPU", "in a folder"])
 def test_a_stored_prompt_gives_the_logits_of_its_cache(model, backend, preset, spilled, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import torch
 from kernel_cases import Case
@@ -13,43 +12,6 @@ from hf_lowbit_kv.formats import HEAD_DIMS
 EIGEN_2 = {"keys": "static-44422000", "values": "static-2-t"}
 EIGEN_3 = {"keys": "static-64332222", "values": "static-3-t"}
 TRELLIS = {"keys": "static-44422000", "values": "trellis-2"}
-
-#: pairs of formats whose kernels have the paths of another pair's, with another width or number of channels
-OTHER_WIDTHS = [
-    *(("int2-channel", "int2-token"), ("int6-token", "int6-token"), ("int8-token", "int8-token")),
-    *(("boosted2-r0.25", "int2-token"), tuple(EIGEN_3.values())),
-]
-
-
-def _other_width(name: str) -> bool:
-    """Whether a format has the paths of `int4-channel-g32`, or of another in groups, with another width."""
-    return re.fullmatch(r"int[2568]-(channel|token)-g\d+", name) is not None
-
-
-def in_every_run(case: Case) -> bool:
-    """Whether `make gpu-test` has a case of the matrices below: one for each path of the kernels (`make gpu-test-all`: all)."""
-    if len(case.lengths) == 40:  # the reference on the CPU takes 20 s
-        return case.keys == "int4-channel"
-    if case.keys.startswith("vq-") and len(case.lengths) == 3:
-        bits = int(case.keys.partition("b")[2])
-        if case.head_dim == 128:
-            return bits in (3, 8, 12)
-        return case.head_dim == 80 or (case.groups, case.tokens) == (4, 1)
-    if (case.keys, case.values) in OTHER_WIDTHS:
-        return case.page_size != 128
-    return case.page_size != 128 or not _other_width(case.keys)
-
-
-def is_stored_in_every_run(case: Case) -> bool:
-    """The same for what is stored: boosted channels, which take longest, in one of the sizes; tokens that are stored straight
-    into pages in formats that have none but these."""
-    if case.keys == "boosted2-r0.25" and case.lengths == (1, 1):
-        return case.head_dim == 80
-    if case.keys == "int2-token" and case.values == "int8-channel":
-        return case.head_dim == 80
-    straight = case.residual == 0 and case.head_dim == 128 and case.page_size == 128
-    return in_every_run(case) and (not straight or case.keys.startswith(("int4", "dense", "fp8")))
-
 
 SMALL = [
     Case(),

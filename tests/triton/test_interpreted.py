@@ -22,12 +22,14 @@ FILES = [
 ]
 
 
+@pytest.mark.begins_first
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.timeout(1800)
 def test_interpreted():
     run_part(FILES, part=0, parts=1)
 
 
+@pytest.mark.begins_first
 @pytest.mark.slow
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the tests themselves run here")
 @pytest.mark.timeout(1800)

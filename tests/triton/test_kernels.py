@@ -13,6 +13,7 @@ import functools
 import pytest
 import torch
 from fp8_rows import SPECIAL, check_special_rows
+from gpu_selection import in_every_run, is_stored_in_every_run
 from kernel_cases import Case, generator, random_step, store_for
 from kernel_checks import (
     DEVICE,
@@ -34,8 +35,6 @@ from kernel_matrix import (
     SMALL_STORES,
     TRANSFORMS,
     codebook_attends,
-    in_every_run,
-    is_stored_in_every_run,
     matrix,
     stores,
     transformed,
@@ -245,6 +244,7 @@ def test_store(case, chunks):
     check_store(case, chunks)
 
 
+@pytest.mark.begins_first
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("options", GRAPHS, ids=str)
