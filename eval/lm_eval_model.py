@@ -41,7 +41,14 @@ from transformers.cache_utils import Cache
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
-from hf_lowbit_kv.eval.local_models import bundled_model, default_device, default_dtype, explained, without_tokenizer
+from hf_lowbit_kv.eval.local_models import (
+    AUTO,
+    bundled_model,
+    default_device,
+    default_dtype,
+    explained,
+    without_tokenizer,
+)
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
 from hf_lowbit_kv.formats.installed import load_installed
 from hf_lowbit_kv.machine.cache_argument import as_argument
@@ -70,7 +77,7 @@ class LowBitLM(HFLM):
         kv_backend: `backend=` of the cache. (lm-eval uses the name `backend` itself.)
         **arguments: arguments of `HFLM` and of transformers' loader (`LOADER_ARGUMENTS`). All others are overrides for
             `from_preset`, e.g. `residual=64`. By default the model is on a GPU in bfloat16 if there is one, else on the
-            CPU in float32.
+            CPU in float32. `device="auto"` spreads its layers over all GPUs.
 
     Attributes:
         shares: for each task, counts of tokens that scored positions attended to, over all processes.
@@ -106,7 +113,13 @@ class LowBitLM(HFLM):
         if pretrained is None:
             pretrained = str(bundled_model())
         if isinstance(pretrained, str):
-            device = torch.device(arguments.setdefault("device", None) or default_device())
+            device = arguments.get("device") or default_device()
+            if (
+                device == AUTO
+            ):  # lm-eval's name for a device map over all GPUs; without a GPU there is nothing to spread
+                device = default_device()
+                arguments["parallelize"] = device.type != "cpu"
+            device = torch.device(device)
             arguments |= {"device": str(device), "dtype": arguments.get("dtype") or default_dtype(device)}
             arguments["attn_implementation"] = ATTENTION_NAME
         else:

@@ -111,6 +111,10 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
+#: name of a device: the layers are spread over all GPUs, or stay on the CPU if there is none
+AUTO = "auto"
+
+
 def load_model(
     name: str | None = None,
     dtype: torch.dtype | None = None,
@@ -121,7 +125,8 @@ def load_model(
 
     Args:
         name: a hub name or a folder; `None`: the bundled model.
-        dtype, device: by default a GPU in bfloat16 if there is one, else the CPU in float32.
+        dtype, device: by default a GPU in bfloat16 if there is one, else the CPU in float32. Device `"auto"` spreads
+            the layers over all GPUs (transformers' `device_map="auto"`).
         attn_implementation: a name registered with transformers.
 
     Returns:
@@ -129,11 +134,13 @@ def load_model(
 
     Raises:
         MissingPackageError: the bundled model is wanted, but its package is missing.
+        ImportError: device `"auto"` needs accelerate.
         OSError: there is no such model, or it has no tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = default_device() if device is None else torch.device(device)
+    spread = {"device_map": AUTO} if device == AUTO and default_device().type != "cpu" else {}
+    device = default_device() if device in (None, AUTO) else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name
     with explained(path):
@@ -141,8 +148,10 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(path)
         except ValueError as error:  # if there is no such model, OSError says what is missing
             raise OSError(without_tokenizer(path, error)) from error
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
-    return model.to(device).eval(), tokenizer
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attn_implementation, **spread
+        )
+    return (model if spread else model.to(device)).eval(), tokenizer
 
 
 def model_name(name: str | None) -> str:

@@ -36,7 +36,9 @@ from .shared_options import (
 
 
 def doctor(
-    device: DeviceOption = None,
+    device: Annotated[
+        str | None, typer.Option(help="E.g. cpu, cuda:1.", show_default="the GPU, if there is one")
+    ] = None,
     as_json: JsonObjectOption = False,
 ) -> None:
     """Say what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ..calibration_files.calibration_file import Calibration
 from ..eval.data_parallel import process_count
-from ..eval.local_models import load_model
+from ..eval.local_models import AUTO, load_model
 from ..eval.preset_search import fitting_presets
 from ..presets import get_preset
 
@@ -39,7 +39,10 @@ PresetOption = Annotated[
 ModelOption = Annotated[
     str | None, typer.Option(help="Hub name or folder of the model.", show_default="the bundled SmolLM2-135M-Instruct")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="E.g. cpu, cuda:1.", show_default="the GPU, if there is one")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="E.g. cpu, cuda:1. auto: layers spread over all GPUs.", show_default="the GPU, if there is one"),
+]
 DtypeOption = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="float32 on a CPU, else bfloat16")
 ]
@@ -105,8 +108,10 @@ def check_dtype(name: str | None) -> None:
         raise ValueError(f"--dtype {name!r} is not offered; allowed: {', '.join(DTYPES)}")
 
 
-def check_device(name: str | None) -> torch.device | None:
-    """The device with this name. Raises `ValueError` if torch cannot use it."""
+def check_device(name: str | None) -> torch.device | str | None:
+    """The device with this name, or `"auto"`. Raises `ValueError` if torch cannot use it."""
+    if name == AUTO:
+        return name
     try:
         where = None if name is None else torch.device(name)
         if where is not None:
@@ -120,12 +125,12 @@ def device_of_process(name: str | None) -> str | None:
     """`--device` for this process. If there are several processes on GPUs, each takes its own GPU.
 
     Raises:
-        ValueError: there are several processes, and `--device` names one GPU for all of them.
+        ValueError: there are several processes, and `--device` names one GPU for all of them, or is `auto`.
     """
     count = process_count()
     if count == 1 or name == "cpu":
         return name
-    if name is not None and torch.device(name).index is not None:
+    if name == AUTO or (name is not None and torch.device(name).index is not None):
         raise ValueError(
             f"--device {name!r} with {count} processes is not allowed: each takes a GPU of its own; leave --device out"
         )

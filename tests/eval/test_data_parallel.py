@@ -38,11 +38,12 @@ def test_commands_that_cannot_be_shared_say_so(command, monkeypatch, capsys):
     assert f"`{' '.join(command)}` runs in one process" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_gpu_for_all_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize("device", ["cuda:1", "auto"])
+def test_a_gpu_for_all_is_refused(monkeypatch, capsys, device):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
-        cli.main(["eval", "perplexity", "--preset", "kivi-2", "--device", "cuda:1"])
+        cli.main(["eval", "perplexity", "--preset", "kivi-2", "--device", device])
     assert "each takes a GPU of its own" in " ".join(capsys.readouterr().err.split())
 
 

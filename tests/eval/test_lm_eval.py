@@ -20,6 +20,7 @@ huggingface = pytest.importorskip("lm_eval.models.huggingface")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from hf_lowbit_kv.eval.lm_eval_model import LowBitLM  # noqa: E402
+from hf_lowbit_kv.eval.local_models import load_model  # noqa: E402
 
 
 def lm_of(model_folder, preset="kivi-2", batch_size=8, **options):
@@ -185,6 +186,16 @@ def test_an_unreachable_model_is_explained(monkeypatch):
         OSError, match=r"'some/model' cannot be loaded: We couldn't connect to 'https://hub'\. Without the hub"
     ):
         LowBitLM("some/model", preset="kivi-2", device="cpu")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU it is spread over GPUs: tests/eval/test_two_gpus_eval.py"
+)
+def test_without_a_gpu_auto_is_the_cpu(model_folder):
+    lm = LowBitLM(str(model_folder), preset="kivi-2", batch_size=1, device="auto", page_size=32, residual=32)
+    assert (lm.device, lm.model.dtype) == (torch.device("cpu"), torch.float32)
+    model = load_model(str(model_folder), device="auto")[0]
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
 
 
 def test_a_batch_size_must_be_a_number(model_folder):
