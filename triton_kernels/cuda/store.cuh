@@ -25,11 +25,11 @@ constexpr int SPACE = sizeof(EncodeKeys::Space) > sizeof(EncodeValues::Space) ? 
 // How storing a chunk changes a row's counters.
 struct Counts {
   int stored, before, fits, after, missing;  // missing: tokens that do not fit
-  __device__ __forceinline__ Counts(const AppendArgs& a, int bh) : Counts(a, bh, a.length[bh], a.paged[bh]) {}
-  __device__ __forceinline__ Counts(const AppendArgs& a, int bh, int length, int paged) {
+  __device__ __forceinline__ Counts(const AppendArgs& a, int bh)
+      : Counts(a, a.length[bh], a.paged[bh], a.count ? a.count[bh / a.heads] : a.tokens) {}
+  __device__ __forceinline__ Counts(const AppendArgs& a, int length, int paged, int tokens) {
     stored = length;
     before = paged;
-    const int tokens = a.count ? a.count[bh / a.heads] : a.tokens;
     fits = max(min(tokens, a.room - stored), 0);
     missing = tokens - fits;
     const int index = stored + fits - a.sink;

@@ -48,7 +48,7 @@ template <int D> struct Token {
 // It has a single exit: if one warp alone calls a function that returns early, compute-sanitizer's synccheck reports the next barrier.
 COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;
-  const Counts n(a, bh, length, paged);
+  const Counts n(a, length, paged, 1);
   Token<DK> k;
   Token<DV> v;  // everything is loaded before the first branch, so it costs one memory latency
   k.load(a.k, b * a.k_b + h * a.k_h, lane);
@@ -67,7 +67,7 @@ COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, in
 // Packs the page that is due. Called by a team after its last use of `space`. It runs once in PAGE steps and is kept out of line, so the
 // main loops do not pay for its registers.
 COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int thread, int team, u8* space) {
-  const Counts n(a, bh, stored, before);
+  const Counts n(a, stored, before, 1);
   BARRIER(merging_done, meet(team));
   constexpr int AT = (SPACE + 127) / 128 * 128;
   pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
@@ -82,27 +82,34 @@ __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
 }
 
 // count: rows times heads. BATCH: a third of the loads in flight. Few rows need few loads, and a short function: behind another kernel
-// its instructions come from memory.
+// its instructions come from memory. All of a batch is computed before the first store, because behind a store every field of `a` would
+// be loaded again.
 template <int BATCH> COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
 #pragma unroll 1
   for (int first = lane; first < count; first += 32 * BATCH) {
-    int length[BATCH], paged[BATCH];
-    bool real[BATCH];
+    int *length = a.length + first, *paged = a.paged + first, *lost = a.lost + first;
+    int stored[BATCH], after[BATCH];
+    bool real[BATCH], fits[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const int bh = min(first + 32 * j, count - 1);
-      length[j] = a.length[bh];
-      paged[j] = a.paged[bh];
-      real[j] = first + 32 * j < count && !padding(a, bh / a.heads);
+      const bool here = first + 32 * j < count;
+      stored[j] = here ? length[32 * j] : 0;
+      after[j] = here ? paged[32 * j] : 0;
+      real[j] = here && !(HAS_MASK && padding(a, (first + 32 * j) / a.heads));
     }
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const Counts n(a, first + 32 * j, length[j], paged[j]);
-      if (real[j] && n.fits) {
-        a.length[first + 32 * j] = n.stored + 1;
-        a.paged[first + 32 * j] = n.after;
-      } else if (real[j]) a.lost[first + 32 * j] += 1;
+      const Counts n(a, stored[j], after[j], 1);
+      after[j] = n.after;
+      fits[j] = n.fits;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (real[j] && fits[j]) {
+        length[32 * j] = stored[j] + 1;
+        paged[32 * j] = after[j];
+      } else if (real[j]) lost[32 * j] += 1;
     }
   }
   if (lane == 0) *arrived = 0;
