@@ -1,4 +1,4 @@
-"""Which module holds the device functions of a page format. A new format is one file and one line here.
+"""Which module holds the device functions of a page format. `docs/add-a-format.md` says how to add one.
 
 Such a module has `params`, `encode` and `decode`. They suffice: a step then unpacks the history in stretches
 (`prompt`). With the other functions below, decode steps attend directly to packed pages.

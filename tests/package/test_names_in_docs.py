@@ -30,9 +30,6 @@ OBJECTS = {"cache": "LowBitCache", "chat": "Chat", "nbytes": "CacheBytes", "resu
 OTHERS = {"copy", "layer", "model", "tl", "torch", "cp", "ldmatrix", "mma", "stmatrix"}
 #: page -> files, or stems of files, that the reader writes, that a command writes, or that other packages have
 ELSEWHERE = {
-    "CONTRIBUTING.md": {"foo"},
-    "design.md": {"foo"},
-    "kernels.md": {"foo", "encode_foo"},
     "add-a-format.md": {"sign.py", "mx8"},
     "calibrate.md": {"rows.json"},
     "faq.md": {"calibrations/", "kernels/"},
