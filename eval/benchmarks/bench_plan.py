@@ -80,23 +80,25 @@ PLAN = (
         "docs/dev/own-formats.md",
     ),
     Entry("start-recorded", "bench_start", "--how recorded", 1.5, "docs/dev/recording.md"),
-    _decode("decode-vecinfer", f"kivi-2 {_VECINFER}", f"{_LONG} {_WIDE}", 4, "docs/dev/vecinfer.md"),
+    _decode("decode-vecinfer", f"kivi-2 {_VECINFER}", f"{_LONG} {_WIDE}", 4, "docs/dev/calibrated-presets.md"),
     _decode(
         "decode-per-head",
         "vecinfer-2",
         f"{_LONG} {_WIDE}",
         1.5,
-        "docs/dev/vecinfer.md: a codebook a KV head",
+        "docs/dev/calibrated-presets.md: a codebook a KV head",
         "--backend cuda --per-head",
     ),
-    Entry("calibrate-vecinfer", "bench_calibrate", "--preset vecinfer-2", 3, "docs/dev/vecinfer.md", memory=40),
+    Entry(
+        "calibrate-vecinfer", "bench_calibrate", "--preset vecinfer-2", 3, "docs/dev/calibrated-presets.md", memory=40
+    ),
     Entry("calibrate-eigen", "bench_calibrate", "--preset eigen-2", 6, "docs/dev/own-formats.md", memory=60),
     _decode(
         "decode-head-64",
         f"kivi-2 kitty-pro {_VECINFER} eigen-2 eigen-2-trellis eigen-3",
         _LONG,
         2,
-        "docs/dev/vecinfer.md: heads of 64 channels",
+        "docs/dev/calibrated-presets.md: heads of 64 channels",
         "--backend cuda --head-dim 64",
     ),
     _decode(
@@ -104,7 +106,7 @@ PLAN = (
         "vecinfer-2 vecinfer-4",
         _LONG,
         1.5,
-        "docs/dev/vecinfer.md: Triton",
+        "docs/dev/calibrated-presets.md: Triton",
         "--backend triton",
     ),
     _decode("decode-readme", _README, _LONG, 2, "README"),
@@ -139,7 +141,12 @@ PLAN = (
     Entry("memory", "bench_memory", "", 3, "docs/benchmarks.md", memory=80),
     Entry("prompt", "bench_prompt", _PROMPT, 2, "docs/benchmarks.md", memory=40),
     Entry(
-        "prompt-calibrated", "bench_prompt", _PROMPT_OWN, 2, "docs/dev/vecinfer.md, docs/dev/own-formats.md", memory=40
+        "prompt-calibrated",
+        "bench_prompt",
+        _PROMPT_OWN,
+        2,
+        "docs/dev/calibrated-presets.md, docs/dev/own-formats.md",
+        memory=40,
     ),
     Entry("prefill", "bench_prefill", "", 5, "docs/dev/log/kernels.md", memory=40),
     _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),

@@ -46,7 +46,7 @@ from hf_lowbit_kv.presets import PRESETS
 ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
-    "docs/dev/own-formats.md",
+    "docs/dev/calibrated-presets.md",
     "docs/dev/batch.md",
     "docs/protocols.md",
     "docs/quantized-weights.md",

@@ -32,10 +32,11 @@ OTHERS = {"copy", "layer", "model", "tl", "torch", "cp", "ldmatrix", "mma", "stm
 ELSEWHERE = {
     "add-a-format.md": {"sign.py", "mx8"},
     "calibrate.md": {"rows.json"},
+    "calibrated-presets.md": {"popular.txt", "worked.txt"},
     "faq.md": {"calibrations/", "kernels/"},
     "models.md": {"config.json"},
     "protocols.md": {"eval/results/protocols.jsonl"},
-    "vecinfer.md": {"calibration.safetensors", "popular.txt", "worked.txt"},
+    "vecinfer.md": {"calibration.safetensors"},
 }
 
 
