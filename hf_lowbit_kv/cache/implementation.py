@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..storage.readings import ModelSide
+    from ..storage.model_sides import ModelSide
 
 #: the name under which the attention function is registered
 ATTENTION_NAME = "lowbit_kv"

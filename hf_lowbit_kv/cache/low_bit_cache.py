@@ -24,10 +24,11 @@ from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
-from ..storage.readings import DIRECT, ModelSide, StreamSizes, model_sides_of
+from ..storage.model_sides import DIRECT, ModelSide, StreamSizes
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .implementation import warn_if_dense
+from .latent_attention import absorbed_layers
 from .low_bit_layer import LowBitLayer, fork_layers
 from .model_ref import ModelRef
 from .own_layer_contents import resized
@@ -99,7 +100,7 @@ def packed_sides(
     model_or_config: PreTrainedModel | PreTrainedConfig, config: PreTrainedConfig, layers: Sequence[Any]
 ) -> dict[int, ModelSide]:
     """The model's side of each layer that is packed. layers: those that transformers itself would make."""
-    special = model_sides_of(model_or_config, config)
+    special = absorbed_layers(model_or_config, config)
     packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
     if not packed:
         raise ValueError(

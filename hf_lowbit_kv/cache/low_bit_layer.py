@@ -14,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends import operations as ops
 from ..machine.toolchain import why_not_launched
 from ..storage.layer_spec import LayerSpec
+from ..storage.model_sides import DIRECT, ModelSide
 from ..storage.paged_store import PagedStore
-from ..storage.readings import DIRECT, ModelSide
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores

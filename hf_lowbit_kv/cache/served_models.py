@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..storage.readings import ModelSide, parse_reading
+from ..storage.model_sides import ModelSide
+from ..storage.readings import parse_reading
 
 
 def unwrap(model: Any) -> PreTrainedModel:

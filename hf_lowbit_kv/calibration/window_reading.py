@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..machine.cache_argument import as_argument
-from ..storage.readings import causal_attention
+from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .attention_weights import CHUNK, PageGrid, weights_of

@@ -23,8 +23,8 @@ from ..formats.records import size
 from ..machine.cache_argument import as_argument
 from ..presets import get_preset
 from ..storage.layer_spec import LayerSpec
+from ..storage.model_sides import DIRECT
 from ..storage.paged_store import PagedStore
-from ..storage.readings import DIRECT
 from ..triton_kernels.config import BUFFER_BYTES
 from .model_shapes import Shape
 

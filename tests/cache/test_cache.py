@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import LayerView
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.readings import DIRECT
+from hf_lowbit_kv.storage.model_sides import DIRECT
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}

@@ -12,8 +12,8 @@ from transformers import CompileConfig, LogitsProcessor
 from wrapped_linears import Adapted, Int8Linear
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import latent_attention
 from hf_lowbit_kv.machine.staleness import Seen
-from hf_lowbit_kv.storage import readings
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates
@@ -181,7 +181,7 @@ def test_adapters_merged_and_unmerged(graphs):
 def up_projection(layer):
     module = torch.nn.Module()
     module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank = layer, 8, 8, 32
-    return module, readings.UpProjection(module)
+    return module, latent_attention.UpProjection(module)
 
 
 def matrix(layer):

@@ -24,8 +24,8 @@ from transformers import DynamicCache
 from wrapped_linears import Adapted, Int8Linear
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import latent_attention
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.storage import readings
 
 pytestmark = [
     pytest.mark.host,
@@ -47,7 +47,7 @@ def test_every_architecture_with_a_latent(folder):
     if folder in SPARSE:
         module = attention_class(folder)(tiny_config(folder), layer_idx=1)
         with pytest.raises(ValueError, match=f"{type(module).__name__} is sparse attention: an indexer"):
-            readings.check_module(module)
+            latent_attention.check_module(module)
         return
     ours, theirs = tiny_models(folder)
     inputs = prompt(padded=7)
@@ -227,7 +227,7 @@ def test_fp8_weights_with_a_scale_a_block():
     layer.block_size = (128, 128)
     module = torch.nn.Module()
     module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank = layer, 32, 32, 128
-    keys, values = readings.UpProjection(module).matrices(torch.float32)
+    keys, values = latent_attention.UpProjection(module).matrices(torch.float32)
     full = torch.cat([layer.weight[:128].float(), layer.weight[128:].float() * 3]).view(4, 64, 128)
     assert torch.equal(keys, full[:, :32])
     assert torch.equal(values, full[:, 32:])
@@ -235,7 +235,7 @@ def test_fp8_weights_with_a_scale_a_block():
 
 def test_weights_are_shared_not_copied(models):
     attention = attentions(models[0])[0]
-    keys, values = readings.UpProjection(attention).matrices(torch.float32)
+    keys, values = latent_attention.UpProjection(attention).matrices(torch.float32)
     assert keys.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
     assert values.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
 
@@ -256,10 +256,10 @@ class Largest(TorchDispatchMode):
 def test_a_step_copies_no_weights(models, tokens):
     """W_UK and W_UV are read as they lie. Copied for each row of a batch they outweigh thousands of tokens of that row."""
     attention, rows = attentions(models[0])[0], 6
-    side = readings.Absorbed(attention)
+    side = latent_attention.Absorbed(attention)
     heads, nope, rope = 4, attention.qk_nope_head_dim, attention.qk_rope_head_dim
     query, out = torch.randn(rows, heads, tokens, nope + rope), torch.randn(rows, tokens, heads, side.rank)
-    keys, values = readings.UpProjection(attention).matrices(torch.float32)
+    keys, values = latent_attention.UpProjection(attention).matrices(torch.float32)
     with Largest() as largest:
         absorbed, expanded = side.queries(query), side.outputs(out)
     assert largest.found == absorbed.numel() < rows * min(keys.numel(), values.numel())

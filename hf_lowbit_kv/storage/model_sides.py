@@ -1,0 +1,99 @@
+"""The model's side of a layer: it maps a model's queries to the stored streams, and the output of attention back.
+
+`Direct` serves layers that store keys and values. `cache/latent_attention.py` has the side of layers that store a
+latent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .readings import READINGS, Reading
+
+
+class StreamSizes(NamedTuple):
+    """The KV heads and widths of a layer's streams according to its configuration; `None`: it does not say."""
+
+    heads: int | None
+    first: int | None
+    second: int | None
+
+
+class ModelSide(ABC):
+    """The model's side of one layer: it maps queries to the stored streams, and the output of attention back.
+
+    Args of the methods: query `[B, Hq, S, D]`; first, second: the chunk's streams `[B, H, S, width]`.
+    """
+
+    reading: ClassVar[Reading]
+
+    @abstractmethod
+    def sizes(self, config: Any) -> StreamSizes:
+        """KV heads and widths of the streams, as far as the layer's configuration says."""
+
+    def begin(self, stays: bool) -> None:  # noqa: B027  (most sides have nothing to do)
+        """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo
+        nothing."""
+
+    def refresh(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """A step of `dtype` follows, and it may be compiled or replayed: then it cannot see whether weights have
+        changed from which this side has computed something that it keeps."""
+
+    def why_not(self, module: Any) -> str | None:
+        """Why it cannot serve `module`, the attention module that runs, or `None`."""
+        return None
+
+    def end(self) -> None:  # noqa: B027
+        """The layer was reset or deleted: restore everything on the model."""
+
+    @abstractmethod
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries that attend to the stored streams: `[B, Hq, S, width]`, with the width of `Reading.widths`."""
+
+    @abstractmethod
+    def outputs(self, out: torch.Tensor) -> torch.Tensor:
+        """Output of attention `[B, S, Hq, width]` -> the output that the model expects, `[B, S, Hq, Dv]`."""
+
+    @abstractmethod
+    def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Causal attention of a first prompt to itself: `[B, S, Hq, Dv]`."""
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """PyTorch's own kernels, over `[B, H, S, D]`: `[B, S, Hq, Dv]`."""
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+class Direct(ModelSide):
+    """The layer stores the keys and values that the model computes."""
+
+    reading = READINGS["separate"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Direct:
+        """It has no state."""
+        return self
+
+    def sizes(self, config: Any) -> StreamSizes:
+        heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        head_dim = getattr(config, "head_dim", None)
+        if head_dim is None and hidden and heads:
+            head_dim = hidden // heads
+        return StreamSizes(getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim)
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        return query
+
+    def outputs(self, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+    def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
+        return causal_attention(query, first, second, scaling)
+
+
+DIRECT = Direct()
