@@ -17,7 +17,7 @@ from ..presets import PresetName, get_preset
 from ..storage.paged_store import LayerSpec
 from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
-from .calibration_windows import Tokens, announcement, longest_window
+from .calibration_windows import Tokens, announcement, check_texts, longest_window
 from .calibrators import ALIKE
 from .steps_shown import Report, say, steps_shown
 from .window_reading import read_windows
@@ -71,12 +71,14 @@ def calibrate(
 
     Raises:
         ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
-            or keys or values are not finite. ImportError: faiss is missing, on a CPU.
+            or keys or values are not finite. TypeError: the texts are not strings, or the tokenizer is none.
+        ImportError: faiss is missing, on a CPU.
 
     Example:
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
         >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
+    check_texts(texts, tokenizer)
     if text_names is not None and len(text_names) != len(texts):
         raise ValueError(
             f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..storage.layer_spec import check_count
 
 #: tokens that are read by default, by device
 TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
@@ -26,6 +28,16 @@ class Windows:
         return f"{len(self.windows)} window{'s' if len(self.windows) != 1 else ''} of {self.length}"
 
 
+def check_texts(texts: Any, tokenizer: Any) -> None:
+    """Raise `TypeError` unless `texts` is a list of strings and `tokenizer` can be called."""
+    if isinstance(texts, str) or not isinstance(texts, Collection):
+        raise TypeError(f"texts must be a list of strings, not {type(texts).__name__}")
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"texts must be a list of strings, not of {type(wrong[0]).__name__}")
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer={tokenizer!r} is not allowed; it must be the tokenizer of the model")
+
+
 class Tokens:
     """The tokens of texts.
 
@@ -33,14 +45,11 @@ class Tokens:
         texts: strings of any length. tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
 
     Raises:
-        TypeError: `texts` is not a list of strings.
+        TypeError: as for `check_texts`.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any):
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
-            kind = f"{'' if wrong is texts else 'of '}{type(wrong).__name__}"
-            raise TypeError(f"texts must be a list of strings, not {kind}")
+        check_texts(texts, tokenizer)
         self.texts = len(texts)
         self.ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
         self.count = sum(map(len, self.ids))
@@ -68,10 +77,8 @@ class Tokens:
         Raises:
             ValueError: a number is not allowed, or the texts are too short.
         """
-        if length < least:
-            raise ValueError(f"length={length} is not allowed; it must be {least} or more (tokens of a window)")
-        if samples is not None and samples < 1:
-            raise ValueError(f"samples={samples} is not allowed; it must be 1 or more (windows)")
+        check_count("length", length, least, unit="tokens of a window")
+        check_count("samples", samples, optional=True, unit="windows")
         whole, joined = self.windows(length)
         needed = -(-FEWEST_TOKENS // length) if samples is None else samples
         if (there := len(whole) + len(joined)) < needed:

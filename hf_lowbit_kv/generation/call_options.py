@@ -12,6 +12,7 @@ import torch
 
 from ..machine.toolchain import why_not_launched
 from ..storage.layer_spec import check_count
+from .sampling_settings import check_sampling
 
 #: how a decoding step may run
 STEPS = ("recorded", "compiled", "eager")
@@ -58,6 +59,7 @@ class Call:
         check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
         new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # `max_length` is in it
         rows *= return_sequences(model, options)
+        check_sampling(model, prompt.get("input_ids"), options)
         others = {name: value for name, value in options.items() if name not in (*PROMPTS, "max_length")}
         return cls(model, MappingProxyType(prompt), rows, tokens, new_tokens, step, fuse, MappingProxyType(others))
 
@@ -154,7 +156,9 @@ def options_of_cache(cache_options: Mapping[str, Any] | None, calibration: Any) 
 
 
 def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
-    return setting(model, options, "num_return_sequences") or 1
+    count = setting(model, options, "num_return_sequences")
+    check_count("num_return_sequences", count, optional=True, unit="texts of a prompt")
+    return count or 1
 
 
 def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, Any], tokens: int) -> int:
@@ -188,12 +192,16 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
         prompt = inputs.get("inputs_embeds")
     if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2 or 0 in prompt.shape:
         raise ValueError(
-            "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids': "
-            "tokenizers return them with return_tensors='pt'"
+            "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids' (tokenizers return them with "
+            f"return_tensors='pt'), not {_shown(prompt)}"
         )
     if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise ValueError(f"input_ids have dtype {ids.dtype}; token ids must be integers, e.g. torch.long")
     return prompt.shape[0], prompt.shape[1]
+
+
+def _shown(prompt: Any) -> str:
+    return f"a tensor of shape {tuple(prompt.shape)}" if isinstance(prompt, torch.Tensor) else f"{prompt!r:.80}"
 
 
 def check_mask(mask: Any, rows: int, tokens: int) -> None:

@@ -17,7 +17,9 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
+from ..generation.call_options import check_options
 from ..generation.generate import generate
+from ..generation.sampling_settings import check_sampling
 from ..machine.model_fingerprint import fingerprint_of
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.layer_spec import check_count
@@ -63,7 +65,8 @@ class Chat:
         messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
 
     Raises:
-        ValueError: the preset is unknown, a chat sets the option itself, or the tokenizer has no chat template.
+        ValueError: the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an option, or the
+            tokenizer has no chat template.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -84,12 +87,13 @@ class Chat:
         **options: Any,
     ):
         check_count("max_length", max_length)
-        if unable := [name for name in _OWN if name in options]:
-            raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
             )
+        if system is not None and not isinstance(system, str):
+            raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
+        _check_options(unwrap(model), options)
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
         self.chat_template_kwargs, self.options = dict(chat_template_kwargs or {}), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
@@ -153,6 +157,9 @@ class Chat:
 
     def _ids(self, text: str) -> torch.Tensor:
         """The text of the whole conversation, `[1, n]`."""
+        if not isinstance(text, str):
+            raise TypeError(f"text={text!r} is not allowed; it must be a text")
+        _check_options(unwrap(self.model), self.options)  # they may have been changed
         messages = [*self.messages, {"role": "user", "content": text}]
         options = {
             "add_generation_prompt": True,
@@ -174,7 +181,7 @@ class Chat:
         self._align(ids)
         seen.next = pieces
         room = self.max_length - ids.shape[1]
-        options = {**self.options, "max_new_tokens": min(self.options.get("max_new_tokens") or room, room)}
+        options = {**self.options, "max_new_tokens": min(_most_tokens(self.options, room), room)}
         criteria = list(options.pop("stopping_criteria", None) or ())
         if stop is not None:
             criteria.append(_Stopped(stop))
@@ -266,6 +273,7 @@ class Chat:
         said = saved_cache.read_description(path)["more"].get("chat")
         if said is None:
             raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
+        _check_options(unwrap(model), options)
         cache = LowBitCache.from_pretrained(folder, model, max_cache_len=said["max_length"])
         new = cls.__new__(cls)
         new.model, new.tokenizer, new.preset, new.max_length = (
@@ -283,6 +291,23 @@ class Chat:
     def __repr__(self) -> str:
         stored = int(self.cache.packed_layers[0].get_seq_length())
         return f"Chat({len(self.messages)} messages, {stored} of {self.max_length} tokens, preset={self.preset!r})"
+
+
+def _check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise for options that `generate` would refuse."""
+    if unable := [name for name in _OWN if name in options]:
+        raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
+    check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
+    check_options(model, options)
+    check_sampling(model, None, options)
+
+
+def _most_tokens(options: Mapping[str, Any], room: int) -> int:
+    """Largest number of tokens of an answer, if the options name one; otherwise `room`."""
+    for limit in (options.get("max_new_tokens"), getattr(options.get("generation_config"), "max_new_tokens", None)):
+        if limit is not None:
+            return int(limit)
+    return room
 
 
 class _Seen(BaseStreamer):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from ..generation.call_options import check_options, new_tokens_of
+from ..generation.call_options import check_options, new_tokens_of, return_sequences
+from ..generation.sampling_settings import check_numbers, processors_of
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -163,6 +164,8 @@ class RequestReader:
         if request.get("negative_prompt_ids") is not None:
             raise ValueError("negative_prompt_ids is not allowed: it runs the model twice a step; use model.generate")
         _check_own_options(request)
+        check_numbers(request)
+        return_sequences(model, request)
         new_tokens = new_tokens_of(model, request.get("max_new_tokens"), request, len(ids))
         request.pop("max_length", None)  # `new_tokens` has it
         base = copy.deepcopy(request.get("generation_config"))
@@ -194,6 +197,7 @@ class RequestReader:
         model._prepare_special_tokens(config, True, device=model.device, batch_size=1)
         tokens = torch.tensor([ids])
         model._prepare_generated_length(config, True, True, "input_ids", len(ids), tokens)
+        processors_of(model, config, tokens, request, model.device)  # raises for values that are not allowed
         return config, new_tokens
 
 

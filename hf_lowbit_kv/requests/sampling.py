@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from ..generation.sampling_settings import processors_of
 from .request import Request
 
 #: processors that only look at a row's scores and have plain attributes: rows with equal processors are processed
@@ -54,15 +55,8 @@ class Sampler:
     def of(cls, model: Any, request: Request, sequence: int, seed: int) -> Sampler:
         """The sampler that `generate` would use for this request."""
         config, options = request.config, request.options
-        processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(request.prompt_ids),
-            encoder_input_ids=on_device([request.prompt_ids], model.device),
-            prefix_allowed_tokens_fn=options.get("prefix_allowed_tokens_fn"),
-            logits_processor=LogitsProcessorList(options.get("logits_processor") or []),
-            device=model.device,
-            model_kwargs={},
-        )
+        ids = on_device([request.prompt_ids], model.device)
+        processors = processors_of(model, config, ids, options, model.device)
         generator = None
         if config.do_sample:
             generator = torch.Generator(model.device).manual_seed(seed_of_sequence(seed, sequence))

@@ -243,6 +243,8 @@ def test_messages_say_how_to_make_what_is_missing(model):
         ({"length": 3001, "samples": None}, "2 are needed, which is 6002 tokens"),
         ({"length": 100}, "length=100 is not allowed"),
         ({"samples": 0}, "samples=0 is not allowed"),
+        ({"samples": 1.5}, "samples=1.5 is not allowed; it must be an integer of 1 or more"),
+        ({"length": 600.5}, "length=600.5 is not allowed"),
     ],
 )
 def test_bad_input(model, options, message):
@@ -255,6 +257,11 @@ def test_presets_without_parameters_and_texts_that_are_no_list(model):
         lb.calibrate(model, Tokenizer(), TEXTS, "kivi-2")
     with pytest.raises(TypeError, match="list of strings"):
         lb.calibrate(model, Tokenizer(), TEXTS[0], "tiny-vq")
+    for texts in (None, 5, iter(TEXTS)):
+        with pytest.raises(TypeError, match=f"texts must be a list of strings, not {type(texts).__name__}"):
+            lb.calibrate(model, Tokenizer(), texts, "tiny-vq", text_names=["a"])
+    with pytest.raises(TypeError, match="tokenizer=None is not allowed; it must be the tokenizer of the model"):
+        lb.calibrate(model, None, TEXTS, "tiny-vq")
     with pytest.raises(TypeError, match="list of strings, not of PosixPath"):
         lb.calibrate(model, Tokenizer(), [pathlib.PosixPath("book.txt")], "tiny-vq")
     with pytest.raises(ValueError, match=r"preset=\[\] is not allowed"):

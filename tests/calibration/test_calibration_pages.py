@@ -147,7 +147,7 @@ def test_the_same_for_two_page_sizes_is_refused(model):
 
 
 def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
-    with pytest.raises(ValueError, match="length=256 is not allowed; it must be 512 or more"):
+    with pytest.raises(ValueError, match="length=256 is not allowed; it must be an integer of 512 or more"):
         calibrate(model, [spec_of(256)], length=256)
     monkeypatch.setattr(model.config, "max_position_embeddings", 512)
     with pytest.raises(ValueError, match="context of 512 tokens is too short for gradients with pages of 256"):

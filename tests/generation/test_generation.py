@@ -162,6 +162,18 @@ def test_settings_may_come_from_a_generation_configuration(model):
             {"inputs": {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(1, 5)}},
             r"attention_mask has shape \(1, 5\); .* here \(2, 5\)",
         ),
+        ({"inputs": torch.ones(1, 0, dtype=torch.long)}, r"not a tensor of shape \(1, 0\)"),
+        ({"inputs": "a text"}, "not 'a text'"),
+        ({"num_return_sequences": 0}, "num_return_sequences=0 is not allowed; it must be an integer of 1 or more"),
+        ({"num_return_sequences": -1}, "num_return_sequences=-1 is not allowed"),
+        ({"num_return_sequences": "2"}, "num_return_sequences='2' is not allowed"),
+        ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),
+        ({"do_sample": True, "temperature": 0}, r"`temperature` \(=0\) has to be a strictly positive"),
+        ({"do_sample": True, "temperature": "1"}, "temperature='1' is not allowed; it must be a number"),
+        ({"do_sample": True, "top_p": "a"}, "top_p='a' is not allowed; it must be a number"),
+        ({"do_sample": True, "top_k": -1}, "`top_k` has to be a strictly positive integer, but is -1"),
+        ({"do_sample": True, "min_p": 2.0}, r"`min_p` has to be a float in the \[0, 1\] interval"),
+        ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, "`temperature`"),
         ({"past_key_values": "a cache", "calibration": "x"}, "calibration and max_cache_len describe a new cache"),
         (
             {"past_key_values": "a cache", "preset": "kivi-4-sink", "max_cache_len": 99},
@@ -175,6 +187,13 @@ def test_bad_arguments(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         lb.generate(model, **arguments)
     assert not kept_caches(model).entries
+
+
+def test_a_top_p_of_zero_leaves_the_likeliest_token(model):
+    """As in transformers."""
+    ids = left_padded(1, 50)[0]
+    drawn = lb.generate(model, ids, "dense", 6, do_sample=True, top_p=0.0, pad_token_id=0)
+    assert torch.equal(drawn, model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))
 
 
 @pytest.mark.parametrize("own", ["dense", "kivi-4-sink", None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
+from transformers import GenerationConfig
 
 import hf_lowbit_kv as lb
 
@@ -175,3 +176,54 @@ def test_bad_arguments(model):
         lb.Chat(model, tokenizer_of(None))
     with pytest.raises(ValueError, match="max_length=0 is not allowed"):
         lb.Chat(model, tokenizer_of(), max_length=0)
+    with pytest.raises(TypeError, match="system=3 is not allowed; it must be a text, or None"):
+        lb.Chat(model, tokenizer_of(), system=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
+        ({"max_new_tokens": "3"}, "max_new_tokens='3' is not allowed"),
+        ({"do_sample": True, "temperature": 0}, r"`temperature` \(=0\) has to be a strictly positive"),
+        ({"do_sample": True, "top_p": "a"}, "top_p='a' is not allowed"),
+        ({"num_beams": 2}, "num_beams=2 is not allowed"),
+    ],
+    ids=str,
+)
+def test_options_that_generate_would_refuse(model, tmp_path, options, message):
+    """When the chat is made, when it is loaded, and before a turn changes anything."""
+    with pytest.raises(ValueError, match=message):
+        lb.Chat(model, tokenizer_of(), **options)
+    chat = _chat(model)
+    chat.send(words(5, 1))
+    chat.save(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lb.Chat.load(tmp_path, model, tokenizer_of(), **options)
+    stored, said, counted = chat.cache.get_seq_length(), list(chat.messages), Counted(model)
+    chat.options |= options
+    chat.messages[0]["content"] = words(4, 2)  # the next turn would crop
+    with pytest.raises(ValueError, match=message):
+        chat.send(words(5, 3))
+    assert (chat.cache.get_seq_length(), chat.messages, counted.taken()) == (stored, said, 0)
+
+
+@pytest.mark.parametrize("text", [None, [], 5, {}])
+def test_a_message_is_a_text(model, text):
+    chat = _chat(model)
+    for call in (chat.send, lambda text: list(chat.stream(text))):
+        with pytest.raises(TypeError, match=r"text=.* is not allowed; it must be a text"):
+            call(text)
+    assert chat.messages == []
+
+
+def test_an_empty_message_is_one(model):
+    """Templates write the role of whoever says nothing."""
+    chat = _chat(model)
+    chat.send("")
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+
+def test_the_generation_configuration_may_limit_answers(model):
+    chat = lb.Chat(model, tokenizer_of(), max_length=600, generation_config=GenerationConfig(max_new_tokens=3))
+    assert len(chat.send(words(5, 1)).split()) <= 3

@@ -443,18 +443,48 @@ REFUSED = {
     "stop_strings": (["a"], "tokenizer=None: stop_strings"),
     "max_new_tokens": (0, "max_new_tokens=0"),
     "logits_processor": (3, "logits_processor=3"),
+    "temperature": (0.0, r"`temperature` \(=0.0\) has to be a strictly positive"),
+    "top_k": (-1, "`top_k` has to be a strictly positive integer, but is -1"),
+    "top_p": ("a", "top_p='a' is not allowed; it must be a number"),
+    "min_p": (2.0, "`min_p` has to be a float"),
 }
+#: values of `num_return_sequences` that are no counts
+NO_COUNTS = (0, -1, "2", 1.5, True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("of_one", [False, True])
 def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, texts, pools, name, of_one):
     value, message = REFUSED[name]
-    many = {"max_new_tokens": 5, "do_sample": False} | ({} if of_one else {name: value})
+    many = {"max_new_tokens": 5, "do_sample": name in ("temperature", "top_k", "top_p", "min_p")} | (
+        {} if of_one else {name: value}
+    )
     requests = [texts[0], {"input_ids": texts[1], name: value}] if of_one else texts
     with pytest.raises((ValueError, TypeError), match=message):
         lb.generate_many(model, requests, **many, **FIXED)
     assert not pools
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
+def test_numbers_of_sequences_that_are_no_counts(model, texts, pools, value):
+    message = f"num_return_sequences={value!r} is not allowed; it must be an integer of 1 or more"
+    with pytest.raises(ValueError, match=message):
+        lb.generate_many(model, texts, num_return_sequences=value, max_new_tokens=5, **FIXED)
+    with pytest.raises(ValueError, match=f"request 0: {message}"):
+        lb.generate_many(
+            model, [{"input_ids": texts[0], "num_return_sequences": value}], max_new_tokens=5, do_sample=True, **FIXED
+        )
+    (of_iterator,) = lb.generate_many(
+        model, iter([{"input_ids": texts[0], "num_return_sequences": value}]), max_new_tokens=5, **FIXED
+    )
+    assert of_iterator.finish_reason == "error"
+    assert message in of_iterator.error
+
+
+@pytest.mark.parametrize("as_completed", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple, iter], ids=["list", "tuple", "iterator"])
+def test_no_requests_have_no_results(model, kind, as_completed):
+    assert list(lb.generate_many(model, kind([]), max_new_tokens=3, as_completed=as_completed, **FIXED)) == []
 
 
 @pytest.mark.parametrize(
@@ -466,6 +496,10 @@ def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, te
         ([5], "request 0: 5 is not allowed"),
         ([[3], []], r"request 1: \[\] is not allowed"),
         ([[3, 400]], "request 0: token 400"),
+        (None, "requests must be a list or an iterator of requests, not NoneType"),
+        ([None], "request 0: None is not allowed"),
+        ([torch.zeros(0, dtype=torch.long)], r"request 0: input_ids=.* has no token"),
+        ([{"input_ids": [3, 4], "attention_mask": [0, 0]}], "has no token"),
         ([torch.zeros(2, 3, dtype=torch.long)], "a batch is several requests"),
         (["a text"], "tokenizer=None"),
         ([{"prompt": "a", "input_ids": [1]}], "must have one of"),

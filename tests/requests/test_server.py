@@ -173,6 +173,20 @@ def test_stop_ends_the_row(served, expected):
         ({"reasoning_effort": "low"}, "reasoning_effort='low' cannot be honoured"),
         ({"extra_body": {"nonsense": 1}}, "nonsense is not a field"),
         ({"temperature": -1}, "temperature=-1 is not allowed"),
+        ({"temperature": "0.5"}, "temperature='0.5' is not allowed"),
+        ({"top_p": "a"}, "top_p='a' is not allowed"),
+        ({"n": 0}, "n=0 cannot be honoured"),
+        ({"extra_body": {"top_k": 0}}, "top_k=0 is not allowed"),
+        ({"extra_body": {"messages": []}}, r"messages=[] is not allowed"),
+        ({"extra_body": {"messages": None}}, "messages=None is not allowed"),
+        (
+            {"extra_body": {"generation_config": '{"do_sample": true, "temperature": 0.0, "max_new_tokens": 4}'}},
+            "`temperature`",
+        ),
+        (
+            {"extra_body": {"generation_config": '{"num_return_sequences": 0, "max_new_tokens": 4}'}},
+            "num_return_sequences=0",
+        ),
         ({"top_p": 2}, "top_p=2 is not allowed"),
         ({"stop": [""]}, "stop="),
         ({"extra_body": {"generation_config": "{"}}, "JSONDecodeError"),
@@ -189,6 +203,14 @@ def test_what_cannot_be_honoured_is_refused(served, expected, options, message):
         served.chat(**options)
     assert message in refused.value.body["detail"]
     assert served.text() == expected(PROMPT)  # and the loop lives
+
+
+@pytest.mark.parametrize("prompt", ["", [], None, ["a", "b"]], ids=str)
+def test_prompts_without_a_token_are_refused(served, expected, prompt):
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client.completions.create(model=served.model, prompt=prompt, max_tokens=4)
+    assert "prompt" in refused.value.body["detail"]
+    assert served.text() == expected(PROMPT)
 
 
 def test_fields_at_their_usual_values_are_taken(served):

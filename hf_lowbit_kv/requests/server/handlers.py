@@ -40,8 +40,13 @@ class _Strict:
     """A mixin for transformers' handlers."""
 
     _valid_params_class: Any
+    #: the field that says what the model reads, and what it must be
+    _reads: tuple[str, str]
 
     def _validate_request(self, body: dict) -> None:
+        name, allowed = self._reads
+        if body.get(name) in (None, "", []):  # an empty text has no token
+            raise HTTPException(400, f"{name}={body.get(name)!r} is not allowed; it must be {allowed}")
         known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
         for name, value in list(body.items()):
             if value is None or (name in WITHOUT_EFFECT and name in known):
@@ -93,7 +98,7 @@ def _check_messages(messages: Any) -> None:
     """Raise for content that is not text, which transformers would drop silently."""
     if messages is None:
         return
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
         raise HTTPException(400, f"messages={messages!r} is not allowed; it must be a list of messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -120,9 +125,13 @@ def _check_number(body: dict, name: str, least: float, most: float | None, whole
 class ChatHandler(_Strict, ChatCompletionHandler):
     """`/v1/chat/completions`."""
 
+    _reads = "messages", "a list of messages, at least one"
+
 
 class TextHandler(_Strict, CompletionHandler):
     """`/v1/completions`."""
+
+    _reads = "prompt", "a text that is not empty"
 
 
 class NotServed:
