@@ -14,136 +14,25 @@ A recording is valid while everything in Python that decides which kernels run o
 
 from __future__ import annotations
 
-import copy
-import enum
-import os
 import threading
-import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedConfig
-from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.token_counts import Padding
 from ..machine.cache_argument import cache_in
-from ..storage.paged_store import LayerStore
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
-from .fusing import Fusion, Substitute, why_nothing_fused
-from .overriding import STATE
+from .cuda_graphs import Graph
+from .cuda_graphs import graphs_for as graphs_for
+from .fusing import Fusion, why_nothing_fused
+from .recording_dependencies import fingerprint, first_difference, memory, switches
+from .step_state import counted, python_state, restore, saved, windows_full
 from .sync_watch import watch
-
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-_CONTAINERS = (dict, OrderedDict, list, tuple, set)
-#: attributes of a model that do not affect its forward pass
-_IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", STATE}
-_IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
-_IGNORED |= {"generate_batch", "init_continuous_batching", "_cached_continuous_batching_manager"}
-#: how deep attributes of other objects than modules and tensors are followed (quantization states, hooks)
-_DEPTH = 2
-
-
-def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
-    """For each module name: addresses of parameters and buffers, hooks, the training flag, and every plain attribute
-    (active or merged adapters, scaling, implementations of attention and experts)."""
-    seen: set[int] = set()
-    return {name: (id(module), _attributes(module, _DEPTH, seen)) for name, module in model.named_modules()}
-
-
-def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Name of a module whose fingerprint changed, or `None`."""
-    if old == new:
-        return None
-    return next((name or "the model" for name in [*old, *new] if old.get(name) != new.get(name)), None)
-
-
-def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
-    attributes = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
-    # nor do pieces count that another thread has fused for a moment
-    kept = {name: x for name, x in attributes.items() if name not in _IGNORED and not isinstance(x, Substitute)}
-    return tuple((name, _described(value, depth, seen)) for name, value in kept.items())
-
-
-def _described(value: Any, depth: int, seen: set[int]) -> Any:
-    """`value` in a form that can be compared: plain values unchanged, tensors by address, functions by identity."""
-    if isinstance(value, _PLAIN):
-        return value
-    # most attributes of a module are empty containers, such as its hooks, and a model has thousands of modules
-    if type(value) in _CONTAINERS and not value:
-        return ()
-    if isinstance(value, torch.Tensor):
-        extra = _attributes(value, depth - 1, seen) if depth > 0 and getattr(value, "__dict__", None) else ()
-        return addresses([value]), value.requires_grad, extra
-    if isinstance(value, torch.nn.Module):
-        return id(value)
-    if isinstance(value, Mapping):
-        return tuple((str(key), _described(item, depth, seen)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_described(item, depth, seen) for item in value)
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted(map(str, value)))
-    if isinstance(value, types.MethodType):
-        return id(value.__func__), id(value.__self__)
-    if callable(value):
-        return id(value)
-    if id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
-        return type(value).__name__
-    seen.add(id(value))  # a configuration hangs on every module
-    return type(value).__name__, _attributes(value, depth - 1, seen)
-
-
-def addresses(tensors: Any) -> tuple:
-    """Addresses and shapes of tensors. A tensor subclass that holds other tensors has their addresses."""
-    places: list[Any] = []
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
-            places.append(addresses(getattr(tensor, name) for name in names))
-        elif tensor.device.type == "meta":
-            places.append("meta")
-        else:
-            places.append((tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device))
-    return tuple(places)
-
-
-def memory(cache: Any) -> tuple:
-    """Addresses of a cache's tensors."""
-    return tuple(addresses(_tensors(vars(layer), _DEPTH + 1)) for layer in cache.layers)
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, LayerStore):
-        yield from value.state.tensors()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, depth)
-    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, (Padding, PreTrainedConfig, type)):
-        yield from _tensors(vars(value), depth - 1)
-
-
-def switches() -> tuple:
-    """Settings of torch and of this package, of the process or thread, that decide which kernels run."""
-    return (
-        torch.is_autocast_enabled(),
-        torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_inference_mode_enabled(),
-        *(os.environ.get(name) for name in sorted(os.environ) if name.startswith("HF_LOWBIT_KV_")),
-    )
-
 
 #: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
 #: full
@@ -156,62 +45,6 @@ _CACHE = object()
 _capturing = threading.Lock()
 #: the user's layers may compile during this many eager steps
 COMPILING_STEPS = 16
-
-
-class Graph(Protocol):
-    """Records the device's work of a call, and repeats it."""
-
-    def capture(self, call: Callable[[], Any]) -> Any:
-        """Record what `call` launches, without running it on the device. Returns the result of `call`."""
-        ...
-
-    def replay(self) -> None: ...
-
-
-class CudaGraphs:
-    """Makes CUDA graphs that share the memory of their intermediate results."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.pool: Any = None
-
-    def __call__(self) -> CudaGraph:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        return CudaGraph(self)
-
-
-class CudaGraph:
-    """A CUDA graph."""
-
-    def __init__(self, family: CudaGraphs):
-        self._graph, self._family = torch.cuda.CUDAGraph(), family
-        self._stream = torch.cuda.Stream(family.device)
-        self.replay = self._graph.replay
-
-    def capture(self, call: Callable[[], Any]) -> Any:
-        stream = torch.cuda.current_stream(self._stream.device)
-        # cuBLAS keeps a workspace for each stream: the graph's own must come from its pool, and must not stay with cuBLAS
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            with (
-                torch.cuda.device(self._stream.device),
-                torch.cuda.graph(
-                    self._graph, pool=self._family.pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                return call()
-        except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails does not leave its own
-            self._family.pool = None  # and torch takes it for one that is still recording
-            raise
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-
-
-def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
-    """The maker of graphs on this device; `None` if it has none."""
-    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 #: by the first packed layer of a cache, which copies of the cache object share
@@ -319,7 +152,7 @@ class Recorder:
         cache = cache_in(inputs)
         leaves, tree = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *_windows_full(cache), model.training)
+        kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *windows_full(cache), model.training)
         if (recording := self._recordings.get(kind)) is None:
             self._report = None  # pieces may be found not to hold
             if kind not in self._warm:
@@ -344,14 +177,14 @@ class Recorder:
         fused."""
         cache, fusion = cache_in(inputs), self._fusion
         observed = not fusion.settled
-        before, compiled = _python_state(cache), compilations()
+        before, compiled = python_state(cache), compilations()
         pieces = fusion.observing(model) if observed else fusion.in_force(model)
         with recorded_as_compiled(model), pieces, watch(model.device) as waits:
             outputs = model(**inputs)
         assert self._seen is not None
         old, now = self._seen[0], fingerprint(model)
         self._seen = now, *self._seen[1:]
-        counts, reason = _counted(before, _python_state(cache))
+        counts, reason = counted(before, python_state(cache))
         if compilations() != compiled:
             self._compiling[kind] = self._compiling.get(kind, 0) + 1
             if self._compiling[kind] >= COMPILING_STEPS:
@@ -375,12 +208,12 @@ class Recorder:
 
     def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
         arguments = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        graph, state = self._make_graph(), _saved(cache)
+        graph, state = self._make_graph(), saved(cache)
         try:
             with _capturing, recorded_as_compiled(model, capturing=True), self._fusion.in_force(model):
                 outputs = graph.capture(lambda: model(**pytree.tree_unflatten(arguments, tree)))
         finally:
-            _restore(cache, state)  # the replay that follows counts
+            restore(cache, state)  # the replay that follows counts
         results, out_tree = pytree.tree_flatten(outputs)
         results = [_CACHE if leaf is cache else leaf for leaf in results]
         inputs = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
@@ -409,7 +242,11 @@ def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> A
     return pytree.tree_unflatten(leaves, recording.tree)
 
 
-# ---- what can be recorded ---------------------------------------------------------------------------------------------
+def _kind(leaf: Any, cache: Any) -> Any:
+    """The properties of one of a step's inputs on which a recording depends."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return "cache" if leaf is cache else repr(leaf)
 
 
 def why_not_recorded(model: Any) -> str | None:
@@ -444,66 +281,3 @@ def _root(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
-def _kind(leaf: Any, cache: Any) -> Any:
-    """The properties of one of a step's inputs on which a recording depends."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return "cache" if leaf is cache else repr(leaf)
-
-
-def _windows_full(cache: Any) -> Iterator[bool]:
-    """For each of transformers' sliding layers, whether its window is full: it then does other work."""
-    for layer in cache.layers:
-        if isinstance(layer, StaticSlidingWindowLayer):
-            yield layer.cumulative_length_int >= layer.max_cache_len
-
-
-def _python_state(cache: Any) -> dict[tuple[int, str], Any]:
-    """The Python state of transformers' own layers: plain values, and addresses of tensors."""
-    state: dict[tuple[int, str], Any] = {}
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, LowBitLayer):
-            continue
-        for name, value in vars(layer).items():
-            tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
-            if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
-                state[index, name] = addresses(tensors)
-            else:
-                state[index, name] = dict(value) if isinstance(value, dict) else value
-    return state
-
-
-def _counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """By how much numbers have grown, and which other values have changed. A replay cannot change those other values."""
-    counts: dict[tuple[int, str], int] = {}
-    for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        if old == new:
-            continue
-        if type(old) is not int or type(new) is not int:
-            return {}, f"layer {key[0]} of the cache changes its {key[1]!r} in every step"
-        counts[key] = new - old
-    return counts, None
-
-
-# ---- the state of a cache in Python -----------------------------------------------------------------------------------
-
-
-def _saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
-    return [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers], copy.deepcopy(
-        cache._ledger
-    )
-
-
-def _copied(value: Any) -> Any:
-    """Containers that a step may change in place are copied, tensors never are."""
-    return copy.copy(value) if isinstance(value, (list, dict, set)) or hasattr(type(value), "__copy__") else value
-
-
-def _restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
-    layers, cache._ledger = state
-    for layer, attributes in zip(cache.layers, layers, strict=True):
-        vars(layer).clear()
-        vars(layer).update(attributes)

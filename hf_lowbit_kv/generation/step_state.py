@@ -1,0 +1,70 @@
+"""What a step changes in Python: the attributes of a cache's layers.
+
+A replayed step runs no Python. So what the step counts there is found by comparing the state before and after it
+(`python_state`, `counted`). What recording a step has changed is undone (`saved`, `restore`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+from ..cache.low_bit_layer import LowBitLayer
+from .recording_dependencies import addresses
+
+
+def windows_full(cache: Any) -> Iterator[bool]:
+    """For each of transformers' sliding layers, whether its window is full: it then does other work."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            yield layer.cumulative_length_int >= layer.max_cache_len
+
+
+def python_state(cache: Any) -> dict[tuple[int, str], Any]:
+    """The Python state of transformers' own layers: plain values, and addresses of tensors."""
+    state: dict[tuple[int, str], Any] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LowBitLayer):
+            continue
+        for name, value in vars(layer).items():
+            tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
+            if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
+                state[index, name] = addresses(tensors)
+            else:
+                state[index, name] = dict(value) if isinstance(value, dict) else value
+    return state
+
+
+def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
+    """By how much numbers have grown, and which other values have changed. A replay cannot change those other values."""
+    counts: dict[tuple[int, str], int] = {}
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if type(old) is not int or type(new) is not int:
+            return {}, f"layer {key[0]} of the cache changes its {key[1]!r} in every step"
+        counts[key] = new - old
+    return counts, None
+
+
+def saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
+    return [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers], copy.deepcopy(
+        cache._ledger
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Containers that a step may change in place are copied, tensors never are."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) or hasattr(type(value), "__copy__") else value
+
+
+def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
+    layers, cache._ledger = state
+    for layer, attributes in zip(cache.layers, layers, strict=True):
+        vars(layer).clear()
+        vars(layer).update(attributes)
