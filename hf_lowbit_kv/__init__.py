@@ -9,8 +9,9 @@ Importing the package registers the attention implementation `lowbit_kv`.
 """
 
 from .cache.attention_function import register as _register
+from .cache.cache_bytes import CacheBytes
 from .cache.implementation import ATTENTION_NAME
-from .cache.low_bit_cache import CacheBytes, LowBitCache
+from .cache.low_bit_cache import LowBitCache
 from .cache.method_caches import IntCache, KittyCache, KIVICache, MLAFP8Cache, VecInferCache, from_preset
 from .calibration.calibrate import calibrate
 from .calibration_files.calibration_file import Calibration

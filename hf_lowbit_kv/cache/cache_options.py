@@ -1,13 +1,13 @@
-"""Types of a cache's options, for editors and type checkers. `LowBitCache` says what each option means.
+"""A cache's options: their types, for editors and type checkers. `LowBitCache` says what each option means.
 
-Nothing depends on them when code runs: a name that does not exist raises `TypeError`, as in every call.
+Nothing depends on the types when code runs: a name that does not exist raises `TypeError`, as in every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -89,3 +89,12 @@ class VecInferCacheOptions(WindowOptions, total=False):
     """Options of `VecInferCache`."""
 
     max_cache_len: int | None
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:
+    """The value of an argument that has two names. Raises `ValueError` if both are given (not `None`)."""
+    if value is not None and other is not None:
+        raise ValueError(
+            f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
+        )
+    return next((candidate for candidate in (value, other) if candidate is not None), default)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import PushToHubMixin
 
 from ..backends import operations as ops
@@ -24,11 +24,11 @@ from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
-from ..storage.model_sides import DIRECT, ModelSide, StreamSizes
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
+from .cache_bytes import BYTE_KINDS, CacheBytes
+from .cache_options import one_of
 from .implementation import warn_if_dense
-from .latent_attention import absorbed_layers
 from .low_bit_layer import LowBitLayer, fork_layers
 from .model_ref import ModelRef
 from .own_layer_contents import resized
@@ -40,92 +40,9 @@ from .own_layers import (
     own_layers,
     tensors_of,
 )
+from .packed_layers import packed_sides, stream_sizes
 from .pass_checks import Ledger, OverrunError, OverrunWatch
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
-
-BYTE_KINDS = ("codes", "metadata", "window", "parameters", "unused", "transformers")
-
-
-class CacheBytes(int):
-    """Allocated bytes of a cache: the total, with its parts as attributes.
-
-    Attributes:
-        codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
-            model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
-            tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
-            count as another cache's (see `LowBitCache.fork`); no part of the total.
-
-    Example:
-        >>> cache = lb.from_preset("kivi-4", model)
-        >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
-        >>> size = cache.nbytes
-        >>> int(size) == size.codes + size.metadata + size.window + size.parameters + size.unused + size.transformers
-        True
-    """
-
-    codes: int
-    metadata: int
-    window: int
-    parameters: int
-    unused: int
-    transformers: int
-    shared: int
-
-    def __new__(cls, *parts: int, shared: int = 0, **named: int):
-        """The kinds' bytes, in the order of `BYTE_KINDS` or by name; a kind that is left out has none."""
-        by_kind = dict.fromkeys(BYTE_KINDS, 0) | dict(zip(BYTE_KINDS, parts, strict=False)) | named
-        self = super().__new__(cls, sum(by_kind.values()))
-        self.__dict__.update(by_kind, shared=shared)
-        return self
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Kind to bytes, in the order of `BYTE_KINDS`."""
-        return {kind: getattr(self, kind) for kind in BYTE_KINDS}
-
-    def __getnewargs_ex__(self):
-        return tuple(self.parts.values()), {"shared": self.shared}
-
-
-def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:
-    """The value of an argument that has two names. Raises `ValueError` if both are given (not `None`)."""
-    if value is not None and other is not None:
-        raise ValueError(
-            f"{name}={value!r} and {other_name}={other!r} are both given, and mean the same; give one of them"
-        )
-    return next((candidate for candidate in (value, other) if candidate is not None), default)
-
-
-def packed_sides(
-    model_or_config: PreTrainedModel | PreTrainedConfig, config: PreTrainedConfig, layers: Sequence[Any]
-) -> dict[int, ModelSide]:
-    """The model's side of each layer that is packed. layers: those that transformers itself would make."""
-    special = absorbed_layers(model_or_config, config)
-    packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
-    if not packed:
-        raise ValueError(
-            f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
-        )
-    return {index: special.get(index, DIRECT) for index in packed}
-
-
-def _stream_sizes(config: PreTrainedConfig, sides: Mapping[int, ModelSide]) -> dict[int, StreamSizes]:
-    """KV heads and widths of each layer's streams; they may differ between layers (Gemma 4)."""
-    return {index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()}
-
-
-def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:
-    """The number of KV heads of each packed layer, and the sizes of their keys and values. Makes no cache.
-
-    Raises:
-        ValueError: a model that a low-bit cache cannot serve.
-    """
-    if isinstance(model, torch.nn.Module):
-        model = unwrap(model)
-    config = text_config(model)
-    sides = packed_sides(model, config, own_layers(config, None))
-    return {index: tuple(size) for index, size in _stream_sizes(config, sides).items()}
-
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
@@ -216,7 +133,7 @@ class LowBitCache(Cache, PushToHubMixin):
         packed = list(model_sides)
         check_reading(reading, config, model_sides)
         specs = layer_specs(spec, per_layer, dense_layers, config, model_sides)
-        sizes = _stream_sizes(config, model_sides)
+        sizes = stream_sizes(config, model_sides)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
         self.calibration_remark: str | None = None
         if parameters is None:

@@ -19,8 +19,9 @@ from .cache_options import (
     MethodCacheOptions,
     PresetCacheOptions,
     VecInferCacheOptions,
+    one_of,
 )
-from .low_bit_cache import LowBitCache, one_of
+from .low_bit_cache import LowBitCache
 
 #: arguments of `from_preset` that change a format's parameters, and these
 KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}

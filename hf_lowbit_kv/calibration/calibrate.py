@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..cache.low_bit_cache import packed_sizes
+from ..cache.packed_layers import packed_sizes
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..presets import PresetName, get_preset

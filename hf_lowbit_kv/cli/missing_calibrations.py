@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cache.low_bit_cache import LowBitCache, packed_sizes
+from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
+from ..cache.packed_layers import packed_sizes
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
 from ..calibration.steps_shown import Report

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..cache.low_bit_cache import packed_sizes
+from ..cache.packed_layers import packed_sizes
 from ..calibration.calibrate import calibrate as run
 from ..calibration.calibration_target import add_to_file, try_file, try_user_files
 from ..calibration.steps_shown import log_line

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
+from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration import window_reading
 from hf_lowbit_kv.calibration.attention_weights import PageGrid, received, token_weights
 from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator, _shares

@@ -9,7 +9,7 @@ import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
+from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration import calibration_plan, gradients
 from hf_lowbit_kv.calibration.attention_weights import PageGrid
 from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator

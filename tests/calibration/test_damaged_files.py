@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
+from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 

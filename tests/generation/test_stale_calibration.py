@@ -15,7 +15,7 @@ from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, SMALL_PAGES
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_cache import packed_sizes
+from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup, model_description
 from hf_lowbit_kv.generation import kept_caches
 from hf_lowbit_kv.machine import staleness
