@@ -13,7 +13,7 @@ import torch
 
 from ..formats.base import FIELD_ALIGNMENT
 from ..storage.paged_store import LayerSpec, LayerStore
-from ..storage.reference import restored, transformed_by
+from ..storage.reference import restored, transformed_with
 from ..storage.step import Chunk, Operations
 from ..storage.transforms import Transform, base_order, hadamard
 from . import dense, prompt
@@ -146,15 +146,15 @@ class TritonOperations(Operations):
     launches = launches
 
     def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        return restored(_attend(transformed_by(transform, chunk, layer), layer), layer)
+        return restored(_attend(transformed_with(transform, chunk, layer), layer), layer)
 
     def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
+        _append(transformed_with(transform, chunk._replace(q=None), layer), layer)
 
     def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         """Tokens are transformed once. The attend kernel is not launched before the end of the transform's kernel
         (`_chained`), because that was slower (docs/dev/log/kernels.md)."""
-        chunk = transformed_by(transform, chunk, layer)
+        chunk = transformed_with(transform, chunk, layer)
         out = _attend(chunk, layer)
         _append(chunk, layer)
         return restored(out, layer)

@@ -27,8 +27,8 @@ from ..machine.toolchain import (
     install_bindings,
     install_nvrtc,
     triton_serves,
+    why_gpu_launches_nothing,
     why_no_launcher,
-    why_not_launched,
 )
 from ..storage import reference
 from ..storage.layer_spec import LayerSpec
@@ -127,7 +127,7 @@ class Triton(Backend):
         if not triton_serves(served.device):
             where = served.device.type
             return f"needs a GPU that Triton supports, and the model is on {where!r}; allowed there: 'torch'"
-        if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
+        if served.device.type != "cpu" and (reason := self._launch_error()) is not None:
             return reason
         if served.spec is None:
             return None
@@ -136,8 +136,8 @@ class Triton(Backend):
         return why_not(served.spec.formats)
 
     @staticmethod
-    def _why_not_launched() -> str | None:
-        if (reason := why_not_launched()) is None:
+    def _launch_error() -> str | None:
+        if (reason := why_gpu_launches_nothing()) is None:
             return None
         return (
             f"cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, or backend='torch' "
@@ -145,7 +145,7 @@ class Triton(Backend):
         )
 
     def check(self, served: Served, source: str) -> None:
-        if served.device.type != "cpu" and (reason := self._why_not_launched()) is not None:
+        if served.device.type != "cpu" and (reason := self._launch_error()) is not None:
             raise RuntimeError(f"{source}={self.name!r} {reason}")
         super().check(served, source)
 
@@ -198,7 +198,7 @@ class Cuda(Backend):
                 from hf_lowbit_kv.triton_kernels.cuda.geometry import why_not
             if (reason := why_not(served.spec, served.widths, served.dtype, device)) is not None:
                 return reason
-        return why_no_compiler(capability)
+        return why_cuda_cannot_compile(capability)
 
 
 #: every backend, by name
@@ -221,7 +221,7 @@ def has_cuda_bindings() -> bool:
 
 
 @functools.cache
-def why_no_compiler(capability: tuple[int, int]) -> str | None:
+def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
     """Why CUDA kernels cannot be compiled and loaded here, or `None`."""
     if not has_cuda_bindings():
         return f"needs cuda-bindings: {install_bindings()}"
@@ -277,7 +277,7 @@ def _default_backend(served: Served) -> str:
     return last
 
 
-def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
+def why_not_faster(backend: str | None, chosen: str, served: Served) -> str | None:
     """Why the default on this device is not a faster backend. `None` if there is no faster one, or if `backend` or the
     environment chose."""
     device = served.device
@@ -294,16 +294,16 @@ def reason_for(backend: str | None, chosen: str, served: Served) -> str | None:
     return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
 
 
-def why_reference(backend: str | None, chosen: str, served: Served) -> str | None:
+def why_slow_reference(backend: str | None, chosen: str, served: Served) -> str | None:
     """Why the default is the slow reference; `None` if it is not."""
-    return reason_for(backend, chosen, served) if chosen == "torch" else None
+    return why_not_faster(backend, chosen, served) if chosen == "torch" else None
 
 
 _WARNED: set[str] = set()
 
 
 def warn_of_reference(reason: str | None) -> None:
-    """Warn that a cache runs on the reference, once in a process for each reason (`why_reference`); `None`: it does
+    """Warn that a cache runs on the reference, once in a process for each reason (`why_slow_reference`); `None`: it does
     not."""
     if reason is None or reason in _WARNED:
         return
@@ -315,7 +315,7 @@ def warn_of_reference(reason: str | None) -> None:
     )
 
 
-def describe(backend: str | None, chosen: str, served: Served) -> str:
+def describe_backend(backend: str | None, chosen: str, served: Served) -> str:
     """The chosen backend in words, for `summary()`: also why the default is not the fastest, and whether the backend
     was tested on such a device."""
     device, notes = served.device, []
@@ -323,7 +323,7 @@ def describe(backend: str | None, chosen: str, served: Served) -> str:
         notes.append("not tested on AMD GPUs")
     elif chosen == "triton" and device.type not in ("cpu", "cuda"):
         notes.append(f"not tested on {device.type!r}")
-    if (reason := reason_for(backend, chosen, served)) is not None:
+    if (reason := why_not_faster(backend, chosen, served)) is not None:
         notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
     elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
         notes.append(f"slower with long chunks: {reason}")

@@ -153,11 +153,13 @@ class LowBitCache(Cache, PushToHubMixin):
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first
         self.preset, self.config = preset, config
-        self._first_packed, self._overrun = packed[0], OverrunWatch()
+        self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
-        self._narrowest = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
+        self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
         self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
-        self._first_attending = min([packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))])
+        self._first_counting_index = min(
+            [packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))]
+        )
 
     #: how its latest decoding steps ran, where they were recorded; for `summary()`
     decoding_steps: str | None = None
@@ -170,8 +172,8 @@ class LowBitCache(Cache, PushToHubMixin):
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
 
     @property
-    def _first(self) -> LowBitLayer:
-        return self.layers[self._first_packed]  # type: ignore[return-value]
+    def _first_packed_layer(self) -> LowBitLayer:
+        return self.layers[self._first_packed_index]  # type: ignore[return-value]
 
     def check_overrun(self, wait: bool = True) -> None:
         """Raise if a preallocated cache got tokens for which it had no room. Only compiled and recorded steps can do
@@ -183,7 +185,7 @@ class LowBitCache(Cache, PushToHubMixin):
         Raises:
             OverrunError: tokens are lost. `reset()` makes the cache usable again.
         """
-        layer: Any = self.layers[self._narrowest]
+        layer: Any = self.layers[self._least_room_index]
         if layer.store is not None and layer.length.fixed:
             self._overrun.check(layer.store.state.lost, layer.length.capacity, wait)
 
@@ -198,24 +200,24 @@ class LowBitCache(Cache, PushToHubMixin):
             self._ledger = None
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
-        if layer_idx == self._first_attending:
+        if layer_idx == self._first_counting_index:
             self._check_whole()
-        new = layer is self._first and not layer.is_initialized
-        if layer is self._first and tokens > 1 and not new:
+        new = layer is self._first_packed_layer and not layer.is_initialized
+        if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
-            self._first.length.agrees_with([each.length for each in self.packed_layers])
-        if layer is self._first and not self._warned and not layer.attends_packed:
+            self._first_packed_layer.length.agrees_with([each.length for each in self.packed_layers])
+        if layer is self._first_packed_layer and not self._warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True
             warn_if_dense(layer.config, layer.holds_packed)
-        if layer_idx < self._first_packed:  # its own layers do not refuse such chunks
-            self._first.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
+        if layer_idx < self._first_packed_index:  # its own layers do not refuse such chunks
+            self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
-        taken = self._first.taken
+        taken = self._first_packed_layer.taken
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
-            ops.warn_of_reference(self._first.why_reference)
-        if layer_idx == self._first_packed and self._ledger is not None:
+            ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
+        if layer_idx == self._first_packed_index and self._ledger is not None:
             self._ledger.packed(taken, tokens)
         return out
 
@@ -236,9 +238,9 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
-            if layer_idx < self._first_packed:
+            if layer_idx < self._first_packed_index:
                 try:
-                    self._first.check(None, {"batch size": conv_states.shape[0]})
+                    self._first_packed_layer.check(None, {"batch size": conv_states.shape[0]})
                 except ValueError:
                     if self._ledger is not None:
                         self._ledger.takes_back(layer_idx)
@@ -254,7 +256,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 layers cannot be cropped (sliding ones that are preallocated or have dropped tokens, recurrent ones).
                 Nothing has changed then.
         """
-        count = self._first.check_crop(tokens_to_remove)
+        count = self._first_packed_layer.check_crop(tokens_to_remove)
         able = [can_crop(layer) for layer in self.layers]
         if count and not all(able):
             index = able.index(False)
@@ -262,19 +264,19 @@ class LowBitCache(Cache, PushToHubMixin):
                 f"tokens_to_remove={-count} is not possible: layer {index}, a "
                 f"{type(self.layers[index]).__name__}, does not keep what it would need"
             )
-        interrupted = self._first.storing
-        self._first.storing |= count > 0  # memory may run out between layers: `_check_whole` notices that
+        interrupted = self._first_packed_layer.storing
+        self._first_packed_layer.storing |= count > 0  # memory may run out between layers: `_check_whole` notices that
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
-        self._first.storing = interrupted
+        self._first_packed_layer.storing = interrupted
         if self._ledger is not None:
             self._ledger.crop(count)
         if count and self.text is not None:
-            self.text = self.text[:, : int(self._first.get_seq_length())]
+            self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
-        first = self._first
+        first = self._first_packed_layer
         indices = torch.as_tensor(indices, device=first.device if first.is_initialized else None)
         if indices.dim() != 1 or indices.is_floating_point():
             raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
@@ -296,7 +298,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times. Packed pages are shared."""
-        first = self._first
+        first = self._first_packed_layer
         if first.is_initialized:
             rows = torch.arange(first.batch_size, device=first.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
@@ -390,7 +392,7 @@ class LowBitCache(Cache, PushToHubMixin):
         ):  # tensors that transformers made in inference mode cannot be emptied outside it
             anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
         if anew:  # transformers' own reset of growing layers keeps the length in 5.17
-            new = own_layers(self.config, self._first.length.capacity)
+            new = own_layers(self.config, self._first_packed_layer.length.capacity)
             for index in anew:
                 self.layers[index] = new[index]
         super().reset()
@@ -416,16 +418,16 @@ class LowBitCache(Cache, PushToHubMixin):
         check_count("max_cache_len", max_cache_len, optional=True)
         self.check_overrun()
         if max_cache_len is not None:
-            if not self._first.length.fixed:
+            if not self._first_packed_layer.length.fixed:
                 raise ValueError(f"max_cache_len={max_cache_len} is not allowed: this cache grows, and its forks do")
-            if (seen := int(self._first.get_seq_length())) > max_cache_len:
+            if (seen := int(self._first_packed_layer.get_seq_length())) > max_cache_len:
                 raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored")
-        return [self._forked({}, max_cache_len or self._first.length.capacity) for _ in range(n)]
+        return [self._forked({}, max_cache_len or self._first_packed_layer.length.capacity) for _ in range(n)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """One fork, for the same model. The model's configuration says which attention is selected, so it is not
         copied."""
-        return self._forked(memo, self._first.length.capacity)
+        return self._forked(memo, self._first_packed_layer.length.capacity)
 
     def _forked(self, memo: dict[int, Any], max_cache_len: int | None) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
@@ -437,7 +439,7 @@ class LowBitCache(Cache, PushToHubMixin):
             next(packed)
             if isinstance(layer, LowBitLayer)
             else copy.deepcopy(layer, memo)
-            if max_cache_len == self._first.length.capacity
+            if max_cache_len == self._first_packed_layer.length.capacity
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
@@ -490,9 +492,8 @@ class LowBitCache(Cache, PushToHubMixin):
         if not self.spec.value_transform.identity:
             transform += f"value_transform={self.spec.value_transform}, "
         try:
-            fill = (
-                f"bits={self.bits_per_value:.2f}, length={int(self._first.get_seq_length())}, bytes={int(self.nbytes)}"
-            )
+            length = int(self._first_packed_layer.get_seq_length())
+            fill = f"bits={self.bits_per_value:.2f}, length={length}, bytes={int(self.nbytes)}"
         except OverrunError:
             fill = "overrun: tokens are lost"
         return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{fill})"
@@ -526,6 +527,6 @@ class LowBitCache(Cache, PushToHubMixin):
             return
         if self._ledger is None:
             self._ledger = Ledger(empty=False)
-        in_front, taken = layer_idx < self._first_packed, self._first.taken
+        in_front, taken = layer_idx < self._first_packed_index, self._first_packed_layer.taken
         if state_idx == 0 and not self._ledger.begins(layer_idx, in_front, taken):
             raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
-from ..machine.toolchain import why_not_launched
+from ..machine.toolchain import why_gpu_launches_nothing
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
 from ..storage.paged_store import PagedStore
@@ -117,7 +117,7 @@ class LowBitLayer(CacheLayerMixin):
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.requested_backend = backend
         self.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
-        self.why_not_compiled = why_not_launched() if self.length.fixed else None
+        self.why_not_compiled = why_gpu_launches_nothing() if self.length.fixed else None
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
         self._forget()
@@ -137,8 +137,8 @@ class LowBitLayer(CacheLayerMixin):
         self.spec.validate(*head_dims)
         served = ops.Served(key_states.device, key_states.dtype, self.spec, head_dims)
         self.backend = ops.choose_backend(self.requested_backend, served)
-        self.backend_shown = ops.describe(self.requested_backend, self.backend, served)
-        self.why_reference = ops.why_reference(self.requested_backend, self.backend, served)
+        self.backend_shown = ops.describe_backend(self.requested_backend, self.backend, served)
+        self.why_slow_reference = ops.why_slow_reference(self.requested_backend, self.backend, served)
         self.spec = ops.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..machine.toolchain import why_not_launched
+from ..machine.toolchain import why_gpu_launches_nothing
 from ..storage.layer_spec import check_count
 from .sampling_settings import check_sampling
 
@@ -105,7 +105,7 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
         return step
     if setting(model, options, "disable_compile"):
         raise ValueError("step='compiled' and disable_compile=True are both given; step='recorded' needs no compiler")
-    if model.device.type == "cuda" and (reason := why_not_launched()) is not None:
+    if model.device.type == "cuda" and (reason := why_gpu_launches_nothing()) is not None:
         raise RuntimeError(f"the step cannot be compiled: {reason}; step='recorded' works without a compiler")
     return step
 

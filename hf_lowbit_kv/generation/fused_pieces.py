@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..machine.toolchain import why_not_launched
+from ..machine.toolchain import why_gpu_launches_nothing
 
 #: kinds of pieces, in the order of `summary()`
 KINDS = ("norms", "rotary", "gate", "products")
@@ -401,7 +401,7 @@ def check_kernels(device: torch.device) -> None:
 def why_no_kernels(device_type: str) -> str | None:
     """Why Triton's kernels cannot run on such devices, or `None`."""
     if device_type == "cuda":
-        return why_not_launched()
+        return why_gpu_launches_nothing()
     try:
         from triton import knobs
     except ImportError:

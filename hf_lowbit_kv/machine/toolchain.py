@@ -83,7 +83,7 @@ def triton_serves(device: torch.device) -> bool:
         return False
 
 
-def why_not_launched() -> str | None:
+def why_gpu_launches_nothing() -> str | None:
     """Why neither Triton nor PyTorch's compiled steps can launch anything on this machine's GPU, or `None`. That is so
     if there is a GPU, no launcher can be built, and none was built earlier (if the first is there, Triton's cache may
     hold the others too)."""

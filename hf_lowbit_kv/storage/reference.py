@@ -72,39 +72,39 @@ class _Softmax:
 
 def transformed(chunk: Chunk, layer: LayerStore) -> Chunk:
     """The chunk with the layer's transforms applied."""
-    return transformed_by(transform, chunk, layer)
+    return transformed_with(transform, chunk, layer)
 
 
 def transform(
-    q: torch.Tensor | None, x: torch.Tensor, transform: Transform, tensors: Tensors
+    q: torch.Tensor | None, x: torch.Tensor, linear_map: Transform, tensors: Tensors
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Keys or values `x` `[B, H, S, D]`, transformed, and queries `[B, Hq, S, D]` (or `None`) with the counterpart."""
-    return None if q is None else transform.counterpart(q, tensors, x.shape[1]), transform.forward(x, tensors)
+    return None if q is None else linear_map.counterpart(q, tensors, x.shape[1]), linear_map.forward(x, tensors)
 
 
-def transformed_by(launched: Callable, chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
-    """`transformed`, where `launched` (a replacement of `transform`) applies the transforms that kernels can apply
+def transformed_with(kernel: Callable, chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
+    """`transformed`, where `kernel` (a replacement of `transform`) applies the transforms that kernels can apply
     (`Transform.fused`). keys: whether to transform queries and keys too."""
     spec = layer.spec
     if spec.untransformed:
         return chunk
     (q, k, v), tensors = chunk[:3], layer.tensors()
     if keys and not spec.key_transform.identity:
-        by = transform if spec.key_transform.fused is None else launched
-        q, k = by(q, k, spec.key_transform, tensors["key_transform"])
+        apply = transform if spec.key_transform.fused is None else kernel
+        q, k = apply(q, k, spec.key_transform, tensors["key_transform"])
     if not spec.value_transform.identity:
-        by = transform if spec.value_transform.fused is None else launched
-        _, v = by(None, v, spec.value_transform, tensors["value_transform"])
+        apply = transform if spec.value_transform.fused is None else kernel
+        _, v = apply(None, v, spec.value_transform, tensors["value_transform"])
     return Chunk(q, k, v, *chunk[3:])
 
 
 def restored(out: torch.Tensor, layer: LayerStore) -> torch.Tensor:
     """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects."""
-    transform = layer.spec.value_transform
-    if transform.identity:
+    value_transform = layer.spec.value_transform
+    if value_transform.identity:
         return out
     tensors, heads = layer.tensors()["value_transform"], layer.state.length.shape[1]
-    return transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
+    return value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
 def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:

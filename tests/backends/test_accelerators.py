@@ -35,7 +35,7 @@ def rocm(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: AMD)
     monkeypatch.setattr(choice, "why_no_launcher", lambda: None)
-    monkeypatch.setattr(choice, "why_not_launched", lambda: None)
+    monkeypatch.setattr(choice, "why_gpu_launches_nothing", lambda: None)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: False)
     return torch.device("cuda")
 
@@ -61,10 +61,13 @@ def test_rocm_gets_triton_and_says_why(rocm):
     pytest.importorskip("triton")
     assert ops.choose_backend(None, ops.Served(rocm, torch.float16, SPEC)) == "triton"
     assert (
-        ops.describe(None, "triton", ops.Served(rocm, torch.float16, SPEC))
+        ops.describe_backend(None, "triton", ops.Served(rocm, torch.float16, SPEC))
         == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
     )
-    assert ops.describe("triton", "triton", ops.Served(rocm, torch.float16, SPEC)) == "triton (not tested on AMD GPUs)"
+    assert (
+        ops.describe_backend("triton", "triton", ops.Served(rocm, torch.float16, SPEC))
+        == "triton (not tested on AMD GPUs)"
+    )
 
 
 def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
@@ -82,9 +85,9 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
     assert ops.choose_backend(None, ops.Served(device, torch.float16, SPEC)) == "torch"
-    shown = ops.describe(None, "torch", ops.Served(device, torch.float16, SPEC))
+    shown = ops.describe_backend(None, "torch", ops.Served(device, torch.float16, SPEC))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
-    assert ops.describe("torch", "torch", ops.Served(device, torch.float16, SPEC)) == "torch"
+    assert ops.describe_backend("torch", "torch", ops.Served(device, torch.float16, SPEC)) == "torch"
     for asked in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
@@ -96,10 +99,12 @@ def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
     assert ops.choose_backend(None, ops.Served(xpu, torch.float16, SPEC)) == "torch"
-    shown = ops.describe(None, "torch", ops.Served(xpu, torch.float16, SPEC))
+    shown = ops.describe_backend(None, "torch", ops.Served(xpu, torch.float16, SPEC))
     assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
     assert ops.choose_backend("triton", ops.Served(xpu, torch.float16, SPEC)) == "triton"
-    assert ops.describe("triton", "triton", ops.Served(xpu, torch.float16, SPEC)) == "triton (not tested on 'xpu')"
+    assert (
+        ops.describe_backend("triton", "triton", ops.Served(xpu, torch.float16, SPEC)) == "triton (not tested on 'xpu')"
+    )
     with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
         ops.choose_backend("triton", ops.Served(mps, torch.float16, SPEC))
 
@@ -110,7 +115,7 @@ def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
 def _chosen_as_on(monkeypatch, kind: str) -> None:
     """Backends are chosen as for a model on that device; what they compute is computed on the CPU."""
     device = torch.device(kind)
-    for name in ("choose_backend", "describe", "why_reference"):
+    for name in ("choose_backend", "describe_backend", "why_slow_reference"):
         original = getattr(choice, name)
 
         def asked(*args, original=original):

@@ -80,7 +80,7 @@ def test_the_layer_with_the_least_room_decides(model):
     """Pages of 32 tokens: 80 + 20 tokens leave a layer with a tail more room than one whose tokens go straight into pages."""
     dense = lb.from_preset("kv8", model, max_cache_len=100, page_size=32, residual=0, dense_layers=[0])
     rooms = [layer.spec.room_for(100) for layer in dense.layers]
-    assert dense._narrowest == rooms.index(min(rooms))
+    assert dense._least_room_index == rooms.index(min(rooms))
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 200])

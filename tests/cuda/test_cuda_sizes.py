@@ -95,7 +95,7 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
     spec, device = Case(keys="vq-d4b8", values="vq-d8b12").spec, torch.device("cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     for shared, chosen in ((64, "triton"), (228, "cuda")):
@@ -103,7 +103,7 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
         served = backends.Served(device, torch.float16, spec, (256, 256))
         assert backends.choose_backend(None, served) == chosen
-        said = backends.reason_for(None, chosen, served)
+        said = backends.why_not_faster(None, chosen, served)
         assert (chosen == "cuda") == (said is None)
         assert said is None or "KiB of shared memory for keys 'vq-d4b8" in said
 

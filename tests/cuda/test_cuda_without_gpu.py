@@ -53,7 +53,7 @@ def test_old_gpu(monkeypatch):
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
@@ -81,7 +81,7 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     ],
 )
 def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeypatch):
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     spec = LayerSpec.parse(f"{key}|none|none|latent")
@@ -94,7 +94,7 @@ def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeyp
 def test_default_on_a_gpu(monkeypatch):
     """`cuda` where it serves, else `triton`; and why."""
     found = {"capability": (9, 0), "compiler": None}
-    monkeypatch.setattr(backends, "why_no_compiler", lambda capability: found["compiler"])
+    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: found["compiler"])
     monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
@@ -104,7 +104,7 @@ def test_default_on_a_gpu(monkeypatch):
 
     def check(dtype, chosen, reason, spec=spec):
         assert ops.choose_backend(None, ops.Served(device, dtype, spec)) == chosen
-        said = backends.reason_for(None, chosen, backends.Served(device, dtype, spec))
+        said = backends.why_not_faster(None, chosen, backends.Served(device, dtype, spec))
         assert said is None if reason is None else reason in said
 
     check(torch.bfloat16, "cuda", None)
@@ -119,10 +119,10 @@ def test_default_on_a_gpu(monkeypatch):
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
     check(torch.float16, "triton", "Tesla T4")
-    assert backends.reason_for("triton", "triton", backends.Served(device, torch.float16, spec)) is None
+    assert backends.why_not_faster("triton", "triton", backends.Served(device, torch.float16, spec)) is None
     found.update(capability=(9, 0))
     monkeypatch.setenv(backends.VARIABLE, "triton")
-    assert backends.reason_for(None, "triton", backends.Served(device, torch.float32, spec)) is None
+    assert backends.why_not_faster(None, "triton", backends.Served(device, torch.float32, spec)) is None
     monkeypatch.delenv(backends.VARIABLE)
     monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
     check(torch.float16, "triton", None)
@@ -150,9 +150,9 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, supported))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver, nvrtc=nvrtc))
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    backends.why_no_compiler.cache_clear()
-    reason = backends.why_no_compiler((9, 0))
-    backends.why_no_compiler.cache_clear()
+    backends.why_cuda_cannot_compile.cache_clear()
+    reason = backends.why_cuda_cannot_compile((9, 0))
+    backends.why_cuda_cannot_compile.cache_clear()
     assert reason is None if expected is None else expected in reason
 
 

@@ -121,9 +121,9 @@ def test_on_a_gpu(kernels, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in ("why_no_launcher", "why_not_launched"):
+    for name in ("why_no_launcher", "why_gpu_launches_nothing"):
         monkeypatch.setattr(choice, name, lambda: None)
-    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(choice, "_WARNED", set())
     lb.register_format(Sign, triton=kernels)
     served = choice.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), lb.parse_format("int4-token")))
@@ -131,14 +131,14 @@ def test_on_a_gpu(kernels, monkeypatch):
         assert choice.choose_backend(None, served) == "triton"
         return
     assert choice.choose_backend(None, served) == "torch"
-    reason = choice.why_reference(None, "torch", served)
+    reason = choice.why_slow_reference(None, "torch", served)
     assert reason == "format 'sign' was registered without kernels"
     with pytest.warns(UserWarning, match="slow PyTorch reference: format 'sign' was registered without kernels"):
         choice.warn_of_reference(reason)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choice.warn_of_reference(choice.why_reference(None, "torch", served))
-    assert "slow reference: format 'sign'" in choice.describe(None, "torch", served)
+        choice.warn_of_reference(choice.why_slow_reference(None, "torch", served))
+    assert "slow reference: format 'sign'" in choice.describe_backend(None, "torch", served)
     with pytest.raises(ValueError, match="has no Triton kernels"):
         choice.choose_backend("triton", served)
 

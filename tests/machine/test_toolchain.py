@@ -24,7 +24,7 @@ from hf_lowbit_kv.storage import reference
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-COMPILER = choice.why_no_compiler
+COMPILER = choice.why_cuda_cannot_compile
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_command_that_brings_nvrtc(bindings, cuda, expected, monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Choices are made as on an NVIDIA GPU; what is chosen is computed by the reference."""
-    real = {name: getattr(ops, name) for name in ("choose_backend", "describe")}
+    real = {name: getattr(ops, name) for name in ("choose_backend", "describe_backend")}
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -108,11 +108,13 @@ def on_a_gpu(monkeypatch):
         ops, "choose_backend", lambda asked, served: real["choose_backend"](asked, served._replace(device=gpu))
     )
     monkeypatch.setattr(
-        ops, "describe", lambda asked, chosen, served: real["describe"](asked, chosen, served._replace(device=gpu))
+        ops,
+        "describe_backend",
+        lambda asked, chosen, served: real["describe_backend"](asked, chosen, served._replace(device=gpu)),
     )
     monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: None)
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(choice, "why_no_launcher", lambda: None)
 
 
@@ -128,14 +130,14 @@ def test_summary_of_the_default(on_a_gpu):
 
 
 def test_summary_without_bindings(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_no_compiler", COMPILER.__wrapped__)
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", COMPILER.__wrapped__)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton (cuda needs cuda-bindings: pip install 'cuda-bindings==13.*')" in _summary()
 
 
 def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: "needs NVRTC, which is not there")
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC, which is not there")
     assert "triton (cuda needs NVRTC, which is not there)" in _summary()
 
 
@@ -149,8 +151,8 @@ def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
 
 
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_not_launched", lambda: "Triton needs a C compiler")
-    monkeypatch.setattr(choice, "why_no_compiler", lambda capability: "needs NVRTC")
+    monkeypatch.setattr(choice, "why_gpu_launches_nothing", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC")
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):
@@ -162,7 +164,7 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(call_options, "why_not_launched", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(call_options, "why_gpu_launches_nothing", lambda: "Triton needs a C compiler")
     message = "cannot be compiled: Triton needs a C compiler; step='recorded' works without a compiler"
     with pytest.raises(RuntimeError, match=message):
         lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3, step="compiled")
@@ -175,7 +177,7 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
 
     model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
     texts, kept = [], []
-    monkeypatch.setattr(low_bit_layer, "why_not_launched", lambda: "there is no Python.h")
+    monkeypatch.setattr(low_bit_layer, "why_gpu_launches_nothing", lambda: "there is no Python.h")
     for options in ({}, {"max_cache_len": 128}):
         cache = lb.from_preset("kivi-2", model, **SMALL_PAGES, **options)
         texts.append(model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False))
@@ -194,11 +196,11 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
         (True, "no compiler", SimpleNamespace(active=SimpleNamespace(utils="from Triton's cache")), None),
     ],
 )
-def test_why_not_launched(gpu, reason, driver, expected, monkeypatch):
+def test_why_gpu_launches_nothing(gpu, reason, driver, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(toolchain, "why_no_launcher", lambda: reason)
     monkeypatch.setattr("triton.runtime.driver", driver)  # None: what is asked of it raises
-    assert toolchain.why_not_launched() == expected
+    assert toolchain.why_gpu_launches_nothing() == expected
 
 
 #: logits of a long prompt and of steps behind it, and what the cache says of itself

@@ -20,7 +20,7 @@ from ...machine.toolchain import why_no_launcher
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
-from ...storage.reference import restored, transformed_by
+from ...storage.reference import restored, transformed_with
 from ...storage.step import Chunk, Operations
 from ...storage.transforms import Transform
 from .. import prompt
@@ -104,7 +104,7 @@ class CudaOperations(Operations):
         return out, None if kernel.stores else chunk._replace(k=keys)
 
     def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _append(transformed_by(transform, chunk._replace(q=None), layer), layer)
+        _append(transformed_with(transform, chunk._replace(q=None), layer), layer)
 
     def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, max_length)
@@ -130,7 +130,7 @@ def _transformed(chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
     that."""
     if keys and _projects(chunk, layer.spec):
         return _project(chunk, layer)
-    return transformed_by(transform, chunk, layer, keys)
+    return transformed_with(transform, chunk, layer, keys)
 
 
 def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
