@@ -93,7 +93,7 @@ def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool 
     for index, contents_of_layer in contents.own_layers.items():
         put_contents(cache.layers[index], contents_of_layer)
     cache.text = contents.text
-    cache._ledger = Ledger(empty=not contents.layers)
+    cache.ledger = Ledger(empty=not contents.layers)
 
 
 def hold(

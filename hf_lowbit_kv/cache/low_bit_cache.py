@@ -156,7 +156,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
-        self._ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
+        self.ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
         self._first_counting_index = min(
             [packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))]
         )
@@ -197,7 +197,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
         if torch.compiler.is_compiling():
-            self._ledger = None
+            self.ledger = None
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_counting_index:
@@ -217,8 +217,8 @@ class LowBitCache(Cache, PushToHubMixin):
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
-        if layer_idx == self._first_packed_index and self._ledger is not None:
-            self._ledger.packed(taken, tokens)
+        if layer_idx == self._first_packed_index and self.ledger is not None:
+            self.ledger.packed(taken, tokens)
         return out
 
     def get_seq_length(self, layer_idx: int = 0):
@@ -242,8 +242,8 @@ class LowBitCache(Cache, PushToHubMixin):
                 try:
                     self._first_packed_layer.check(None, {"batch size": conv_states.shape[0]})
                 except ValueError:
-                    if self._ledger is not None:
-                        self._ledger.takes_back(layer_idx)
+                    if self.ledger is not None:
+                        self.ledger.takes_back(layer_idx)
                     raise
             make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
@@ -269,8 +269,8 @@ class LowBitCache(Cache, PushToHubMixin):
         for layer in itertools.compress(self.layers, able):
             layer.crop(-count)  # type: ignore[union-attr]
         self._first_packed_layer.storing = interrupted
-        if self._ledger is not None:
-            self._ledger.crop(count)
+        if self.ledger is not None:
+            self.ledger.crop(count)
         if count and self.text is not None:
             self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
 
@@ -397,7 +397,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 self.layers[index] = new[index]
         super().reset()
         self._overrun.forget()
-        self._ledger, self.text, self._warned = Ledger(), None, False
+        self.ledger, self.text, self._warned = Ledger(), None, False
 
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
@@ -523,10 +523,10 @@ class LowBitCache(Cache, PushToHubMixin):
         """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last
         pass."""
         if torch.compiler.is_compiling():
-            self._ledger = None
+            self.ledger = None
             return
-        if self._ledger is None:
-            self._ledger = Ledger(empty=False)
+        if self.ledger is None:
+            self.ledger = Ledger(empty=False)
         in_front, taken = layer_idx < self._first_packed_index, self._first_packed_layer.taken
-        if state_idx == 0 and not self._ledger.begins(layer_idx, in_front, taken):
+        if state_idx == 0 and not self.ledger.begins(layer_idx, in_front, taken):
             raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))

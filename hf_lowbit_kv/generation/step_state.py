@@ -54,7 +54,7 @@ def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str 
 
 def saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
     return [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers], copy.deepcopy(
-        cache._ledger
+        cache.ledger
     )
 
 
@@ -64,7 +64,7 @@ def _copied(value: Any) -> Any:
 
 
 def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
-    layers, cache._ledger = state
+    layers, cache.ledger = state
     for layer, attributes in zip(cache.layers, layers, strict=True):
         vars(layer).clear()
         vars(layer).update(attributes)

@@ -79,7 +79,7 @@ class PooledCache(LowBitCache):
             PooledLayer(layer, store, pool.max_length)
             for layer, store in zip(template.packed_layers, stores, strict=True)
         ]
-        self._overrun, self._ledger = OverrunWatch(), Ledger()
+        self._overrun, self.ledger = OverrunWatch(), Ledger()
 
     def place(self, slot: int) -> None:
         """Use the rows from this slot on."""
@@ -89,7 +89,7 @@ class PooledCache(LowBitCache):
 
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         for layer in self.layers:
             layer.begin(length)
 
