@@ -105,21 +105,31 @@ def test_a_step_of_another_kind_gets_another_kernel(cuda):
 
 
 def test_tensors_that_lie_otherwise(cuda):
-    """Other strides, a pointer that no load of 16 bytes takes, and usual ones again."""
+    """Other strides, a pointer that no load of 16 bytes takes, and usual ones again: of all tensors, and of each alone."""
     case, gen, truth, layer = layers(capacity=400)
-    chunk = random_step(case, gen).chunk(case)
-    expected = reference.OPERATIONS.attend(chunk, truth)
+    chunk = random_step(case, gen).chunk(case)._replace(mask=torch.tensor([[False], [True]]))
+    expected = reference.OPERATIONS.attend(chunk, truth)[1]
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
         wide = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
         return wide.copy_(x)
 
     def spaced(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x + 1], -1)[..., : x.shape[-1]]
+        return torch.cat([x, torch.zeros_like(x)], -1)[..., : x.shape[-1]]
 
-    for change in (lambda x: x, shifted, spaced, lambda x: x.contiguous(), shifted):
-        other = Chunk(*(change(x) for x in chunk[:3]), *chunk[3:])
-        assert relative_error(cuda.attend(other, layer), expected) < 2e-3
+    def usual(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
+
+    def check(**changes) -> None:
+        other = chunk._replace(**{name: change(getattr(chunk, name)) for name, change in changes.items()})
+        assert relative_error(cuda.attend(other, layer)[1], expected) < 2e-3, list(changes)
+
+    names = ("q", "k", "v", "mask")
+    for change in (usual, shifted, spaced, usual, shifted):
+        check(**dict.fromkeys(names, change))
+    for name in names:
+        check()
+        check(**{name: spaced})
 
 
 def test_parameters_and_copies_go_with_the_layer(cuda):
