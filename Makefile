@@ -36,18 +36,31 @@ HOST = $(shell grep -rlE --include="test_*.py" "mark\.host\b" tests)
 # the files with tests for a GPU: collecting all others takes each process longer
 GPU = $(sort $(shell grep -rlE --include="test_*.py" "mark\.gpu\b" tests))
 
-.PHONY: calibrations demo docs release test test-all notebooks gpu-test gpu-test-all bench measure results lint clean
+.PHONY: calibrations demo docs release test test-newest test-oldest test-quantized test-all notebooks gpu-test gpu-test-all bench measure results lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
 	$(BIN)/hf-lowbit-kv demo --model tests/data/tiny_mla --preset mla,snapmla --prompt "$$(head -c 1200 tests/data/tiny_mla/bible-held-out.txt)"
 
+# three passes side by side, so that no core waits for the end of another pass
 test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
+	@$(MAKE) --no-print-directory -j3 test-newest test-oldest test-quantized
+
+test-newest:
 	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"
-	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py
+
+# what a pass writes, when it has ended: beside another one it could not be read
+AT_THE_END = > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
+
+test-oldest:
+	@mkdir -p build
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
-	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu and not slow" $(HOST)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST) -m "host and not gpu and not slow" $(HOST) $(AT_THE_END)
+
+test-quantized:
+	@mkdir -p build
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py $(AT_THE_END)
 
 test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready

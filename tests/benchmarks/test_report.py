@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import accuracy_rows
 import pytest
 import typer
 
@@ -12,9 +13,9 @@ from hf_lowbit_kv.eval.benchmarks import measure, tables
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rows():
-    return tables.load()
+    return accuracy_rows.rows()
 
 
 def test_the_pages_are_current(rows):
@@ -51,11 +52,13 @@ def test_every_table_is_shown_somewhere():
     assert all(f"<!-- results: {name} -->" in pages for name in tables.TABLES)
 
 
-def test_the_committed_records_are_of_todays_bytes(rows):
+def test_the_committed_records_are_of_todays_bytes():
     """Otherwise a format has changed, and `make measure` is due."""
     records = read_records(measure.OUT)
     for preset in {record["preset"] for record in records}:
-        assert measure.definition(preset) in {record["definition"] for record in records if record["preset"] == preset}
+        assert accuracy_rows.definition(preset) in {
+            record["definition"] for record in records if record["preset"] == preset
+        }
 
 
 def test_a_definition_is_that_of_the_stored_bytes():

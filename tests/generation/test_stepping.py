@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -112,22 +113,40 @@ except ValueError as error:
 """
 
 
-def run(code, *arguments):
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+FORKS = """
+import os, sys
+import torch, transformers.modeling_utils  # once: these imports take longer than what is run
+for name, code in zip(sys.argv[2::2], sys.argv[3::2]):
+    if os.fork() == 0:
+        with open(name, "w") as out:
+            os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+        exec(code, {"__name__": "__main__"})
+        print("done", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What `IMPORT` and `RENAMED` print in processes of their own, in which nobody has imported the package before."""
+    folder = tmp_path_factory.mktemp("printed")
+    programs = {str(folder / name): code for name, code in (("import", IMPORT), ("renamed", RENAMED))}
+    support = str(Path(__file__).parents[1] / "support")
+    arguments = [each for program in programs.items() for each in program]
+    subprocess.run([sys.executable, "-c", FORKS, support, *arguments], timeout=300)
+    return [Path(name).read_text() for name in programs]
 
 
 @pytest.mark.host_if(wanted=lambda p: False)
-def test_importing_changes_nothing_of_transformers():
-    run(IMPORT)
+def test_importing_changes_nothing_of_transformers(printed):
+    assert printed[0] == "done\n"
 
 
-def test_names_that_transformers_lacks_make_steps_slower_and_say_so():
-    from pathlib import Path
-
-    out = run(RENAMED, str(Path(__file__).parents[1] / "support"))
-    first, second, lacks, *rest = out.splitlines()
+def test_names_that_transformers_lacks_make_steps_slower_and_say_so(printed):
+    *lines, done = printed[1].splitlines()
+    assert done == "done", printed[1]
+    first, second, lacks, *rest = lines
     assert "no recorded steps: transformers" in first
     assert "has no GenerationMixin._valid_auto_compile_criteria. Decoding gives the same tokens, and is slower" in first
     assert second == "told"  # once

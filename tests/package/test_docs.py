@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 from pathlib import Path
 
+import accuracy_rows
 import pytest
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import tables
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import DEFAULT_PRESET
@@ -42,12 +41,6 @@ def is_preset(word: str) -> bool:
     return True
 
 
-@functools.cache
-def rows() -> list:
-    """The accuracy table's rows; reading all records takes seconds."""
-    return tables.load()
-
-
 SHORT_ANSWER = {
     wanted: (preset, float(stored), same)
     for wanted, preset, stored, same in re.findall(
@@ -59,7 +52,7 @@ SHORT_ANSWER = {
 @pytest.mark.parametrize("wanted", SHORT_ANSWER)
 def test_the_short_answer_gives_the_records_figures(wanted):
     preset, stored, same = SHORT_ANSWER[wanted]
-    (row,) = (row for row in rows() if row.preset == preset)
+    (row,) = (row for row in accuracy_rows.rows() if row.preset == preset)
     assert stored == pytest.approx(bits(preset), abs=0.051)
     digits = len(same.partition(".")[2])
     assert float(same) == pytest.approx(100 * row.essays["top1"], abs=0.501 * 10**-digits)
@@ -68,7 +61,7 @@ def test_the_short_answer_gives_the_records_figures(wanted):
 def test_the_short_answer_names_the_smallest():
     """Of all presets, and of those that need no calibration; `dense` and latents aside, and with sinks."""
     assert len(SHORT_ANSWER) >= 6
-    presets = [row.preset for row in rows() if lb.get_preset(row.preset).spec().sink]
+    presets = [row.preset for row in accuracy_rows.rows() if lb.get_preset(row.preset).spec().sink]
     plain = [name for name in presets if not lb.get_preset(name).spec().parameters(128, 128, 8)]
     assert SHORT_ANSWER["the least memory of all, calibrated"][0] == min(presets, key=bits)
     assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))

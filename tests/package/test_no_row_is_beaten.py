@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import accuracy_rows
 import pytest
 
 import hf_lowbit_kv as lb
@@ -56,7 +57,7 @@ def in_choose() -> list[Point]:
     """The presets that the short answer names, with bits and KL of the records."""
     answer = CHOOSE.split("## Short answer")[1].split("##")[0]
     names = dict.fromkeys(name for row in cells(answer) for name in re.findall(r"`([\w.-]+)`", "|".join(row)))
-    known = {row.preset: row for row in tables.load() if row.essays is not None}
+    known = {row.preset: row for row in accuracy_rows.rows() if row.essays is not None}
     return [Point(name, known[name].bits, known[name].essays["kl"]) for name in names if name in known]
 
 
