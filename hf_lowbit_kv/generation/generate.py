@@ -30,6 +30,7 @@ from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
+from .stored_text import check_text, remember_text
 
 
 def generate(
@@ -165,7 +166,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**{**arguments, **reading})
     cache.check_overrun()
-    _remember(cache, out, call)
+    remember_text(cache, out, call)
     if kept_prefix is not None:
         kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out
@@ -227,35 +228,5 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
             f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored "
             "and what is new, or reset() the cache first"
         )
-    _check_text(cache, call.arguments, seen)
+    check_text(cache, call.arguments, seen)
     return cache
-
-
-def _check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None:
-    """Raise if the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
-    ids = inputs.get("input_ids")
-    if cache.text is None or ids is None or seen == 0:
-        return
-    stored = cache.text[:, :seen].to(ids.device)
-    if len(stored) != len(ids):
-        return  # the cache itself refuses another number of rows
-    begin = ids[:, : stored.shape[1]]
-    differ = begin != stored
-    if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2 and mask.shape[1] >= stored.shape[1]:
-        differ &= mask[:, : stored.shape[1]].bool().to(differ.device)
-    if not bool(differ.any()):
-        return
-    row, token = (int(x) for x in differ.nonzero()[0])
-    raise ValueError(
-        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} is "
-        f"{int(begin[row, token])}, and {int(stored[row, token])} is stored; give the whole conversation, what is stored and "
-        "what is new, or reset() the cache first"
-    )
-
-
-def _remember(cache: LowBitCache, out: Any, call: Call) -> None:
-    """Keep the ids that the cache holds now, for the next turn."""
-    sequences = out if isinstance(out, torch.Tensor) else out.sequences
-    cache.text = None
-    if call.prompt.get("input_ids") is not None and call.prompt.get("inputs_embeds") is None:
-        cache.text = sequences[:, : int(cache.packed_layers[0].get_seq_length())].clone()
