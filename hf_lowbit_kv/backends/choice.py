@@ -3,8 +3,8 @@
 The choice is made by the first of these that is set: the `backend=` argument of a cache; the environment variable
 `HF_LOWBIT_KV_BACKEND`; the device. An NVIDIA GPU gets `cuda` if that serves the layer, otherwise `triton`. An AMD GPU
 gets `triton`, a CPU `cpu`, anything else `torch`. A cache's `summary()` shows the backend, and why it is not a faster
-one. Nothing falls back silently: a backend that is named and cannot run raises. If none is named and only the slow
-`torch` can run, a cache warns.
+one. A backend that is named and cannot run raises an error. If none is named, the default is the first that serves the
+layer (`_default_backend`). If that is the slow `torch`, the cache warns.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """

@@ -387,9 +387,8 @@ class LowBitCache(Cache, PushToHubMixin):
     def reset(self) -> None:
         """Forget all tokens. A preallocated cache keeps its memory and addresses; a growing cache frees its memory."""
         anew = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
-        if (
-            not torch.is_inference_mode_enabled()
-        ):  # tensors that transformers made in inference mode cannot be emptied outside it
+        # tensors that transformers made in inference mode cannot be emptied outside it
+        if not torch.is_inference_mode_enabled():
             anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
         if anew:  # transformers' own reset of growing layers keeps the length in 5.17
             new = own_layers(self.config, self._first_packed_layer.length.capacity)

@@ -381,10 +381,14 @@ class LowBitLayer(CacheLayerMixin):
         return out
 
     def _forget(self) -> None:
-        self._mode: str | None = None  # "packed" (our attention) or "dense" (any other) since the last reset
-        self.taken = 0  # tokens of eager passes
-        self.storing = False  # an eager pass is at work here; where the next one finds it so, that one was interrupted
-        self._in_tail = 0  # so many newest tokens of every row are surely not packed yet
+        # "packed" (our attention) or "dense" (any other) since the last reset
+        self._mode: str | None = None
+        # tokens of eager passes
+        self.taken = 0
+        # an eager pass sets this while it stores tokens. If the next pass finds it set, the pass before was interrupted
+        self.storing = False
+        # at least this many of every row's newest tokens are not packed yet
+        self._in_tail = 0
         self._padding = Padding()
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:

@@ -3,13 +3,12 @@
 A step of one token launches the same kernels at the same addresses as the step before, so it is recorded once and
 replayed. transformers calls a `RecordedStep` for each token of a `generate` call. A `Recorder` keeps the recordings of
 one cache. The first steps of each kind run eagerly. They load kernels, and show what a step changes in Python. The next
-step is recorded. Nothing here refers to the cache or the model, so both can be freed.
+step is recorded. A `Recorder` keeps no reference to the cache or the model, so both can be freed.
 
 Kernels of this package compute pieces of the model while a step is recorded (`fusing`). Layers that the user has
 compiled are recorded compiled (`compiled_layers`).
 
-A recording is valid while everything in Python that decides which kernels run on which addresses is unchanged: see
-`fingerprint`, `memory` and `switches`.
+`recording_dependencies` says for how long a recording is valid. `step_state` finds what a step changes in Python.
 """
 
 from __future__ import annotations
