@@ -95,6 +95,7 @@ class LowBitLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    # `_forget` sets these and says what they count
     _in_tail: int
     _padding: Padding
 

@@ -198,13 +198,13 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     """An empty kept cache for `rows` rows of `tokens` tokens. Other calls can use it after it is dropped."""
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
-    surroundings = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
+    backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
     # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can
     # serve
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
     new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
-    return kept_caches(model).take((rows, model.dtype, model.device, surroundings), tokens, new)
+    return kept_caches(model).take((rows, model.dtype, model.device, backend_and_mode), tokens, new)
 
 
 def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:

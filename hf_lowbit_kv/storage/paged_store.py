@@ -145,14 +145,14 @@ class PagedStore(LayerStore):
     @torch.inference_mode(False)
     def __init__(
         self,
-        spec,
-        batch_size,
-        num_heads,
-        head_dim_k,
-        head_dim_v,
-        dtype,
-        device,
-        capacity=None,
+        spec: LayerSpec,
+        batch_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        capacity: int | None = None,
         parameters: Sequence[torch.Tensor] = (),
     ):
         self.spec, self.capacity = spec, capacity
