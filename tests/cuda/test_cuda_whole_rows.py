@@ -67,7 +67,9 @@ def test_attend(case, rows, dealt):
         (Case(lengths=(66,) * 8), 3),
         (Case(lengths=(66,) * 8, transform="smooth+hadamard", keys="int2-channel", values="int2-token"), 3),
         (Case(lengths=(66,) * 7 + (65,)), 3),  # pages are due at different steps
-        (Case(lengths=(0,) * 35, heads=1), 2),
+        (Case(lengths=(0,) * 140, heads=1), 2),
+        # more than 256 counters are advanced in batches; some tokens are padding, and some rows get full
+        pytest.param(Case(lengths=(1,) * 125 + (98,) * 6, heads=2, padded=True, capacity=60), 3, id="many-counters"),
     ],
     ids=str,
 )
