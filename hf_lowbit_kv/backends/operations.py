@@ -138,9 +138,9 @@ def append(chunk: Chunk, layer: LayerStore, backend: str) -> None:
     return operations_of(backend, layer.spec.reading.name).append(chunk, layer)
 
 
-def expect_steps(chunk: Chunk, layer: LayerStore, backend: str) -> None:
-    """Tell the backend that steps of one token may follow this prompt, so that it can compile their kernel meanwhile."""
-    operations_of(backend, layer.spec.reading.name).expect_steps(chunk, layer)
+def expect_steps(chunk: Chunk, layer: LayerStore, backend: str, masked: bool) -> None:
+    """`Operations.expect_steps` on the backend with this name."""
+    operations_of(backend, layer.spec.reading.name).expect_steps(chunk, layer, masked)
 
 
 def read(layer: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from transformers import GenerationMixin
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
@@ -36,6 +39,13 @@ def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[
         "dtype": key_states.dtype,
         "device": key_states.device,
     }
+
+
+@functools.cache
+def generate_keeps_masks() -> bool:
+    """Whether transformers' `generate` hands a mask to its steps even if no prompt has padding. Release 5.17 does. Newer
+    ones drop a mask of ones; they note its length in `_mask_length`."""
+    return "_mask_length" not in inspect.unwrap(GenerationMixin.generate).__code__.co_names
 
 
 class Progress(NamedTuple):
@@ -323,7 +333,7 @@ class LowBitLayer(CacheLayerMixin):
         store = self.store
         assert store is not None
         if first and tokens > 1:
-            ops.expect_steps(chunk, store, self.backend)
+            ops.expect_steps(chunk, store, self.backend, chunk.mask is not None or generate_keeps_masks())
         if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
             # nothing is stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
             out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
@@ -351,7 +361,7 @@ class LowBitLayer(CacheLayerMixin):
         self._make_room(chunk.tokens, "packed")
         store = self.store
         assert store is not None
-        ops.expect_steps(chunk, store, self.backend)
+        ops.expect_steps(chunk, store, self.backend, chunk.mask is not None or generate_keeps_masks())
         if chunk.softcap is None and chunk.sinks is None:
             grouped = chunk.queries.shape[1] != chunk.k.shape[1]
             out = F.scaled_dot_product_attention(

@@ -88,5 +88,8 @@ class Operations(ABC):
         """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
         model's dtype, with zeros behind a row's end. Used by other attention implementations, and by tests."""
 
-    def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Steps of one token may follow this prompt: their kernels can be compiled meanwhile."""
+    def expect_steps(self, chunk: Chunk, layer: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
+        """This prompt is about to be stored, and steps of one token may follow. Their kernels can be compiled meanwhile.
+
+        masked: whether these steps come with a mask.
+        """

@@ -37,7 +37,7 @@ from .geometry import (
     project_defines,
     transform_defines,
 )
-from .modules import expect
+from .modules import attend_macros, expect
 from .nvrtc import Module, load
 
 #: up to this many query rows of a KV head (of all sequences) `project.cu` multiplies them by a matrix
@@ -109,10 +109,14 @@ class CudaOperations(Operations):
     def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(layer, max_length)
 
-    def expect_steps(self, chunk: Chunk, layer: LayerStore) -> None:
-        """Compile the kernels of the decode steps that follow this prompt, while the prompt is read."""
-        inside = inside_for(chunk.queries.shape[1] // chunk.k.shape[1], layer)
-        expect(attend_kernel(chunk._replace(mask=None), 1, layer, inside, store=True))
+    def expect_steps(self, chunk: Chunk, layer: LayerStore, masked: bool) -> None:
+        """Compile the kernels that store this prompt, and those of the decode steps that follow, while the prompt is
+        read."""
+        k, v = chunk.k, chunk.v
+        expect("append.cu", append_defines(layer.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
+        inside = inside_for(chunk.queries.shape[1] // k.shape[1], layer)
+        kernel = attend_kernel(chunk, 1, layer, inside, store=True)._replace(mask=masked)
+        expect("attend.cu", attend_macros(kernel), k.device)
 
 
 OPERATIONS = CudaOperations()

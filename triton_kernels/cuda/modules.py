@@ -69,10 +69,15 @@ def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
     return module, choice, int(planned["SHARED_BYTES"]), fused
 
 
+def attend_macros(kernel: AttendKernel) -> tuple[tuple[str, str], ...]:
+    """The macros that `attend.cu` is compiled with."""
+    return _layout(kernel)[2]
+
+
 @functools.cache
-def expect(kernel: AttendKernel) -> None:
-    """Compile the kernel in a thread, once. Its first user waits for that thread."""
-    ahead("attend.cu", _layout(kernel)[2], kernel.device)
+def expect(name: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> None:
+    """Compile the file `name` in a thread, once. Its first user waits for that thread."""
+    ahead(name, macros, device)
 
 
 def forget() -> None:
