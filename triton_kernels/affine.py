@@ -37,6 +37,22 @@ ROUND = tl.constexpr(12582912.0)
 TWO_24 = tl.constexpr(16777216.0)
 
 
+class CodeField(NamedTuple):
+    """Some bits of every code. A token's fields stand in words of their own, one field behind the other."""
+
+    bits: int
+    #: bits of the code below this field
+    shift: int
+    #: words of a token
+    words: int
+    #: words of a token in front of these
+    first_word: int
+    #: words that `encode` takes at a time, if scales are per channel
+    words_at_once: int
+    #: `words`, rounded up to a power of two
+    padded: int
+
+
 class Params(NamedTuple):
     bits: int
     head_dim: int
@@ -60,9 +76,8 @@ class Params(NamedTuple):
     units: tuple[float, ...]
     max_block: int
     encode_rows: int
-    #: for each field of a code that has words of its own: its bits, the code's bits below it, words of a token, words
-    #: before them, words that `encode` takes at a time (per channel), and that number rounded up to a power of two
-    fields: tuple[tuple[int, ...], ...]
+    #: codes of 5 and 6 bits are stored as two fields, others as one
+    fields: tuple[CodeField, ...]
     #: words of a token
     row_words: int
     #: whether `weigh` returns an offset
@@ -109,9 +124,11 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         # the general mode adds true values, the other modes unscaled codes
         units=tuple(1.0 if mode != "token" else 2.0**24 / factor for factor in factors),
         max_block=group if per_channel else page_size,
-        encode_rows=max(ENCODE_TILE // max(planes * padded, max(16 // x[0] * x[5] for x in of_words)), 1),
+        encode_rows=max(
+            ENCODE_TILE // max(planes * padded, max(16 // field.bits * field.padded for field in of_words)), 1
+        ),
         fields=of_words,
-        row_words=sum(x[2] for x in of_words),
+        row_words=sum(field.words for field in of_words),
         offset=mode == "token",
         ptx=ptx,
         extract=tuple(map(_extract_asm, shifts, masks)),
@@ -119,7 +136,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     )
 
 
-def _fields(fmt, head_dim: int, group: int) -> tuple[tuple[int, ...], ...]:
+def _fields(fmt, head_dim: int, group: int) -> tuple[CodeField, ...]:
     """See `Params.fields`. group: tokens of a group, per channel."""
     fields, left, before = [], fmt.bits, 0
     for bits in fmt.widths:
@@ -127,7 +144,7 @@ def _fields(fmt, head_dim: int, group: int) -> tuple[tuple[int, ...], ...]:
         count = head_dim * bits // 16
         padded = padded_width(count)
         at_once = max(min(ENCODE_TILE // (16 // bits * group), padded), 1)
-        fields.append((bits, left, count, before, at_once, padded))
+        fields.append(CodeField(bits, left, count, before, at_once, padded))
         before += count
     return tuple(fields)
 
@@ -190,11 +207,11 @@ def encode(
 @triton.jit
 def _store_field(page, code, token, word, keep, i: tl.constexpr, P: tl.constexpr):
     """One field of codes `[T, fields of a word, W]` of tokens `[T, 1]` -> their words `[1, W]`."""
-    BITS: tl.constexpr = P.fields[i][0]
+    BITS: tl.constexpr = P.fields[i].bits
     shift = (tl.arange(0, 16 // BITS) * BITS)[None, :, None]
-    field = (code >> P.fields[i][1]) & ((1 << BITS) - 1)
+    field = (code >> P.fields[i].shift) & ((1 << BITS) - 1)
     words = tl.sum(field << shift, 1).to(tl.int16)  # fields do not overlap: the sum is the union
-    place = token * P.row_words + P.fields[i][3] + word
+    place = token * P.row_words + P.fields[i].first_word + word
     tl.store(page.to(tl.pointer_type(tl.int16)) + place, words, mask=keep)
 
 
@@ -206,11 +223,11 @@ def _encode_field(
     """The words of one field of the codes, and the scales and zero points."""
     scales = (page + P.scale_at).to(tl.pointer_type(tl.float16))
     zeros = (page + P.zero_at).to(tl.pointer_type(tl.float16))
-    PLANES: tl.constexpr = 16 // P.fields[i][0]
-    WIDTH: tl.constexpr = P.fields[i][2]
+    PLANES: tl.constexpr = 16 // P.fields[i].bits
+    WIDTH: tl.constexpr = P.fields[i].words
     plane = tl.arange(0, PLANES)
     if P.per_channel:
-        SOME: tl.constexpr = P.fields[i][4]
+        SOME: tl.constexpr = P.fields[i].words_at_once
         CHUNKS: tl.constexpr = (WIDTH + SOME - 1) // SOME
         for at in range(P.groups * CHUNKS):
             group = at // CHUNKS
@@ -227,7 +244,7 @@ def _encode_field(
             tl.store(zeros + place, zero, mask=keep[None, None, :])
             _store_field(page, code, token[:, None], word[None, :], keep[None, :], i, P)
     else:
-        word = tl.arange(0, P.fields[i][5])
+        word = tl.arange(0, P.fields[i].padded)
         keep = word < WIDTH
         channel = (plane[:, None] * WIDTH + word[None, :])[None, :, :]
         for t0 in range(start, stop, ROWS):
@@ -277,11 +294,11 @@ def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl
 def _field_of_codes(page, token, channel, i: tl.constexpr, P: tl.constexpr):
     """One field of the codes of these tokens and channels, shifted to its place in the code. It is a separate function
     because Triton binds a `constexpr` to a name only once."""
-    BITS: tl.constexpr = P.fields[i][0]
-    WIDTH: tl.constexpr = P.fields[i][2]
-    place = token * P.row_words + P.fields[i][3] + channel % WIDTH
+    BITS: tl.constexpr = P.fields[i].bits
+    WIDTH: tl.constexpr = P.fields[i].words
+    place = token * P.row_words + P.fields[i].first_word + channel % WIDTH
     word = tl.load(page.to(tl.pointer_type(tl.int16)) + place, mask=channel < P.head_dim, other=0).to(tl.int32)
-    return ((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i][1]
+    return ((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i].shift
 
 
 @triton.jit

@@ -94,13 +94,15 @@ def dot_type(dtype: torch.dtype):
 
 
 def constants(params):
-    """A NamedTuple whose numbers are all marked as compile-time constants. Without the marks Triton 3.6 treats numbers
-    inside a constant as run-time values. The interpreter does not know such marks."""
+    """A NamedTuple whose numbers, also those of tuples inside it, are all marked as compile-time constants. Without the
+    marks Triton 3.6 treats numbers inside a constant as run-time values. The interpreter does not know such marks."""
 
     def mark(x):
-        return tuple(map(mark, x)) if isinstance(x, tuple) else tl.constexpr(x)
+        if not isinstance(x, tuple):
+            return tl.constexpr(x)
+        return type(x)(*map(mark, x)) if hasattr(x, "_fields") else tuple(map(mark, x))
 
-    return params if interpreted() else type(params)(*map(mark, params))
+    return params if interpreted() else mark(params)
 
 
 @triton.jit
