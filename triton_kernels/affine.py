@@ -15,8 +15,8 @@ Scales and zero points are folded away too, if a group spans the tile (`mode`):
   each plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
-`encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. Other formats pack
-words with it too.
+`encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. `boosted` makes its
+low codes with `quantize` and `store_codes`.
 """
 
 from __future__ import annotations
