@@ -314,7 +314,8 @@ class LowBitCache(Cache, PushToHubMixin):
 
         Raises:
             ValueError: the cache was made from a configuration, its model is gone, or it belongs to tensor parallelism.
-            RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written.
+            RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
+                or a file has the name of the folder.
         """
         folder, model = Path(save_directory), self.model.get("saved")
         if tp_size(model) > 1:
@@ -366,7 +367,7 @@ class LowBitCache(Cache, PushToHubMixin):
             raise ValueError(f"{path} holds a {description['class']}, not a {cls.__name__}")
         saved_cache.check_model(description, inner, path)
         specs = saved_cache.specs_in(description)
-        seen = max((said["seen"] for said in description["layers"].values()), default=0)
+        seen = saved_cache.stored_tokens(description)
         if max_cache_len is not None and seen > max_cache_len:
             raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored in {path}")
         tensors = saved_cache.read(path, description, inner.device, revision, token, str(path_or_repo))

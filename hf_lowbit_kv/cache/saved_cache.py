@@ -64,7 +64,12 @@ def write(
 
     Args:
         header: see `header_of`. more: plain values to keep in the description.
+
+    Raises:
+        NotADirectoryError: a file has the name of the folder.
     """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is a file; a cache is saved into a folder: give another name")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -173,6 +178,11 @@ def _of_hub(repo: str, name: str, revision: str | None, token: str | bool | None
     if file is None:
         raise FileNotFoundError(f"the hub repository {repo!r} has no {name}")
     return Path(file)
+
+
+def stored_tokens(description: Mapping[str, Any]) -> int:
+    """Tokens of a row that a saved cache holds."""
+    return max((said["seen"] for said in description["layers"].values()), default=0)
 
 
 def read_description(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ recorded in CUDA graphs (`recording`) or compiled. And steps do not wait for the
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from .call_options import Call, cache_of, options_of_cache, setting
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
+from .option_names import check_names
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_text, remember_text
@@ -98,9 +100,9 @@ def generate(
         one after the other.
 
     Raises:
-        ValueError: the preset or step is unknown; `max_new_tokens` is missing; the cache has no room; the text does not
-            begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given; beams or
-            assisted decoding are requested (`enable` and `model.generate` serve those); or, for `"compiled"`,
+        ValueError: an option, the preset or the step is unknown; `max_new_tokens` is missing; the cache has no room; the
+            text does not begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given;
+            beams or assisted decoding are requested (`enable` and `model.generate` serve those); or, for `"compiled"`,
             transformers does not compile the model.
         RuntimeError: `"compiled"` on a machine without a C compiler.
 
@@ -110,6 +112,7 @@ def generate(
         True
     """
     inner, cache = unwrap(model), options.pop("cache", None)
+    check_names("lb.generate", inner, {**(inputs if isinstance(inputs, Mapping) else {}), **options}, ARGUMENTS)
     past_key_values = cache_of(past_key_values, cache)
     check_prefixes(prefixes)
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
@@ -139,6 +142,10 @@ def generate(
         except BaseException:  # also after an interruption: the next call empties the cache
             kept.give_back(lent)
             raise
+
+
+#: names of the arguments of `generate`
+ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name != "options")
 
 
 def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: Prefixes | None = None) -> Any:

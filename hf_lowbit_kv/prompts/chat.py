@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
-from ..generation.call_options import check_options
-from ..generation.generate import generate
+from ..generation.call_options import check_options, setting
+from ..generation.finish_reason import FinishReason
+from ..generation.generate import ARGUMENTS, generate
+from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_sampling
 from ..machine.model_fingerprint import fingerprint_of
 from ..presets import DEFAULT_PRESET, PresetName
@@ -36,6 +39,8 @@ _OWN = (
     "max_cache_len",
     "num_return_sequences",
 )
+#: names that a chat takes
+_KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
 #: how many ends of turns are kept for models that cannot crop
 _ENDS = "4GB"
 
@@ -63,10 +68,13 @@ class Chat:
 
     Attributes:
         messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
+        finish_reason: why the last answer ended, as in `Result`: `"stop"`: the model or a stopping criterion ended it;
+            `"length"`: `max_new_tokens`, `max_length` or `max_time` cut it off; `"cancelled"`: Ctrl-C, or the loop over
+            `stream` was left; `"error"`. `None` before the first answer, and after `undo`.
 
     Raises:
-        ValueError: the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an option, or the
-            tokenizer has no chat template.
+        ValueError: an option or the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an
+            option, or the tokenizer has no chat template. TypeError: the tokenizer is a text.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -87,10 +95,7 @@ class Chat:
         **options: Any,
     ):
         check_count("max_length", max_length)
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
-            )
+        _check_tokenizer(tokenizer)
         if system is not None and not isinstance(system, str):
             raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
         _check_options(unwrap(model), options)
@@ -102,6 +107,7 @@ class Chat:
             cache_options["calibration"] = calibration
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
+        self.finish_reason: FinishReason | None = None
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class Chat:
         try:
             self._write(ids, seen)
         finally:
-            answer = self._finish(text, ids, seen.ids)
+            answer = self._finish(text, ids, seen)
         return answer
 
     def stream(self, text: str) -> Iterator[str]:
@@ -140,7 +146,7 @@ class Chat:
         finally:
             stop.set()
             thread.join()
-            self._finish(text, ids, seen.ids)
+            self._finish(text, ids, seen)
         if failed:
             raise failed[0]
 
@@ -154,6 +160,7 @@ class Chat:
         if not said:
             raise ValueError("there is nothing to undo: no message of the user is left")
         del self.messages[said[-1] :]
+        self.finish_reason = None
 
     def _ids(self, text: str) -> torch.Tensor:
         """The text of the whole conversation, `[1, n]`."""
@@ -180,23 +187,49 @@ class Chat:
     ) -> None:
         self._align(ids)
         seen.next = pieces
-        room = self.max_length - ids.shape[1]
-        options = {**self.options, "max_new_tokens": min(_most_tokens(self.options, room), room)}
+        room, begun = self.max_length - ids.shape[1], time.monotonic()
+        most = min(_most_tokens(self.options, room), room)
+        options = {**self.options, "max_new_tokens": most}
+        if self._asked("stop_strings"):
+            options["tokenizer"] = self.tokenizer
         criteria = list(options.pop("stopping_criteria", None) or ())
         if stop is not None:
             criteria.append(_Stopped(stop))
-        generate(
-            self.model,
-            ids,
-            past_key_values=self.cache,
-            attention_mask=torch.ones_like(ids),
-            streamer=seen,
-            stopping_criteria=StoppingCriteriaList(criteria),
-            **options,
-        )
+        try:
+            generate(
+                self.model,
+                ids,
+                past_key_values=self.cache,
+                attention_mask=torch.ones_like(ids),
+                streamer=seen,
+                stopping_criteria=StoppingCriteriaList(criteria),
+                **options,
+            )
+        except KeyboardInterrupt:
+            seen.finish_reason = "cancelled"
+            raise
+        stopped = stop is not None and stop.is_set()
+        seen.finish_reason = self._why_ended(seen.ids, most, time.monotonic() - begun, stopped)
 
-    def _finish(self, text: str, ids: torch.Tensor, written: list[int]) -> str:
+    def _why_ended(self, written: list[int], most: int, seconds: float, stopped: bool) -> FinishReason:
+        """The reason, if no error was raised. most: largest number of tokens of this answer. stopped: whether the loop
+        over the pieces was left."""
+        ends, strings = self._asked("eos_token_id"), self._asked("stop_strings") or ()
+        if written[-1] in (ends if isinstance(ends, (list, tuple)) else [ends]):
+            return "stop"
+        if strings and _holds_any(self.tokenizer.decode(written), strings):
+            return "stop"
+        if len(written) >= most or seconds >= (self._asked("max_time") or float("inf")):
+            return "length"
+        return "cancelled" if stopped else "stop"
+
+    def _asked(self, name: str) -> Any:
+        """A generation setting of this chat or of the model."""
+        return setting(unwrap(self.model), self.options, name)
+
+    def _finish(self, text: str, ids: torch.Tensor, seen: _Seen) -> str:
         """Record which tokens the cache holds, and add the turn if anything was written."""
+        written, self.finish_reason = seen.ids, seen.finish_reason
         whole = torch.cat([ids, torch.tensor([written], dtype=ids.dtype, device=ids.device)], dim=1)
         stored = int(self.cache.packed_layers[0].get_seq_length())
         try:
@@ -251,39 +284,67 @@ class Chat:
         """Write the conversation and its cache, replacing an earlier one. `load` continues it.
 
         Raises:
-            TypeError: an option cannot be written, such as a logits processor.
+            TypeError: an option cannot be written, such as a logits processor. NotADirectoryError: a file has this name.
         """
         said = {
             "messages": self.messages,
             "max_length": self.max_length,
             "chat_template_kwargs": self.chat_template_kwargs,
             "options": self.options,
+            "finish_reason": self.finish_reason,
         }
         header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model)))
         saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": said})
 
     @classmethod
-    def load(cls, folder: str | Path, model: Any, tokenizer: Any, **options: Any) -> Chat:
-        """The conversation that `save` wrote. options: override the saved ones.
+    def load(
+        cls,
+        folder: str | Path,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        preset: str | None = None,
+        calibration: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Chat:
+        """The conversation that `save` wrote.
+
+        Args:
+            max_length: of the whole conversation, at least what is stored; `None`: the saved one.
+            preset, calibration: refuse a chat whose cache has another preset or calibration; `None`: accept any.
+            chat_template_kwargs, **options: override the saved ones.
 
         Raises:
-            ValueError: the folder holds no chat, or as for `LowBitCache.from_pretrained`.
+            ValueError: the folder holds no chat, `max_length` is below the stored tokens, `cache_options` are given, or
+                as for `Chat` and `LowBitCache.from_pretrained`. TypeError: the tokenizer is a text.
         """
+        _check_tokenizer(tokenizer)
+        check_count("max_length", max_length, optional=True)
+        for name, instead in (("cache_options", "its cache"), ("system", "its messages; change chat.messages")):
+            if name in options:
+                raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
         path = saved_cache.find(folder, None, None)
-        said = saved_cache.read_description(path)["more"].get("chat")
+        description = saved_cache.read_description(path)
+        said = description["more"].get("chat")
         if said is None:
             raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
         _check_options(unwrap(model), options)
-        cache = LowBitCache.from_pretrained(folder, model, max_cache_len=said["max_length"])
+        if max_length is not None and (stored := saved_cache.stored_tokens(description)) > max_length:
+            raise ValueError(
+                f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
+                f"max_length={said['max_length']}"
+            )
+        length = said["max_length"] if max_length is None else max_length
+        cache = LowBitCache.from_pretrained(folder, model, max_cache_len=length, preset=preset, calibration=calibration)
         new = cls.__new__(cls)
-        new.model, new.tokenizer, new.preset, new.max_length = (
-            model,
-            tokenizer,
-            cache.preset or DEFAULT_PRESET,
-            said["max_length"],
-        )
-        new.chat_template_kwargs, new.options = said["chat_template_kwargs"], {**said["options"], **options}
+        new.model, new.tokenizer, new.max_length = model, tokenizer, length
+        new.preset = cache.preset or DEFAULT_PRESET
+        new.options = {**said["options"], **options}
+        new.chat_template_kwargs = {**said["chat_template_kwargs"], **(chat_template_kwargs or {})}
         new.messages, new.cache, new._ends = said["messages"], cache, PrefixStore(_ENDS)
+        new.finish_reason = said.get("finish_reason")
         if cache.text is not None and not new._crops:
             new._ends.add(cache, [cache.text[0].cpu()])
         return new
@@ -293,8 +354,22 @@ class Chat:
         return f"Chat({len(self.messages)} messages, {stored} of {self.max_length} tokens, preset={self.preset!r})"
 
 
+def _check_tokenizer(tokenizer: Any) -> None:
+    """Raise for anything that cannot write messages as one text."""
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is a text; it must be the model's tokenizer. The preset comes after it: "
+            "lb.Chat(model, tokenizer, preset)"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
+        )
+
+
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
+    check_names("lb.Chat", model, options, _KNOWN)
     if unable := [name for name in _OWN if name in options]:
         raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
     check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
@@ -310,11 +385,16 @@ def _most_tokens(options: Mapping[str, Any], room: int) -> int:
     return room
 
 
+def _holds_any(text: str, strings: str | Sequence[str]) -> bool:
+    return any(each in text for each in ([strings] if isinstance(strings, str) else strings))
+
+
 class _Seen(BaseStreamer):
-    """Collects the ids that are written, and passes them on."""
+    """Collects the ids that are written, and passes them on. finish_reason: see `Chat`."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.finish_reason: FinishReason = "error"
         self.next: BaseStreamer | None = None
         self._prompt = True
 

@@ -11,6 +11,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..generation.call_options import check_options, new_tokens_of, return_sequences
+from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_numbers, processors_of
 
 #: keys of a request that say what the model reads; each request has one of them
@@ -41,6 +42,8 @@ REFUSED = {
 }
 #: arguments of `generate` that select another cache
 CACHES = ("cache", "past_key_values", "max_cache_len", "use_cache")
+#: names that get an answer of their own
+KNOWN = (*OWN_OPTIONS, *REFUSED, *CACHES, "assistant_model", "custom_generate", "negative_prompt_ids")
 
 
 @dataclass(eq=False)
@@ -158,6 +161,7 @@ class RequestReader:
         """The generation configuration of a request as `generate` would prepare it, and the number of tokens to write."""
         model: Any = self.model
         request = dict(options)
+        check_names("lb.generate_many", model, request, KNOWN, model_inputs=False)
         check_options(model, request)
         if name := next((name for name in CACHES if request.get(name) is not None), None):
             raise ValueError(f"{name} is not allowed: rows of a pool are the cache; use lb.generate")
@@ -172,12 +176,7 @@ class RequestReader:
         if base is not None:
             base.max_length = None
         settings = {name: value for name, value in request.items() if name not in OWN_OPTIONS}
-        config, unknown = model._prepare_generation_config(base, **settings)
-        if unknown := {name: value for name, value in unknown.items() if name not in REFUSED}:
-            raise ValueError(
-                f"{next(iter(unknown))!r} is not known: neither an option of generate_many nor of the generation configuration "
-                "(images and other inputs than tokens are not served)"
-            )
+        config, _ = model._prepare_generation_config(base, **settings)
         for name, instead in REFUSED.items():
             value = getattr(config, name, None)
             if value is not None and value is not False and (name, value) != ("guidance_scale", 1):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-#: why a sequence ended
-FinishReason = Literal["stop", "length", "error", "cancelled"]
+from ..generation.finish_reason import FinishReason
 
 
 @dataclass

@@ -189,6 +189,34 @@ def test_bad_arguments(model, arguments, message):
     assert not kept_caches(model).entries
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_token": 5}, r"'max_new_token' is not known: .*; did you mean 'max_new_tokens'\?"),
+        ({"cache_option": {}}, r"did you mean 'cache_options'\?"),
+        ({"per_layer": {0: "kv8"}}, r"pass it as lb\.generate\(\.\.\., cache_options=\{'per_layer': \.\.\.\}\)"),
+        ({"sink": 5}, r"'sink' is an option of the cache; pass it as .*cache_options=\{'sink': \.\.\.\}"),
+        ({"residuall": 5}, r"did you mean 'residual', as cache_options=\{'residual': \.\.\.\}\?"),
+        ({"pixel_values": torch.ones(1)}, "'pixel_values' is not known: neither .*, nor an input of the model"),
+        ({"inputs": {"input_ids": torch.ones(1, 5, dtype=torch.long), "xyz": 1}}, "'xyz' is not known"),
+    ],
+    ids=str,
+)
+def test_names_that_nobody_knows_come_before_anything_else(model, options, message):
+    """The other arguments are as bad as can be."""
+    with pytest.raises(ValueError, match=message):
+        lb.generate(model, **{"inputs": "a text", "preset": "kivi-3", "prefixes": 3, "max_length": -1, **options})
+
+
+def test_names_that_transformers_knows(model):
+    ids = left_padded(1, 50)[0]
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    config.own_setting = 1
+    options = {"synced_gpus": False, "tokenizer": None, "position_ids": torch.arange(50)[None], "token_type_ids": None}
+    got = lb.generate(model, ids, "dense", generation_config=config, own_setting=2, **options)
+    assert torch.equal(got, model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+
+
 def test_a_top_p_of_zero_leaves_the_likeliest_token(model):
     """As in transformers."""
     ids = left_padded(1, 50)[0]

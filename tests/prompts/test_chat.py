@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
+from letters import letters
 from transformers import GenerationConfig
 
 import hf_lowbit_kv as lb
@@ -135,7 +138,7 @@ def test_an_interrupted_answer_is_the_turn(model):
             chat.send(words(20, 2))
     finally:
         hook.remove()
-    assert len(chat.messages) == 4
+    assert (len(chat.messages), chat.finish_reason) == (4, "cancelled")
     assert 1 <= len(chat.messages[-1]["content"].split()) <= 4
     text = words(5, 3)
     want = _fresh(model, chat, text)
@@ -178,6 +181,109 @@ def test_bad_arguments(model):
         lb.Chat(model, tokenizer_of(), max_length=0)
     with pytest.raises(TypeError, match="system=3 is not allowed; it must be a text, or None"):
         lb.Chat(model, tokenizer_of(), system=3)
+    with pytest.raises(TypeError, match=r"tokenizer='kivi-4-sink' is a text; .*lb\.Chat\(model, tokenizer, preset\)"):
+        lb.Chat(model, "kivi-4-sink")
+    with pytest.raises(ValueError, match=r"'sytem' is not known: .*option of lb\.Chat, .* did you mean 'system'\?"):
+        lb.Chat(model, tokenizer_of(), sytem="x")
+    with pytest.raises(ValueError, match=r"pass it as lb\.Chat\(\.\.\., cache_options=\{'sink'"):
+        lb.Chat(model, tokenizer_of(), sink=3)
+
+
+def test_what_load_changes_and_refuses(model, tmp_path):
+    chat = _chat(model)
+    for turn in range(2):
+        chat.send(words(20, turn))
+    chat.save(tmp_path / "chat")
+    stored = int(chat.cache.get_seq_length())
+
+    def load(**options):
+        return lb.Chat.load(tmp_path / "chat", model, tokenizer_of(), **options)
+
+    with pytest.raises(ValueError, match=rf"max_length=30 is too small: .* has {stored} tokens, and max_length=600"):
+        load(max_length=30)
+    with pytest.raises(ValueError, match="max_length='9' is not allowed"):
+        load(max_length="9")
+    with pytest.raises(ValueError, match=r"kivi-4.*kv8|kv8.*kivi-4"):
+        load(preset="kv8")
+    with pytest.raises(ValueError, match="cache_options is not allowed: a saved chat has its cache"):
+        load(cache_options={"sink": 3})
+    with pytest.raises(ValueError, match="system is not allowed: a saved chat has its messages"):
+        load(system="You are brief.")
+    with pytest.raises(ValueError, match="'max_new_token' is not known"):
+        load(max_new_token=3)
+    with pytest.raises(TypeError, match="tokenizer='kivi-4' is a text"):
+        lb.Chat.load(tmp_path / "chat", model, "kivi-4")
+    text = words(640, 9)
+    with pytest.raises(ValueError, match="max_length=600 leaves no room"):
+        load().send(text)
+    larger = load(max_length=1000, preset="kivi-4", max_new_tokens=4, chat_template_kwargs={"tools": None})
+    assert (larger.max_length, larger.cache.packed_layers[0].length.capacity) == (1000, 1000)
+    assert larger.chat_template_kwargs == {"tools": None}
+    assert len(larger.send(text).split()) <= 4
+    fresh = lb.Chat(model, tokenizer_of(), "kivi-4", max_length=1000, max_new_tokens=4, **DENSE)
+    fresh.messages = larger.messages[:-2]
+    assert fresh.send(text) == larger.messages[-1]["content"]
+    assert int(load(max_length=stored + 40, max_new_tokens=2).cache.get_seq_length()) == stored
+
+
+def test_a_file_in_place_of_the_folder(model, tmp_path):
+    chat, path = _chat(model), tmp_path / "chat"
+    chat.send(words(5, 1))
+    path.write_text("mine")
+    for save in (chat.save, chat.cache.save_pretrained):
+        with pytest.raises(NotADirectoryError, match="chat' is a file; a cache is saved into a folder"):
+            save(path)
+    assert path.read_text() == "mine"
+
+
+def test_why_an_answer_ended(model, tmp_path):
+    chat = _chat(model)
+    assert chat.finish_reason is None
+    answer = chat.send(words(20, 1)).split()
+    assert (len(answer), chat.finish_reason) == (10, "length")
+    chat.save(tmp_path)
+    assert lb.Chat.load(tmp_path, model, tokenizer_of()).finish_reason == "length"
+    chat.undo()
+    assert chat.finish_reason is None
+    third = tokenizer_of().convert_tokens_to_ids(answer[2])
+    for ends in (third, [7, third]):
+        other = _chat(model, eos_token_id=ends)
+        assert (other.send(words(20, 1)).split()[-1], other.finish_reason) == (answer[2], "stop")
+    other = _chat(model, max_time=1e-9)
+    other.send(words(20, 1))
+    assert other.finish_reason == "length"
+    short = lb.Chat(model, tokenizer_of(), "kivi-4", max_length=30, **DENSE)
+    short.send(words(20, 1))
+    assert short.finish_reason == "length"
+
+
+def test_stop_strings_need_no_tokenizer_of_their_own(model):
+    options = {"max_length": 600, "max_new_tokens": 20, **DENSE}
+    whole = lb.Chat(model, letters(), "kivi-4", **options).send("hello")
+    stop = next(letter for letter in whole[2:] if letter.isalnum())
+    chat = lb.Chat(model, letters(), "kivi-4", stop_strings=stop, **options)
+    answer = chat.send("hello")
+    assert chat.finish_reason == "stop"
+    assert len(answer) < len(whole)
+    assert whole.startswith(answer)
+    assert stop in answer
+
+
+def test_an_answer_that_is_left_is_cancelled(model):
+    """The model waits for its third token until the loop has been left."""
+    left, calls = threading.Event(), 0
+
+    def wait(module, args):
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            left.wait(0.2)
+
+    chat = _chat(model)
+    with model.model.layers[0].register_forward_pre_hook(wait):
+        for _ in chat.stream(words(20, 1)):
+            break
+    assert (chat.finish_reason, calls < 10) == ("cancelled", True)
 
 
 @pytest.mark.parametrize(
