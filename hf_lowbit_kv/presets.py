@@ -252,5 +252,6 @@ def get_preset(name: str) -> Preset:
     close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
-        f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard')"
+        f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "
+        "A preset of your own must be registered first (lb.register_preset; on the command line --import FILE)"
     )

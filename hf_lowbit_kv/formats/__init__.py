@@ -22,8 +22,11 @@ def _parse(name: str) -> Format:
     for cls in FORMATS:
         if (fmt := cls.parse(name)) is not None:  # type: ignore[attr-defined]
             return fmt
-    allowed = ", ".join(cls.grammar or cls.__name__ for cls in FORMATS)
-    raise ValueError(f"format={name!r} is not known; allowed: {allowed}")
+    allowed = ", ".join(cls.grammar or repr(cls().name) for cls in FORMATS)
+    raise ValueError(
+        f"format={name!r} is not known; allowed: {allowed}. A format of your own must be registered first "
+        "(lb.register_format; on the command line --import FILE)"
+    )
 
 
 def forget_names() -> None:

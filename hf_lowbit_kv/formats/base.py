@@ -130,8 +130,20 @@ class Format(Parametrized, ABC):
         page_size, head_dim = x.shape[-2:]
         pages = x.new_zeros((*x.shape[:-2], self.page_bytes(head_dim, page_size, dtype)), dtype=torch.uint8)
         arrays = self.split(pages, head_dim, page_size, dtype)
-        for name, array in self.encode_arrays(x, parameters).items():
-            arrays[name].copy_(array)
+        encoded = self.encode_arrays(x, parameters)
+        if (
+            encoded.keys() != arrays.keys()
+        ):  # a page with an array of zeros would decode to a wrong text without an error
+            raise ValueError(
+                f"format {self.name!r}: encode_arrays returned {', '.join(encoded)}; arrays lists {', '.join(arrays)}"
+            )
+        for name, array in arrays.items():
+            if encoded[name].shape != array.shape:
+                raise ValueError(
+                    f"format {self.name!r}: encode_arrays returned {name!r} with the shape {tuple(encoded[name].shape)}; "
+                    f"it must be {tuple(array.shape)}"
+                )
+            array.copy_(encoded[name])
         return pages
 
     def decode(

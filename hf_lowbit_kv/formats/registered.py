@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from types import ModuleType
 
 from .. import formats
 from .base import Format
+from .trial_page import check_page
 
 #: functions that Triton's kernels need in a format's module, see `triton_kernels/registry.py`
 NEEDED = ("params", "encode", "decode")
@@ -48,9 +50,10 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
         `cls`.
 
     Raises:
-        TypeError: not a class derived from `Format`, or one that cannot be made without arguments.
+        TypeError: not a class derived from `Format`, no frozen dataclass, or one that cannot be made without arguments.
         ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes
-            names of other formats, or a module without one of the functions. Nothing is registered then.
+            names of other formats, a trial page that is not stored and read back as `arrays` says, or a module without
+            one of the functions. Nothing is registered then.
 
     Example:
         >>> from dataclasses import dataclass
@@ -74,6 +77,13 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise TypeError(f"cls={cls.__name__} cannot be registered; it does not define {missing}")
+    # the class's own settings: those of a base class do not make the fields of this class comparable
+    settings = cls.__dict__.get("__dataclass_params__")
+    if not dataclasses.is_dataclass(cls) or settings is None or not (settings.frozen and settings.eq):
+        raise TypeError(
+            f"cls={cls.__name__} must be a frozen dataclass; write @dataclass(frozen=True, repr=False) above the class, below "
+            "@register_format"
+        )
     if not callable(parse := getattr(cls, "parse", None)):
         raise ValueError(f"cls={cls.__name__} has no class method parse(name)")
     try:
@@ -81,6 +91,7 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
     except TypeError as error:
         raise TypeError(f"cls={cls.__name__} must have a default for each of its fields: {error}") from None
     _check_name(cls, example, parse)
+    check_page(example)
     if triton is not None and (lacking := [name for name in NEEDED if not hasattr(triton, name)]):
         raise ValueError(f"triton={triton.__name__!r} has no {lacking[0]!r}; it must have {', '.join(NEEDED)}")
     for last, together in (("scores", ATTEND_KEYS), ("add", ATTEND_VALUES)):
@@ -109,7 +120,14 @@ def _check_name(cls: type[Format], example: Format, parse: Callable[[str], Forma
     if (parsed := parse(name)) != example or type(parsed) is not cls:
         raise ValueError(f"{cls.__name__}.parse({name!r}) returned {parsed!r}; it must return the format of that name")
     for taken in FOREIGN_NAMES:
-        if (parsed := parse(taken)) is not None:
+        try:
+            parsed = parse(taken)
+        except Exception as error:
+            raise ValueError(
+                f"{cls.__name__}.parse({taken!r}) raised {type(error).__name__}: {error}; it must return None for names of "
+                "other formats"
+            ) from error
+        if parsed is not None:
             raise ValueError(
                 f"{cls.__name__}.parse({taken!r}) returned {parsed!r}; it must return None: not its own name"
             )

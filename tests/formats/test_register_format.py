@@ -84,16 +84,96 @@ def _named(given: str, parse):
         (Sign(), TypeError, "must be a class"),
         (lb.Format, TypeError, "does not define arrays"),
         (_named("greedy", lambda cls, name: cls()), ValueError, r"parse\('dense'\) returned .*must return None"),
+        (
+            _named("loud", lambda cls, name: cls() if name == "loud" or int(name) else None),
+            ValueError,
+            r"parse\('dense'\) raised ValueError: .*None for",
+        ),
         (_named("deaf", lambda cls, name: None), ValueError, r"parse\('deaf'\) returned None"),
         (_named("a|b", lambda cls, name: cls() if name == "a|b" else None), ValueError, "may not hold '|'"),
     ],
-    ids=["type", "instance", "abstract", "greedy", "deaf", "separator"],
+    ids=["type", "instance", "abstract", "greedy", "loud", "deaf", "separator"],
 )
 def test_bad_classes_are_refused(cls, error, message):
     before = list(formats.FORMATS)
     with pytest.raises(error, match=message):
         lb.register_format(cls)
     assert before == formats.FORMATS
+
+
+def _changed(**members):
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Changed(Sign):
+        name = "changed"
+
+        @classmethod
+        def parse(cls, name):
+            return cls() if name == "changed" else None
+
+    for name, member in members.items():
+        setattr(Changed, name, member)
+    return Changed
+
+
+def _encoded(**arrays):
+    """`encode_arrays` of `Sign` with other arrays; None: the array is missing."""
+
+    def encode_arrays(self, x, parameters=()):
+        every = Sign.encode_arrays(self, x) | {name: change and change(x) for name, change in arrays.items()}
+        return {name: array for name, array in every.items() if array is not None}
+
+    return encode_arrays
+
+
+def _listed(*entries):
+    return lambda self, head_dim, page_size, dtype: list(entries)
+
+
+def _decoded(name):
+    return lambda self, arrays, head_dim, parameters=(): arrays[name]
+
+
+def _mean_of_all_pages(x):
+    return x.mean((0, 2), keepdim=True)[..., :1].expand(len(x), 128, 1)
+
+
+def _mean_of_the_page(x):
+    return x.abs().mean((1, 2), keepdim=True).expand(-1, 128, 1)
+
+
+CODES = ("codes", torch.uint8, (128, 8))
+WRONG = {
+    "encode_arrays returned codes; arrays lists codes, scale": {"encode_arrays": _encoded(scale=None)},
+    "encode_arrays returned codes, scale, more; arrays lists codes, scale": {"encode_arrays": _encoded(more=torch.abs)},
+    "'scale' with the shape (2, 128); it must be (2, 128, 1)": {"encode_arrays": _encoded(scale=lambda x: x[..., 0])},
+    "NaN or infinity": {"encode_arrays": _encoded(scale=lambda x: x[..., :1] * torch.inf)},
+    "other bytes alone": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
+    "is tokenwise, but its array 'scale'": {"encode_arrays": _encoded(scale=_mean_of_the_page)},
+    "decode failed on a trial page: KeyError: 'scales'": {"decode_arrays": _decoded("scales")},
+    "the shape (2, 128, 1); it must be (2, 128, 64)": {"decode_arrays": _decoded("scale")},
+    "arrays lists 'codes' twice": {"arrays": _listed(CODES, CODES)},
+    "each entry must be (name, torch.dtype, tuple of sizes)": {"arrays": _listed(("codes", "uint8", (128, 8)))},
+    "none of its arrays (words) holds codes": {"arrays": _listed(("words", *CODES[1:]))},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_page_that_does_not_come_back_is_refused(message):
+    before = list(formats.FORMATS)
+    with pytest.raises(ValueError, match=f"format 'changed'.*{re.escape(message)}"):
+        lb.register_format(_changed(**WRONG[message]))
+    assert before == formats.FORMATS
+    lb.register_format(_changed())
+
+
+@pytest.mark.parametrize("settings", [None, {"frozen": True, "eq": False}], ids=str)
+def test_a_class_that_is_no_frozen_dataclass_is_refused(settings):
+    class Plain(Sign):
+        name = "plain"
+
+    cls = Plain if settings is None else dataclasses.dataclass(repr=False, **settings)(Plain)
+    with pytest.raises(TypeError, match=r"cls=Plain must be a frozen dataclass; write @dataclass\(frozen=True"):
+        lb.register_format(cls)
 
 
 def test_kernels():
