@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
+from typing import overload
 
 from .. import formats
 from .base import Format
@@ -34,10 +36,17 @@ FOREIGN_NAMES = (
 TRITON_MODULES: dict[type[Format], ModuleType] = {}
 
 
-def register_format(cls: type[Format], triton: ModuleType | None = None) -> type[Format]:
+@overload
+def register_format(cls: type[Format], triton: ModuleType | None = None) -> type[Format]: ...
+@overload
+def register_format(cls: None = None, triton: ModuleType | None = None) -> Callable[[type[Format]], type[Format]]: ...
+def register_format(
+    cls: type[Format] | None = None, triton: ModuleType | None = None
+) -> type[Format] | Callable[[type[Format]], type[Format]]:
     """Make a page format known, by the names that its `parse` takes.
 
-    Works as a decorator, too. `docs/add-a-format.md` has an example. A format without kernels runs on a GPU in plain
+    Works as a decorator, too: `@register_format`, or `@register_format(triton=module)`. `docs/add-a-format.md` has an
+    example. A format without kernels runs on a GPU in plain
     PyTorch, which is slow, and a warning says so once.
 
     Args:
@@ -47,7 +56,7 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
             packed pages (see `triton_kernels/registry.py`); `None`: there are none.
 
     Returns:
-        `cls`.
+        `cls`; without `cls`, a decorator.
 
     Raises:
         TypeError: not a class derived from `Format`, no frozen dataclass, or one that cannot be made without arguments.
@@ -72,6 +81,8 @@ def register_format(cls: type[Format], triton: ModuleType | None = None) -> type
         ...         return arrays["codes"].float()
         >>> cache = lb.LowBitCache(model, "half", "int4-token")
     """
+    if cls is None:
+        return functools.partial(register_format, triton=triton)
     if not (isinstance(cls, type) and issubclass(cls, Format)):
         raise TypeError(f"cls={cls!r} is not allowed; it must be a class derived from hf_lowbit_kv.Format")
     if inspect.isabstract(cls):

@@ -18,8 +18,8 @@ LARGEST = 65504.0
 def check_page(fmt: Format) -> None:
     """Raise `ValueError` if the format cannot store a page and read it back.
 
-    The page has ordinary numbers, a token of zeros, a token of huge numbers, and one huge number among ordinary ones. A format that needs calibrated parameters only
-    has its list of arrays checked, because there is nothing to encode with.
+    The page has ordinary numbers, a token of zeros, a token of huge numbers, and one huge number among ordinary ones. A
+    format that needs calibrated parameters only has its list of arrays checked, because there is nothing to encode with.
     """
     head_dim = _head_dim(fmt)
     check_arrays(fmt, head_dim)

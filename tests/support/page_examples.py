@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import queue
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -30,7 +32,7 @@ TEXTS = {"book.txt", "notes.txt", "code.txt", "code.py"}
 #: options that commands get where examples leave their defaults: less to read and to write
 SHORTER = [(["eval", "perplexity"], "--context", "1024"), (["demo"], "--max-new-tokens", "8")]
 #: what a comment in front of a block says of it
-MARK = re.compile(r"<!-- (gpu|file: [\w.-]+) -->\s*```\w+\n\Z")
+MARK = re.compile(r"<!-- (gpu|file(?: only)?: [\w.-]+) -->\s*```\w+\n\Z")
 
 
 def pages() -> list[str]:
@@ -71,8 +73,11 @@ class Page:
                 mark = MARK.search(self.document.text[: self._body(example)])
                 if mark and mark[1] == "gpu" and not self.gpu:
                     continue
-                if mark and mark[1].startswith("file: "):
-                    (self.folder / mark[1].removeprefix("file: ")).write_text(example.parsed, encoding="utf-8")
+                if mark and mark[1].startswith("file"):
+                    kind, _, name = mark[1].partition(": ")
+                    (self.folder / name).write_text(example.parsed, encoding="utf-8")
+                    if kind == "file only":  # a command runs it
+                        continue
                 example.evaluate()
                 self.ran += 1
         finally:
@@ -117,10 +122,28 @@ class Page:
                 assert all(
                     each.removeprefix("--").replace("-", "_") in source for each in arguments if each[:2] == "--"
                 )
+            case ["TRITON_INTERPRET=1", "python", file]:
+                self._interpreted(file)
             case ["python", "-m", module, *arguments]:
                 run_main(module, arguments)
             case _:
                 raise AssertionError(f"no way to run {shlex.join(words)!r}")
+
+    def _interpreted(self, file: str) -> None:
+        """A script of the page in Triton's interpreter, where the machine has Triton."""
+        if importlib.util.find_spec("triton") is None:
+            return
+        sign = self.folder / "sign.py"  # as the page says: the kernels are named where the class is registered
+        source = sign.read_text(encoding="utf-8").replace(
+            "@lb.register_format\n", "@lb.register_format(triton=sign_kernels)\n"
+        )
+        sign.write_text(f"import sign_kernels\n{source}", encoding="utf-8")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run([sys.executable, file], cwd=self.folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+        assert [backend for backend, _ in lines] == ["torch", "triton"]
+        assert lines[0][1] == lines[1][1]  # the numbers of both backends
 
     def _own(self, arguments: list[str]) -> None:
         """Our command, with a tiny model in place of the bundled one."""
