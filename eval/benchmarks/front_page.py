@@ -97,9 +97,9 @@ def front_table(rows: Sequence[Any]) -> str:
     head = (
         "preset",
         "calibrated",
-        f"cache of {CONTEXT // 1024}k tokens, GB",
-        "same next token",
-        "attention, times faster",
+        f"cache of {CONTEXT // 1024}k tokens, {MODEL.split('/')[1]}, GB",
+        "same next token, 135M model",
+        "attention, times faster, 8B shape",
     )
     full = ["16 bits", "", f"{_cache_gb()[FULL]:.1f}", "100 %", "1.0"]
     body = [
