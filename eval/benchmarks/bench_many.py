@@ -40,6 +40,7 @@ from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
 from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.machine.byte_sizes import parse_size
+from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
@@ -234,14 +235,16 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
 
 
 def cut_short(work: list[Job]) -> list[Job]:
-    """The requests with prompts of 64 tokens at most and short answers. Each answer ends at another step. So a
-    run of them has steps with all numbers of rows."""
-    return [Job(job.prompt[:64], 3 + index) for index, job in enumerate(work)]
+    """The requests with short answers, each of which ends at another step. The first prompts are whole, so that there are
+    chunks behind others; those behind them have 64 tokens at most."""
+    return [Job(job.prompt if index < 4 else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
 
 
 def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
-    """The largest of some static batches, with prompts of 64 tokens at most and answers of 3."""
-    return [[Job(job.prompt[:64], 3) for job in max(grouped, key=len)]]
+    """The largest of some static batches, with answers of 3 and the ends of prompts, at most three chunks of them."""
+    largest = max(grouped, key=len)
+    tokens = 2 * max(CHUNK_SIZE // len(largest), 128) + 64
+    return [[Job(job.prompt[-tokens:], 3) for job in largest]]
 
 
 def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: int) -> dict[str, Any]:

@@ -333,7 +333,7 @@ class LowBitLayer(CacheLayerMixin):
         store = self.store
         assert store is not None
         if first and tokens > 1:
-            ops.expect_steps(chunk, store, self.backend, chunk.mask is not None or generate_keeps_masks())
+            self._expect_steps(chunk)
         if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
             # nothing is stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
             out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
@@ -351,6 +351,11 @@ class LowBitLayer(CacheLayerMixin):
 
     _step_uncompiled = torch.compiler.disable(step)
 
+    def _expect_steps(self, chunk: Chunk) -> None:
+        """Let the backend compile the kernels of the steps behind this first prompt while it is read."""
+        assert self.store is not None
+        ops.expect_steps(chunk, self.store, self.backend, chunk.mask is not None or generate_keeps_masks())
+
     def reads_any_prompt(self) -> bool:
         """Whether a first prompt may come whose attention is not causal: nothing is stored, and streams are keys and values."""
         direct = self.spec.reading.name == "separate"
@@ -361,7 +366,7 @@ class LowBitLayer(CacheLayerMixin):
         self._make_room(chunk.tokens, "packed")
         store = self.store
         assert store is not None
-        ops.expect_steps(chunk, store, self.backend, chunk.mask is not None or generate_keeps_masks())
+        self._expect_steps(chunk)
         if chunk.softcap is None and chunk.sinks is None:
             grouped = chunk.queries.shape[1] != chunk.k.shape[1]
             out = F.scaled_dot_product_attention(

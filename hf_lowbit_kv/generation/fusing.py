@@ -83,7 +83,7 @@ class Fusion:
         Afterwards it is known which kernels are accurate. But if a piece's fastest way has failed and it has another
         way, `settled` stays `False`, and another step is needed.
         """
-        if (thread := _ahead.pop(model, None)) is not None:
+        for thread in _ahead.pop(model, ()):
             thread.join()
         try:
             pieces, plain = _sorted(find_pieces(model))
@@ -177,14 +177,20 @@ def compile_ahead(model: Any, rows: int) -> None:
                     seen.add(kernel)
                     pool.submit(compiled, piece, arguments)
 
-    thread = _ahead[model] = threading.Thread(target=work, name="hf-lowbit-kv-compile")
+    thread = threading.Thread(target=work, name="hf-lowbit-kv-compile")
+    _ahead.setdefault(model, []).append(thread)
     thread.start()
+
+
+def compiling(model: Any) -> bool:
+    """Whether kernels of this model's pieces are being compiled. A step that needs them would wait."""
+    return any(thread.is_alive() for thread in _ahead.get(model, ()))
 
 
 #: largest number of rows for which products are fused
 MOST_ROWS = 16
 #: models whose kernels are compiling or compiled, and for which steps: with one row, with several
-_ahead: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
+_ahead: weakref.WeakKeyDictionary[Any, list[threading.Thread]] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
 
 

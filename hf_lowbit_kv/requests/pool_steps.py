@@ -15,6 +15,7 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..generation import recording
+from ..generation.fusing import compile_ahead, compiling
 from ..machine.cache_argument import as_argument
 from .pooled_cache import PooledCache
 from .row_pool import Row, RowPool
@@ -23,14 +24,17 @@ from .slot_memory import StoredLayer
 #: steps that a recording of more rows serves, before fewer rows get one of their own: recording takes as long as some hundred
 #: steps, and saves little of each
 PATIENCE = 128
+#: up to so many rows, products are fused (`fusing.MOST_ROWS`)
+FEW_ROWS = 16
 
 
 def padded_rows(slots: int) -> list[int]:
-    """The numbers of rows that steps run with: powers of two, and all slots."""
-    sizes = [1]
-    while sizes[-1] * 2 < slots:
-        sizes.append(sizes[-1] * 2)
-    return sizes if slots == 1 else [*sizes, slots]
+    """The numbers of rows that steps run with: 1, 16, 64, 256, ..., and all slots. Sizes in between would save less than their
+    recordings take: an empty row costs little."""
+    sizes = [1] if slots > 1 else []
+    while (size := FEW_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
+        sizes.append(size)
+    return [*sizes, slots]
 
 
 @torch.no_grad()
@@ -59,6 +63,9 @@ class PoolSteps:
         self.model, self.pool, self._template = model, pool, template
         self.device = model.device
         self._chunk = PooledCache(template, pool, 1)
+        if record and self.device.type == "cuda":
+            self._chunk.expect_steps(padded_rows(pool.slots))
+            compile_ahead(model, pool.slots)
         self._batches: dict[int, PooledCache] = {}
         self._make_graph = recording.graphs_for(self.device) if record else None
         self._recorders: dict[int, recording.Recorder] = {}
@@ -148,8 +155,10 @@ class PoolSteps:
         recorded = [size for size in sizes if size in self._recorders and self._recorders[size].count]
         if not recorded or recorded[0] == sizes[0]:
             return sizes[0]
+        if self._served[sizes[0]] == 0:
+            compile_ahead(self.model, sizes[0])
         self._served[sizes[0]] += 1
-        return sizes[0] if self._served[sizes[0]] > PATIENCE else recorded[0]
+        return sizes[0] if self._served[sizes[0]] > PATIENCE and not compiling(self.model) else recorded[0]
 
     def _batch(self, rows: int) -> PooledCache:
         if rows not in self._batches:

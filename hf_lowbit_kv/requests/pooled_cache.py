@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from ..backends import operations as ops
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.pass_checks import Ledger, OverrunWatch
 from ..cache.token_counts import Length
 from ..storage.paged_store import PagedStore
+from ..storage.step import Chunk
 from .row_pool import RowPool
 
 
@@ -46,6 +48,16 @@ class PooledLayer(LowBitLayer):
         vars(self).update(vars(like))
         self.store, self.batch_size, self.length = store, store.batch_size, RowLength(capacity)
         self._forget()
+        self.expected: list[int] = []
+
+    def _expect_steps(self, chunk: Chunk) -> None:
+        """Steps of a pool have a mask, and other numbers of rows than this chunk of a prompt."""
+        assert self.store is not None
+        for rows in self.expected:
+            queries, k, v = (x[:1, :, :1].expand(rows, -1, -1, -1) for x in (chunk.queries, chunk.k, chunk.v))
+            alike = chunk._replace(q=queries, k=k, v=v, mask=None, seen=None)
+            ops.expect_steps(alike, self.store, self.backend, masked=True)
+        self.expected = []  # once
 
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins, no matter how the last one ended."""
@@ -86,6 +98,11 @@ class PooledCache(LowBitCache):
         for layer, state in zip(self.packed_layers, self._pool.memory.states, strict=True):
             assert layer.store is not None
             layer.store.state = state.rows(slice(slot, slot + self._rows))
+
+    def expect_steps(self, rows: list[int]) -> None:
+        """Kernels of decode steps with these numbers of rows are compiled while the next prompt is read."""
+        for layer in self.packed_layers:
+            layer.expected = list(rows)  # type: ignore[attr-defined]
 
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""

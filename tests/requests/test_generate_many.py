@@ -466,6 +466,26 @@ def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, te
     assert not pools
 
 
+@pytest.mark.parametrize("way", ["list", "as_completed", "streamer"])
+def test_the_longest_answers_of_a_list_begin_first(models, texts, way):
+    """With one row, the order in which answers begin is that of their timestamps. Where somebody sees it, it stays as given."""
+    (model, theirs), limits = models, [3, 9, 5, 9]
+    requests = [
+        {"input_ids": text, "max_new_tokens": most, "do_sample": False}
+        for text, most in zip(texts, limits, strict=False)
+    ]
+    if way == "streamer":
+        requests[0]["streamer"] = Collected()
+    completed = way == "as_completed"
+    results = list(lb.generate_many(model, requests, "dense", as_completed=completed, max_rows=1, **FIXED))
+    results.sort(key=lambda result: result.index)
+    assert [len(result.generated_tokens) for result in results] == limits
+    begun = sorted(range(4), key=lambda index: results[index].timestamps[0])
+    assert begun == ([1, 3, 2, 0] if way == "list" else [0, 1, 2, 3])
+    alone = zip(texts, limits, strict=False)
+    assert tokens_of(results) == [transformers_own(theirs, [x], most, do_sample=False)[0] for x, most in alone]
+
+
 @pytest.mark.parametrize("value", NO_COUNTS)
 def test_numbers_of_sequences_that_are_no_counts(model, texts, pools, value):
     message = f"num_return_sequences={value!r} is not allowed; it must be an integer of 1 or more"

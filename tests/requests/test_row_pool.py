@@ -8,7 +8,7 @@ from mla_cases import tiny_models as latent_models
 from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.requests import pool_steps
+from hf_lowbit_kv.requests import pool_steps, pooled_cache
 from hf_lowbit_kv.requests.page_ledger import PageLedger
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
@@ -167,8 +167,8 @@ def test_steps_are_recorded_once_for_each_padded_number_of_rows(model, monkeypat
     graphs = in_place_of_graphs(monkeypatch)
     steps = steps_on(model, slots=5)
     assert written(steps, texts) == expected
-    assert padded_rows(5) == [1, 2, 4, 5]
-    assert 0 < len(graphs) <= 4
+    assert padded_rows(5) == [1, 5]
+    assert 0 < len(graphs) <= 2
     # the first steps of each size run eagerly
     assert sum(graph.replays for graph in graphs) >= steps.taken - 3 * len(padded_rows(5))
 
@@ -183,15 +183,52 @@ def test_fewer_rows_use_a_larger_recording_before_they_get_their_own(model, monk
     for _ in range(6):
         decode(steps, rows)
     assert len(graphs) == 1
-    steps.leave(rows[3])
-    steps.leave(rows[2])
+    for row in rows[:0:-1]:
+        steps.leave(row)
     for _ in range(6):
-        decode(steps, rows[:2])
-    assert len(graphs) == 1, "the recording of four rows serves two"
+        decode(steps, rows[:1])
+    assert len(graphs) == 1, "the recording of four rows serves one"
+    monkeypatch.setattr(pool_steps, "compiling", lambda model: True)
+    for _ in range(4):
+        decode(steps, rows[:1])
+    assert len(graphs) == 1, "rows would wait for the compiler"
+    monkeypatch.setattr(pool_steps, "compiling", lambda model: False)
     for _ in range(6):
-        decode(steps, rows[:2])
+        decode(steps, rows[:1])
     assert len(graphs) == 2
     assert graphs[1].replays > 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (16, [1, 16]),
+        (17, [1, 16, 17]),
+        (64, [1, 16, 64]),
+        (128, [1, 16, 64, 128]),
+        (300, [1, 16, 64, 256, 300]),
+    ],
+)
+def test_numbers_of_rows_that_steps_run_with(slots, sizes):
+    assert padded_rows(slots) == sizes
+
+
+def test_kernels_of_steps_are_expected_while_the_first_prompt_is_read(model, monkeypatch, texts):
+    """Steps have a mask and as many rows as a recording; the chunk of a prompt has one row. Once: not at the second prompt."""
+    expected = []
+
+    def expect_steps(chunk, store, backend, masked):
+        expected.append((chunk.queries.shape[0], chunk.k.shape[0], chunk.tokens, masked))
+
+    steps = steps_on(model, slots=4)
+    monkeypatch.setattr(pooled_cache.ops, "expect_steps", expect_steps)
+    steps._chunk.expect_steps([1, 4])
+    for text in texts[:2]:
+        read(steps, steps.pool.enter(400), text[:60])
+    layers = model.config.num_hidden_layers
+    assert sorted(expected) == sorted([(1, 1, 1, True), (4, 4, 1, True)] * layers)
 
 
 def test_a_page_is_free_when_its_last_holder_drops_it():
