@@ -64,7 +64,7 @@ def test_only_packed_history_makes_a_difference(model):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("chunk", [0, 256])
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 256])
 def test_tokens_behind_the_prompt_are_decoded(model, chunk):
     """Their logits are those of one token at a time, after `lb.generate`'s own way of reading a prompt."""
     ids = torch.randint(3, 160, (1, 700))

@@ -72,6 +72,11 @@ def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cach
     assert int(cache.packed_layers[0].store.state.paged.min()) > 0  # something was packed
 
 
+#: an attention layer alone, and layers that stay transformers' own: sliding and recurrent ones
+EACH_KIND = ("llama", "gemma3_text", "qwen3_next")
+
+
+@pytest.mark.host_if(wanted=lambda p: p["models"] in EACH_KIND)
 @pytest.mark.fast_if(wanted=_few)
 @pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "preallocated"])
 @pytest.mark.parametrize("batch", [1, 4])
@@ -154,7 +159,8 @@ def test_attention_implementation_can_be_set_later(llama):
     assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
 
 
-@pytest.mark.host_if(wanted=lambda p: p["models"] == "llama" or p["max_cache_len"] is None)
+@pytest.mark.host_if(wanted=lambda p: p["models"] in EACH_KIND)
+@pytest.mark.fast_if(wanted=lambda p: p["models"] == "llama" or p["max_cache_len"] is None)
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
 def test_reset_starts_afresh(models, max_cache_len):
     ours, _ = models

@@ -43,7 +43,7 @@ for seed, *names in json.loads(sys.argv[1]):
     with open(os.environ["DRAWN"], "a") as file:
         file.write(json.dumps("run") + chr(10))
     arguments = [f"test_drawing.py::test_{name}" for name in names]
-    assert pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]) == 0
+    assert pytest.main(["-q", "-p", "no:cacheprovider", *arguments]) == 0
 """
 
 
@@ -55,6 +55,7 @@ def drawn(tmp_path: Path, *runs: list) -> list[dict[str, list[float]]]:
         **os.environ,
         "DRAWN": str(tmp_path / "drawn"),
         "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # importing them takes longer than the tests
     }
     done = subprocess.run(
         [sys.executable, "-c", RUNS, json.dumps(runs)], cwd=tmp_path, env=environment, capture_output=True, text=True

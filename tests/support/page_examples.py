@@ -22,6 +22,7 @@ import typer
 from packaging.requirements import Requirement
 from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+from sybil.region import Lexeme
 from tiny_hub import BUNDLED, TinyHub
 
 from hf_lowbit_kv import cli, formats, presets
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {"book.txt", "notes.txt", "code.txt", "code.py"}
 #: options that commands get where examples leave their defaults: less to read and to write
 SHORTER = [(["eval", "perplexity"], "--context", "1024"), (["demo"], "--max-new-tokens", "8")]
+#: tokens that Python blocks ask for, at most
+NEW_TOKENS = 24
 #: what a comment in front of a block says of it
 MARK = re.compile(r"<!-- (gpu|file(?: only)?: [\w.-]+) -->\s*```\w+\n\Z")
 
@@ -41,6 +44,10 @@ def pages() -> list[str]:
     return sorted(
         str(page.relative_to(ROOT)) for page in found if re.search(r"^```(python|sh)\n", page.read_text(), re.MULTILINE)
     )
+
+
+def _at_most(number: re.Match) -> str:
+    return str(min(int(number[0]), NEW_TOKENS))
 
 
 def shell_lines(source: str) -> list[list[str]]:
@@ -73,6 +80,8 @@ class Page:
                 mark = MARK.search(self.document.text[: self._body(example)])
                 if mark and mark[1] == "gpu" and not self.gpu:
                     continue
+                shorter = re.sub(r"(?<=max_new_tokens=)\d+", _at_most, example.parsed)
+                example.parsed = Lexeme(shorter, example.parsed.offset, example.parsed.line_offset)
                 if mark and mark[1].startswith("file"):
                     kind, _, name = mark[1].partition(": ")
                     (self.folder / name).write_text(example.parsed, encoding="utf-8")

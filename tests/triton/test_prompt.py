@@ -106,7 +106,7 @@ def test_small_split(stretch, launches, monkeypatch):
 @kernels.needs_interpreter
 def test_small_launches(monkeypatch):
     """How rows, query tokens and history are divided where the buffer is small."""
-    case = Case(tokens=40, heads=1, capacity=600, lengths=(100, 37, 150))
+    case = Case(tokens=40, heads=1, groups=2, capacity=600, lengths=(100, 37, 150))
     gen = generator(case, kernels.SEED)
     _, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
