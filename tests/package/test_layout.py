@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -86,14 +87,35 @@ def graph() -> dict[str, set[str]]:
     return dict(edges)
 
 
-def test_folders_import_each_other_in_one_direction_and_few_floors_deep():
-    edges, floors = graph(), {}
+def floors_of(edges: dict[str, set[str]]) -> dict[str, int]:
+    """Folder -> its floor: one above the highest of those that it imports. Fails if there is a circle."""
+    floors: dict[str, int] = {}
     while len(floors) < len(edges):
         ready = [name for name in edges if name not in floors and edges[name] <= floors.keys()]
         circle = {name: sorted(edges[name] - floors.keys()) for name in edges if name not in floors}
         assert ready, f"these import each other in a circle: {circle}"
         floors |= {name: 1 + max((floors[target] for target in edges[name]), default=0) for name in ready}
+    return floors
+
+
+def test_folders_import_each_other_in_one_direction_and_few_floors_deep():
+    floors = floors_of(graph())
     assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda item: item[1])
+
+
+def test_the_design_shows_the_floors_and_the_files_that_import_transformers_caches():
+    page = (ROOT / "docs" / "dev" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE)
+    shown = {name.removesuffix(".py"): int(floor) for floor, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert shown == floors_of(graph())
+    special = page[page.index("## Where special cases of models go") :]
+    importing = {
+        "/".join(module) + ".py"
+        for module, path in MODULES.items()
+        if module[:1] != ("eval",) and "transformers.cache_utils import" in path.read_text(encoding="utf-8")
+    }
+    assert importing
+    assert sorted(importing - set(re.findall(r"`([^`]+)`", special))) == []
 
 
 def test_the_graph_sees_every_kind_of_import():

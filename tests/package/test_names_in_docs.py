@@ -27,7 +27,7 @@ PATH = re.compile(rf"[\w.-]*(?:/[\w.-]*)+|[\w.-]+\.(?:{SUFFIXES})")
 #: first part of a dotted name -> the class of the object that pages call so
 OBJECTS = {"cache": "LowBitCache", "chat": "Chat", "nbytes": "CacheBytes", "result": "Result"}
 #: first parts of dotted names that are not ours: other packages, a user's model or layer, instructions of a GPU
-OTHERS = {"copy", "layer", "model", "tl", "torch", "cp", "ldmatrix", "mma", "stmatrix"}
+OTHERS = {"copy", "layer", "model", "tl", "torch", "transformers", "cp", "ldmatrix", "mma", "stmatrix"}
 #: page -> files, or stems of files, that the reader writes, that a command writes, or that other packages have
 ELSEWHERE = {
     "add-a-format.md": {"sign.py", "mx8"},
