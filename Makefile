@@ -92,6 +92,7 @@ results: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@! grep -rn --include='*.html' '<span class="xref myst"></span>' build/docs || { echo "links without a text"; exit 1; }
 	@echo "build/docs/index.html"
 
 # the wheel is built from the source distribution, so nothing of the checkout can slip in; without isolation: offline

@@ -1,6 +1,7 @@
 """The site of these pages: `make docs` builds it into build/docs, offline, with warnings as errors."""
 
 import re
+from pathlib import Path
 
 import hf_lowbit_kv
 
@@ -26,7 +27,8 @@ default_role = "code"  # docstrings mark names by single backticks
 
 html_theme = "furo"
 html_title = "hf-lowbit-kv"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_copyright = False
 pygments_style = "friendly"
@@ -52,8 +54,14 @@ def examples_as_code(app, what, name, obj, options, lines):
 
 
 def titles_as_texts(app, docname, source):
-    """Pages write links as `[start.md](start.md)`, which reads well in a checkout; a site shows the page's title."""
-    source[0] = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)\)", r"[](\1)", source[0])
+    """Pages write links as `[start.md](start.md)`, which reads well in a checkout; a site shows the page's title. Files
+    outside these pages keep their name."""
+
+    def title(link):
+        page = (Path(app.srcdir) / docname).parent / link[1]
+        return f"[]({link[1]})" if page.resolve().is_relative_to(Path(app.srcdir).resolve()) else link[0]
+
+    source[0] = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)\)", title, source[0])
 
 
 def setup(app):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from ..eval.local_models import AUTO, load_model
 from ..eval.preset_search import fitting_presets
 from ..presets import get_preset
 
+_INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> shorter heading in tables, so that they fit into 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
@@ -93,6 +95,8 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = json.loads(value)
         except json.JSONDecodeError:
             overrides[name] = value
+        if name == "per_layer" and isinstance(overrides[name], dict):  # JSON has no integers as keys
+            overrides[name] = {int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()}
     return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv import cli, preset_names
 from hf_lowbit_kv.cli import missing_calibrations
+from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
 from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.preset_search import Budget
@@ -328,3 +329,8 @@ def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         bundled.bundled_model()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_numbers_in_set_options():
+    parsed = parse_overrides(['per_layer={"0": "dense", "-1": "kv8", "first": "kv4"}'])
+    assert parsed == {"per_layer": {0: "dense", -1: "kv8", "first": "kv4"}}
