@@ -96,7 +96,9 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
         except json.JSONDecodeError:
             overrides[name] = value
         if name == "per_layer" and isinstance(overrides[name], dict):  # JSON has no integers as keys
-            overrides[name] = {int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()}
+            overrides[name] = {
+                int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
+            }
     return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
 
 

@@ -314,7 +314,7 @@ class Chat:
         Args:
             max_length: of the whole conversation, at least what is stored; `None`: the saved one.
             preset, calibration: refuse a chat whose cache has another preset or calibration; `None`: accept any.
-            chat_template_kwargs, **options: override the saved ones.
+            chat_template_kwargs, options: override the saved ones.
 
         Raises:
             ValueError: the folder holds no chat, `max_length` is below the stored tokens, `cache_options` are given, or
