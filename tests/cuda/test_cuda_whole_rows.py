@@ -47,6 +47,8 @@ def dealt(monkeypatch):
         (Case(lengths=(70,) * 4), 1),
         (Case(lengths=(70, 70, 70, 70, 69, 70, 70, 70)), -2),  # not of one length: shares
         (Case(lengths=(0,) * 8), -2),
+        # a pool's rows, and the empty slots behind them
+        (Case(lengths=(310, 70, 1, *(0,) * 13)), -4),
         pytest.param(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), -8, marks=pytest.mark.slow),
         (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), -2),
         pytest.param(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), 1, marks=pytest.mark.slow),
