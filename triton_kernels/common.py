@@ -41,14 +41,14 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if other else _HERE
 
 
-def format_records(layer: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+def format_records(store: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
     """For the key format and the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from
     one KV head's record to the next. A format without parameters gives any uint8 tensor."""
-    state = layer.state
+    state = store.state
     nothing = state.pool[0], 0
     if not state.parameters:
         return nothing, nothing
-    records = layer.spec.by_role(state)
+    records = store.spec.by_role(state)
     keys, values = (records.get(role) for role in ("key_format", "value_format"))
     return _with_stride(keys, nothing), _with_stride(values, nothing)
 

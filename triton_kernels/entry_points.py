@@ -145,38 +145,38 @@ class TritonOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        return restored(_attend(transformed_with(transform, chunk, layer), layer), layer)
+    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+        return restored(_attend(transformed_with(transform, chunk, store), store), store)
 
-    def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _append(transformed_with(transform, chunk._replace(q=None), layer), layer)
+    def append(self, chunk: Chunk, store: LayerStore) -> None:
+        _append(transformed_with(transform, chunk._replace(q=None), store), store)
 
-    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """Tokens are transformed once. The attend kernel is not launched before the end of the transform's kernel
         (`_chained`), because that was slower (docs/dev/log/kernels.md)."""
-        chunk = transformed_with(transform, chunk, layer)
-        out = _attend(chunk, layer)
-        _append(chunk, layer)
-        return restored(out, layer)
+        chunk = transformed_with(transform, chunk, store)
+        out = _attend(chunk, store)
+        _append(chunk, store)
+        return restored(out, store)
 
-    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return read(layer, max_length)
+    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(store, max_length)
 
 
 OPERATIONS = TritonOperations()
 
 
-def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """`attend` for a chunk that is already transformed."""
     q, k, v, mask, scaling, softcap, sinks = chunk.queries, *chunk[1:7]
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
     if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
-        return prompt.attend(chunk, layer)
+        return prompt.attend(chunk, store)
     sides = _prepare(k, v, spec)
-    (record_k, stride_k), (record_v, stride_v) = format_records(layer)
+    (record_k, stride_k), (record_v, stride_v) = format_records(store)
     widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
     config = attend_config(rows, *widths, q.dtype == torch.float32, sides.gathers)
     blocks = cdiv(rows, config.block_m)
@@ -251,9 +251,9 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     return out
 
 
-def _append(chunk: Chunk, layer: LayerStore) -> None:
+def _append(chunk: Chunk, store: LayerStore) -> None:
     """`append` for keys and values that are already transformed."""
-    (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
+    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
     batch, heads, tokens, _ = k.shape
     if tokens == 0:
         return
@@ -279,7 +279,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
         "ROWS_V": 1 if spec.direct and tokens == 1 else sides.encode_rows[1],
     }
     window = (state.sink_k, state.sink_v, state.tail_k, state.tail_v)
-    (record_k, stride_k), (record_v, stride_v) = format_records(layer)
+    (record_k, stride_k), (record_v, stride_v) = format_records(store)
     record_strides = stride_k, stride_v
     if tokens == 1:
         _launch(

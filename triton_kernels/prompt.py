@@ -173,9 +173,9 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """`Operations.attend` for chunks of many tokens that are already transformed. It does not wait for the GPU."""
-    (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), layer.state, layer.spec
+    (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), store.state, store.spec
     batch, q_heads, tokens, _ = q.shape
     heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if scaling <= 0:  # the kernel takes the maximum before it scales
@@ -201,9 +201,9 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     for low in range(0, batch, together):
         rows = slice(low, min(low + together, batch))
         count = rows.stop - low
-        group, new = layer, NewTokens(k, v, order, real)
+        group, new = store, NewTokens(k, v, order, real)
         if count < batch:
-            group = layer.rows(rows)
+            group = store.rows(rows)
             new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)
@@ -228,11 +228,11 @@ class _Walk:
     them. out: `[B, S, Hq, Dv]`.
     """
 
-    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, layer: LayerStore, out: torch.Tensor):
-        q, state = chunk.queries, layer.state
+    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor):
+        q, state = chunk.queries, store.state
         self.q, self.sinks, self.scaling, self.softcap = q, chunk.sinks, chunk.scaling, chunk.softcap
         self.position, self.before, self.state, self.out = position, before, state, out
-        self.shared = layer.spec.reading.shares_values
+        self.shared = store.spec.reading.shares_values
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]

@@ -182,19 +182,19 @@ class NewTokens(NamedTuple):
 
 
 def unpack(
-    layer: LayerStore, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
+    store: LayerStore, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
     The tokens of `new` follow the stored ones. Rows of `outs` behind a row's end are not written.
     """
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
     head_dims, count = (outs[0].shape[-1], outs[1].shape[-1]), outs[0].shape[2]
     dtype = state.sink_k.dtype
     readers, page_bytes = _page_readers(spec, head_dims, dtype, takes_ptx(device))
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
-    (keys, values), records = readers, format_records(layer)
+    (keys, values), records = readers, format_records(store)
     block_k, block_v = (min(PAGE_BLOCK, side.max_block, spec.page_size) for side in readers)
     tiles_k, tiles_v = (cdiv(packed, block) + 1 if packed > 0 else 0 for block in (block_k, block_v))
     tokens = 0 if new is None else new.k.shape[2]
@@ -233,15 +233,15 @@ def unpack(
     )
 
 
-def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`. Zeros fill the space
     behind a row's end."""
-    state = layer.state
+    state = store.state
     batch, heads = state.length.shape
     keys, values = (
         torch.zeros(batch, heads, max_length, head_dim, dtype=state.sink_k.dtype, device=state.length.device)
         for head_dim in state.head_dims
     )
     if max_length:
-        unpack(layer, (keys, values), 0)
+        unpack(store, (keys, values), 0)
     return keys, values

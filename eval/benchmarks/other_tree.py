@@ -90,19 +90,19 @@ class _OneByOne:
     def __init__(self, operations: ModuleType):
         self._operations = operations
 
-    def attend(self, chunk: Chunk, layer: LayerStore, backend: str) -> Any:
-        return self._operations.attend(*self._arguments(chunk, layer, backend))
+    def attend(self, chunk: Chunk, store: LayerStore, backend: str) -> Any:
+        return self._operations.attend(*self._arguments(chunk, store, backend))
 
-    def step(self, chunk: Chunk, layer: LayerStore, backend: str) -> Any:
-        return self._operations.step(*self._arguments(chunk, layer, backend))
+    def step(self, chunk: Chunk, store: LayerStore, backend: str) -> Any:
+        return self._operations.step(*self._arguments(chunk, store, backend))
 
-    def append(self, chunk: Chunk, layer: LayerStore, backend: str) -> None:
-        self._operations.append(chunk.k, chunk.v, chunk.mask, layer.state, layer.spec, backend)
+    def append(self, chunk: Chunk, store: LayerStore, backend: str) -> None:
+        self._operations.append(chunk.k, chunk.v, chunk.mask, store.state, store.spec, backend)
 
     @staticmethod
-    def _arguments(chunk: Chunk, layer: LayerStore, backend: str) -> tuple:
+    def _arguments(chunk: Chunk, store: LayerStore, backend: str) -> tuple:
         q, k, v, mask, scaling, softcap, sinks, seen = chunk
-        return q, k, v, mask, layer.state, layer.spec, scaling, softcap, sinks, backend, seen
+        return q, k, v, mask, store.state, store.spec, scaling, softcap, sinks, backend, seen
 
 
 def _archive(commit: str) -> bytes:

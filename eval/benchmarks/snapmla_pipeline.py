@@ -64,7 +64,7 @@ def attention(
     return out / total[:, None], top + torch.log(p_scale * total)
 
 
-def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """`Operations.attend` by this pipeline, in float32. Attention to stored tokens is quantized, attention to the chunk
     is exact.
 
@@ -76,8 +76,8 @@ def attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
         `[B, S, Hq, rank]`.
     """
     q, k, v, mask, scaling = chunk.queries, *chunk[1:5]
-    state = layer.state
-    codes, scale, rope = stored(state, layer.spec)
+    state = store.state
+    codes, scale, rope = stored(state, store.spec)
     outs = []
     for row in range(len(q)):
         n, parts = int(state.length[row, 0]), []

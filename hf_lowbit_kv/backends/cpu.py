@@ -23,27 +23,27 @@ SCORES = 2**24
 class Cpu(Reference):
     """Operations on CPUs."""
 
-    def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def _attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         batch, heads, tokens, _ = chunk.k.shape
-        stored = int(layer.state.length.max()) + tokens
+        stored = int(store.state.length.max()) + tokens
         rows = max(BUFFER_NUMBERS // (stored * heads * (chunk.k.shape[-1] + chunk.v.shape[-1])), 1)
         if rows >= batch:
-            return _attend(chunk, layer)
+            return _attend(chunk, store)
         parts = []
         for first in range(0, batch, rows):
             part = slice(first, first + rows)
-            parts.append(_attend(chunk.rows(part), layer.rows(part)))
+            parts.append(_attend(chunk.rows(part), store.rows(part)))
         return torch.cat(parts)
 
 
 OPERATIONS = Cpu()
 
 
-def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """Attention of rows whose unpacked history fits into memory together."""
     q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
     tokens = q.shape[2]
-    keys, values, valid = _gathered(chunk, layer)
+    keys, values, valid = _gathered(chunk, store)
     before = keys.shape[2] - tokens
     block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
@@ -57,12 +57,12 @@ def _attend(chunk: Chunk, layer: LayerStore) -> torch.Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
-def _gathered(chunk: Chunk, layer: LayerStore):
+def _gathered(chunk: Chunk, store: LayerStore):
     """The stored tokens, in any order, followed by the chunk: keys and values float32 `[B, H, n, D]`. And which of the
     stored tokens belong to each row, bool `[B, n - S]`; `None`: all of them."""
     k, v, mask = chunk[1:4]
     keys, values, valid = [], [], []
-    for some_keys, some_values, some_valid in history(layer):
+    for some_keys, some_values, some_valid in history(store):
         used = some_valid.any(0)
         if not used.all():
             some_keys, some_values, some_valid = some_keys[:, :, used], some_values[:, :, used], some_valid[:, used]
@@ -73,7 +73,7 @@ def _gathered(chunk: Chunk, layer: LayerStore):
     for parts, new in ((keys, k), (values, v)):
         parts.append(new.float() if padding is None else _zero_where(padding, new.float()))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
-    streams = layer.spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    streams = store.spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
     return *streams, None if belonging.all() else belonging
 
 

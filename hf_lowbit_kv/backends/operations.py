@@ -57,25 +57,25 @@ def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Call
     """A `torch.library` operation `(chunk, spec, backend, state) -> result`.
 
     Args:
-        work: called with the backend's operations, the chunk and the layer.
+        work: called with the backend's operations, the chunk and the store.
         fake: called with the chunk and the `LayerSpec`.
 
     Returns:
-        A function of the chunk, the layer and the backend's name.
+        A function of the chunk, the store and the backend's name.
     """
     schema = f"({_CHUNK}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
     written = [field for field in LayerState._fields if field not in READ_ONLY] if mutates else []
 
     def run(*args):
         spec, backend = LayerSpec.parse(args[_CHUNK_SIZE]), args[_CHUNK_SIZE + 1]
-        layer = LayerStore(_state(args[_CHUNK_SIZE + 2 :]), spec)
-        return work(operations_of(backend, spec.reading.name), Chunk(*args[:_CHUNK_SIZE]), layer)
+        store = LayerStore(_state(args[_CHUNK_SIZE + 2 :]), spec)
+        return work(operations_of(backend, spec.reading.name), Chunk(*args[:_CHUNK_SIZE]), store)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
     operation.register_fake(lambda *args: fake(Chunk(*args[:_CHUNK_SIZE]), LayerSpec.parse(args[_CHUNK_SIZE])))
 
-    def call(chunk: Chunk, layer: LayerStore, backend: str):
-        return operation(*chunk, layer.key, backend, *_flat(layer.state))
+    def call(chunk: Chunk, store: LayerStore, backend: str):
+        return operation(*chunk, store.key, backend, *_flat(store.state))
 
     return call
 
@@ -86,16 +86,16 @@ def _output(chunk: Chunk, spec: LayerSpec) -> torch.Tensor:
     return q.new_empty(batch, tokens, heads, spec.reading.widths(k.shape[-1], v.shape[-1])[1])
 
 
-def _attend_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-    return operations.attend(chunk, layer).contiguous()
+def _attend_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    return operations.attend(chunk, store).contiguous()
 
 
-def _step_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-    return operations.step(chunk, layer).contiguous()
+def _step_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    return operations.step(chunk, store).contiguous()
 
 
-def _append_whole(operations: Operations, chunk: Chunk, layer: LayerStore) -> None:
-    operations.append(chunk, layer)
+def _append_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> None:
+    operations.append(chunk, store)
 
 
 _attend = _operation("attend", "Tensor", False, _attend_whole, _output)
@@ -115,34 +115,34 @@ def _watched(x: Any) -> bool:
     )
 
 
-def attend(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
+def attend(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.attend` on the backend with this name."""
     if _watched(chunk.k):
-        return _attend(chunk, layer, backend)
-    return operations_of(backend, layer.spec.reading.name).attend(chunk, layer).contiguous()
+        return _attend(chunk, store, backend)
+    return operations_of(backend, store.spec.reading.name).attend(chunk, store).contiguous()
 
 
-def step(chunk: Chunk, layer: LayerStore, backend: str) -> torch.Tensor:
+def step(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.step` on the backend with this name. Compilation can neither reorder nor separate attending and
     storing."""
     if _watched(chunk.k):
-        return _step(chunk, layer, backend)
-    return operations_of(backend, layer.spec.reading.name).step(chunk, layer).contiguous()
+        return _step(chunk, store, backend)
+    return operations_of(backend, store.spec.reading.name).step(chunk, store).contiguous()
 
 
-def append(chunk: Chunk, layer: LayerStore, backend: str) -> None:
+def append(chunk: Chunk, store: LayerStore, backend: str) -> None:
     """`Operations.append` on the backend with this name. After an `attend` of the same layer, use `step` instead:
     inductor moves a separate append before the attend, and must then copy the whole pool."""
     if _watched(chunk.k):
-        return _append(chunk, layer, backend)
-    return operations_of(backend, layer.spec.reading.name).append(chunk, layer)
+        return _append(chunk, store, backend)
+    return operations_of(backend, store.spec.reading.name).append(chunk, store)
 
 
-def expect_steps(chunk: Chunk, layer: LayerStore, backend: str, masked: bool) -> None:
+def expect_steps(chunk: Chunk, store: LayerStore, backend: str, masked: bool) -> None:
     """`Operations.expect_steps` on the backend with this name."""
-    operations_of(backend, layer.spec.reading.name).expect_steps(chunk, layer, masked)
+    operations_of(backend, store.spec.reading.name).expect_steps(chunk, store, masked)
 
 
-def read(layer: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read` on the backend with this name."""
-    return operations_of(backend, layer.spec.reading.name).read(layer, max_length)
+    return operations_of(backend, store.spec.reading.name).read(store, max_length)

@@ -70,9 +70,9 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def transformed(chunk: Chunk, layer: LayerStore) -> Chunk:
+def transformed(chunk: Chunk, store: LayerStore) -> Chunk:
     """The chunk with the layer's transforms applied."""
-    return transformed_with(transform, chunk, layer)
+    return transformed_with(transform, chunk, store)
 
 
 def transform(
@@ -82,13 +82,13 @@ def transform(
     return None if q is None else linear_map.counterpart(q, tensors, x.shape[1]), linear_map.forward(x, tensors)
 
 
-def transformed_with(kernel: Callable, chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
+def transformed_with(kernel: Callable, chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
     """`transformed`, where `kernel` (a replacement of `transform`) applies the transforms that kernels can apply
     (`Transform.fused`). keys: whether to transform queries and keys too."""
-    spec = layer.spec
+    spec = store.spec
     if spec.untransformed:
         return chunk
-    (q, k, v), tensors = chunk[:3], layer.tensors()
+    (q, k, v), tensors = chunk[:3], store.tensors()
     if keys and not spec.key_transform.identity:
         apply = transform if spec.key_transform.fused is None else kernel
         q, k = apply(q, k, spec.key_transform, tensors["key_transform"])
@@ -98,18 +98,18 @@ def transformed_with(kernel: Callable, chunk: Chunk, layer: LayerStore, keys: bo
     return Chunk(q, k, v, *chunk[3:])
 
 
-def restored(out: torch.Tensor, layer: LayerStore) -> torch.Tensor:
+def restored(out: torch.Tensor, store: LayerStore) -> torch.Tensor:
     """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects."""
-    value_transform = layer.spec.value_transform
+    value_transform = store.spec.value_transform
     if value_transform.identity:
         return out
-    tensors, heads = layer.tensors()["value_transform"], layer.state.length.shape[1]
+    tensors, heads = store.tensors()["value_transform"], store.state.length.shape[1]
     return value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
-def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
+def as_made(keys: torch.Tensor, values: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Map the result of `read`, `[B, H, n, D]`, back to the tokens that the model made."""
-    spec, tensors, heads = layer.spec, layer.tensors(), keys.shape[1]
+    spec, tensors, heads = store.spec, store.tensors(), keys.shape[1]
     return (
         spec.key_transform.inverse(keys, tensors["key_transform"], heads),
         spec.value_transform.inverse(values, tensors["value_transform"], heads),
@@ -119,16 +119,16 @@ def as_made(keys: torch.Tensor, values: torch.Tensor, layer: LayerStore) -> tupl
 class Reference(Operations):
     """Operations in plain PyTorch and float32."""
 
-    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        return restored(self._attend(transformed(chunk, layer), layer), layer)
+    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+        return restored(self._attend(transformed(chunk, store), store), store)
 
-    def _attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def _attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """`attend` for a chunk that is already transformed."""
-        (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), layer.spec.reading, []
+        (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), store.spec.reading, []
         for start in range(0, q.shape[2], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, q.shape[2])
             softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap)
-            for first, second, valid in history(layer):
+            for first, second, valid in history(store):
                 softmax.add(*reading.join(first, second), valid)
             position = torch.arange(stop, device=q.device)
             valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
@@ -138,9 +138,9 @@ class Reference(Operations):
             blocks.append(softmax.result(chunk.sinks).to(q.dtype))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
-    def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _, k, v, mask, *_ = transformed(chunk._replace(q=None), layer)
-        state, spec = layer.state, layer.spec
+    def append(self, chunk: Chunk, store: LayerStore) -> None:
+        _, k, v, mask, *_ = transformed(chunk._replace(q=None), store)
+        state, spec = store.state, store.spec
         room = spec.room(state.page_table.shape[1])
         for row in range(k.shape[0]):
             keys, values = k[row], v[row]
@@ -158,15 +158,15 @@ class Reference(Operations):
             tokens = max(length + fits - spec.sink, 0)
             state.paged[row] = max(paged, spec.paged_after(tokens))
             if fits > to_sink:
-                _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, layer)
+                _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, store)
 
-    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        state, spec = layer.state, layer.spec
+    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        state, spec = store.state, store.spec
         length, dtype = state.length[:, :1], state.sink_k.dtype
         batch, heads = state.length.shape
         position = torch.arange(max_length, device=length.device)
         pages = -(-int(state.paged.max()) // spec.page_size)
-        k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), layer)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, :pages]), store)
         dense = []
         for paged, sink, tail in ((k, state.sink_k, state.tail_k), (v, state.sink_v, state.tail_v)):
             stored = torch.cat([sink, paged.to(dtype), tail], dim=2)
@@ -185,9 +185,9 @@ class Reference(Operations):
 OPERATIONS = Reference()
 
 
-def history(layer: LayerStore) -> Iterator[tuple]:
+def history(store: LayerStore) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     length, paged = state.length[:, :1], state.paged[:, :1]
     device = length.device
     if spec.sink:
@@ -196,53 +196,53 @@ def history(layer: LayerStore) -> Iterator[tuple]:
     slab = max(SLAB_TOKENS // spec.page_size, 1)
     for first in range(0, pages, slab):
         last = min(first + slab, pages)
-        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), layer)
+        k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), store)
         position = torch.arange(first * spec.page_size, last * spec.page_size, device=device)
         yield k, v, position < paged
     if spec.tail_size:
-        yield state.tail_k, state.tail_v, tail_index(layer) >= paged
+        yield state.tail_k, state.tail_v, tail_index(store) >= paged
 
 
-def _unpack(pages: torch.Tensor, layer: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(pages: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
     keys, values = pages.split(spec.part_bytes(dim_k, dim_v, dtype), dim=-1)
-    tensors = layer.tensors()
+    tensors = store.tensors()
     keys = spec.key_format.decode(keys, dim_k, size, dtype, tensors["key_format"])
     values = spec.value_format.decode(values, dim_v, size, dtype, tensors["value_format"])
     return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
 
-def tail_index(layer: LayerStore) -> torch.Tensor:
+def tail_index(store: LayerStore) -> torch.Tensor:
     """int `[B, tail_size]`: the index of the newest token that stands, or stood, in each slot of the ring. An index
     below a row's `paged` means that the token is no longer in the tail."""
-    spec = layer.spec
-    newest = layer.state.length[:, :1] - spec.sink - 1
+    spec = store.spec
+    newest = store.state.length[:, :1] - spec.sink - 1
     slot = torch.arange(spec.tail_size, device=newest.device)
     return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
 
 
-def _store_row(keys, values, row: int, tokens: int, paged: int, layer: LayerStore) -> None:
+def _store_row(keys, values, row: int, tokens: int, paged: int, store: LayerStore) -> None:
     """Put one row's new tokens `[H, n, D]`, the last of `tokens`, into its pages and tail."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     first = tokens - keys.shape[1]  # index of the first new token
     slots = torch.arange(paged, first, device=keys.device) % max(spec.tail_size, 1)
     keys = torch.cat([state.tail_k[row][:, slots], keys], dim=1)  # all tokens that are not in pages yet
     values = torch.cat([state.tail_v[row][:, slots], values], dim=1)
     if (paged_now := int(state.paged[row, 0])) > paged:
-        _pack_row(keys, values, row, paged, paged_now, layer)
+        _pack_row(keys, values, row, paged, paged_now, store)
     if spec.tail_size:
         kept = torch.arange(paged_now, tokens, device=keys.device)
         state.tail_k[row][:, kept % spec.tail_size] = keys[:, kept - paged]
         state.tail_v[row][:, kept % spec.tail_size] = values[:, kept - paged]
 
 
-def _pack_row(keys, values, row: int, start: int, stop: int, layer: LayerStore) -> None:
+def _pack_row(keys, values, row: int, start: int, stop: int, store: LayerStore) -> None:
     """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     size, dtype = spec.page_size, state.sink_k.dtype
-    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), layer.tensors()
+    split, tensors = spec.part_bytes(keys.shape[-1], values.shape[-1], dtype), store.tensors()
     parameters = tensors["key_format"], tensors["value_format"]
     for page in range(start // size, -(-stop // size)):
         low, high = max(page * size, start), min((page + 1) * size, stop)
@@ -296,10 +296,10 @@ def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks:
     return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
 
 
-def unpack_into_tail(layer: LayerStore) -> None:
+def unpack_into_tail(store: LayerStore) -> None:
     """Called after `length` was lowered. If a row now ends inside packed pages, drop the pages behind its end, and read
     the tokens of its last, now partial page back into the tail."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     size = spec.page_size
     tokens = (state.length - spec.sink).clamp(min=0)
     cut = tokens[:, 0] < state.paged[:, 0]
@@ -310,7 +310,7 @@ def unpack_into_tail(layer: LayerStore) -> None:
             state.paged[row] = start
             continue
         pages = read_pages(state.pool, state.page_table[row : row + 1, start // size : start // size + 1])
-        k, v = _unpack(pages, layer)
+        k, v = _unpack(pages, store)
         slots = torch.arange(start, end, device=tokens.device) % spec.tail_size
         state.tail_k[row][:, slots] = k[0, :, : end - start].to(state.tail_k.dtype)
         state.tail_v[row][:, slots] = v[0, :, : end - start].to(state.tail_v.dtype)

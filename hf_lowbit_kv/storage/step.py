@@ -63,7 +63,7 @@ class Operations(ABC):
     """
 
     @abstractmethod
-    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """Attention of a chunk's queries to all stored tokens and, causally, to the chunk itself. Changes nothing.
 
         Returns:
@@ -71,24 +71,24 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def append(self, chunk: Chunk, layer: LayerStore) -> None:
+    def append(self, chunk: Chunk, store: LayerStore) -> None:
         """Store a chunk without its padding, and pack each page that is due.
 
         If a row is full, further tokens are dropped, and counted in `lost`.
         """
 
-    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """`attend`, then `append`. Returns the output."""
-        out = self.attend(chunk, layer)
-        self.append(chunk, layer)
+        out = self.attend(chunk, store)
+        self.append(chunk, store)
         return out
 
     @abstractmethod
-    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
         model's dtype, with zeros behind a row's end. Used by other attention implementations, and by tests."""
 
-    def expect_steps(self, chunk: Chunk, layer: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
+    def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
         """This prompt is about to be stored, and steps of one token may follow. Their kernels can be compiled meanwhile.
 
         masked: whether these steps come with a mask.

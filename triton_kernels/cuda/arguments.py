@@ -103,31 +103,31 @@ class Tables(NamedTuple):
         return bool(self.keys_stride or self.values_stride)
 
 
-def tables(layer: LayerStore) -> Tables:
-    (keys, keys_stride), (values, values_stride) = format_records(layer)
+def tables(store: LayerStore) -> Tables:
+    (keys, keys_stride), (values, values_stride) = format_records(store)
     return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
-def place_layer(args: AttendArgs | AppendArgs, layer: LayerStore) -> None:
+def place_layer(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
     """Set every field that the layer decides, by name: where its tensors lie, and how many tokens they hold."""
-    state, spec = layer.state, layer.spec
+    state, spec = store.state, store.spec
     pages = state.page_address.shape[1]
     args.pool, args.address = state.pool[0].data_ptr(), state.page_address.data_ptr()
     for name in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"):
         setattr(args, name, getattr(state, name).data_ptr())
     args.pages, args.sink, args.tail = pages, spec.sink, spec.tail_size
-    args.key_table, args.key_table_h, args.value_table, args.value_table_h = tables(layer)
+    args.key_table, args.key_table_h, args.value_table, args.value_table_h = tables(store)
     if isinstance(args, AppendArgs):
         args.lost, args.room, args.residual = state.lost.data_ptr(), spec.room(pages), spec.residual
 
 
 def append_args(
-    chunk: Chunk, layer: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
+    chunk: Chunk, store: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
     """order, count: int32 `[B, S]` and `[B]`; the indices of a padded chunk's real tokens, and how many there are."""
     k, v, mask = chunk[1:4]
     args = AppendArgs(k=k.data_ptr(), v=v.data_ptr(), mask=address(mask), order=address(order), count=address(count))
-    place_layer(args, layer)
+    place_layer(args, store)
     args.heads, args.tokens = k.shape[1:3]
     args.k_b, args.k_h, args.k_s = k.stride()[:3]
     args.v_b, args.v_h, args.v_s = v.stride()[:3]

@@ -79,62 +79,62 @@ class CudaOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        return self._attend(chunk, layer, store=False)[0]
+    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+        return self._attend(chunk, store, storing=False)[0]
 
-    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """One launch for one token, if `geometry.can_store` allows it."""
-        out, left = self._attend(chunk, layer, store=True)
+        out, left = self._attend(chunk, store, storing=True)
         if left is not None:
-            _append(left, layer)
+            _append(left, store)
         return out
 
-    def _attend(self, chunk: Chunk, layer: LayerStore, store: bool) -> tuple[torch.Tensor, Chunk | None]:
-        """The output; and the transformed chunk, or `None` if the kernel has stored it (`store` asks for that, and not
+    def _attend(self, chunk: Chunk, store: LayerStore, storing: bool) -> tuple[torch.Tensor, Chunk | None]:
+        """The output; and the transformed chunk, or `None` if the kernel has stored it (`storing` asks for that, and not
         every kernel can)."""
         if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
-            chunk = _transformed(chunk, layer)
-            return restored(prompt.attend(chunk, layer), layer), chunk
-        kernel = kernel_for(chunk, layer, store and chunk.tokens == 1)
-        if not layer.spec.untransformed:
-            chunk = _transformed(chunk, layer, keys=kernel.inside is None)
+            chunk = _transformed(chunk, store)
+            return restored(prompt.attend(chunk, store), store), chunk
+        kernel = kernel_for(chunk, store, storing and chunk.tokens == 1)
+        if not store.spec.untransformed:
+            chunk = _transformed(chunk, store, keys=kernel.inside is None)
         out, keys = kernel(chunk)
         if not kernel.restores:
-            out = restored(out, layer)
+            out = restored(out, store)
         return out, None if kernel.stores else chunk._replace(k=keys)
 
-    def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _append(transformed_with(transform, chunk._replace(q=None), layer), layer)
+    def append(self, chunk: Chunk, store: LayerStore) -> None:
+        _append(transformed_with(transform, chunk._replace(q=None), store), store)
 
-    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return read(layer, max_length)
+    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(store, max_length)
 
-    def expect_steps(self, chunk: Chunk, layer: LayerStore, masked: bool) -> None:
+    def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:
         """Compile the kernels that store this prompt, and those of the decode steps that follow, while the prompt is
         read."""
         k, v = chunk.k, chunk.v
-        expect("append.cu", append_defines(layer.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
-        inside = inside_for(chunk.queries.shape[1] // k.shape[1], layer)
-        kernel = attend_kernel(chunk, 1, layer, inside, store=True)._replace(mask=masked)
+        expect("append.cu", append_defines(store.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
+        inside = inside_for(chunk.queries.shape[1] // k.shape[1], store)
+        kernel = attend_kernel(chunk, 1, store, inside, storing=True)._replace(mask=masked)
         expect("attend.cu", attend_macros(kernel), k.device)
 
 
 OPERATIONS = CudaOperations()
 
 
-def read(layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`, by Triton's kernels."""
     return (
-        unpacking.read(layer, max_length) if why_no_launcher() is None else reference.OPERATIONS.read(layer, max_length)
+        unpacking.read(store, max_length) if why_no_launcher() is None else reference.OPERATIONS.read(store, max_length)
     )
 
 
-def _transformed(chunk: Chunk, layer: LayerStore, keys: bool = True) -> Chunk:
+def _transformed(chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
     """The transformed chunk. keys: whether to transform its queries and keys too; otherwise the attend kernel does
     that."""
-    if keys and _projects(chunk, layer.spec):
-        return _project(chunk, layer)
-    return transformed_with(transform, chunk, layer, keys)
+    if keys and _projects(chunk, store.spec):
+        return _project(chunk, store)
+    return transformed_with(transform, chunk, store, keys)
 
 
 def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
@@ -144,15 +144,15 @@ def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
     return spec.key_transform.product and few and fused is not None and not fused.scaled
 
 
-def _project(chunk: Chunk, layer: LayerStore) -> Chunk:
+def _project(chunk: Chunk, store: LayerStore) -> Chunk:
     """`reference.transformed`, in one launch."""
-    (q, k, v), spec = (chunk.queries, *chunk[1:3]), layer.spec
+    (q, k, v), spec = (chunk.queries, *chunk[1:3]), store.spec
     check_dtype(q)
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v, fused = aligned(q), aligned(k), aligned(v), spec.value_transform.fused
     assert fused is not None
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    matrix, queries = layer.tensors()["key_transform"]
+    matrix, queries = store.tensors()["key_transform"]
     args = ProjectArgs(
         *(x.data_ptr() for x in (q, k, v, *outs, queries, matrix)),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], matrix.stride(0) if matrix.shape[0] > 1 else 0),
@@ -166,9 +166,9 @@ def _project(chunk: Chunk, layer: LayerStore) -> Chunk:
     return Chunk(outs[0], outs[1], outs[2] if fused.rotated else v, *chunk[3:])
 
 
-def _append(chunk: Chunk, layer: LayerStore) -> None:
+def _append(chunk: Chunk, store: LayerStore) -> None:
     """`append` for keys and values that are already transformed."""
-    (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
+    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
     check_dtype(k)
     batch, heads, tokens, head_dim_k = k.shape
     if tokens == 0:
@@ -181,7 +181,7 @@ def _append(chunk: Chunk, layer: LayerStore) -> None:
         # the indices of the real tokens (not padding), in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
-    args = append_args(Chunk(None, k, v, mask), layer, order, count)
+    args = append_args(Chunk(None, k, v, mask), store, order, count)
     rows = batch * heads
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)

@@ -57,19 +57,19 @@ class Inside(NamedTuple):
     factors: Factors
 
 
-def inside_for(rows: int, layer: LayerStore) -> Inside | None:
+def inside_for(rows: int, store: LayerStore) -> Inside | None:
     """The transform that the kernel applies to queries and keys if a KV head has this many query rows; `None`: no
     transform."""
-    spec, fused = layer.spec, layer.spec.key_transform.fused
+    spec, fused = store.spec, store.spec.key_transform.fused
     if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
         return None
-    return Inside(fused, factors(fused, layer.tensors()["key_transform"]))
+    return Inside(fused, factors(fused, store.tensors()["key_transform"]))
 
 
-def attend_kernel(chunk: Chunk, tokens: int, layer: LayerStore, inside: Inside | None, store: bool) -> AttendKernel:
-    """What to compile for chunks like this one that have `tokens` tokens. store: whether the kernel stores the chunk
+def attend_kernel(chunk: Chunk, tokens: int, store: LayerStore, inside: Inside | None, storing: bool) -> AttendKernel:
+    """What to compile for chunks like this one that have `tokens` tokens. storing: whether the kernel stores the chunk
     too."""
-    q, k, v, spec = chunk.queries, chunk.k, chunk.v, layer.spec
+    q, k, v, spec = chunk.queries, chunk.k, chunk.v, store.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
     return AttendKernel(
         spec=spec,
@@ -83,8 +83,8 @@ def attend_kernel(chunk: Chunk, tokens: int, layer: LayerStore, inside: Inside |
         softcap=chunk.softcap is not None,
         transform=inside and inside.fused,
         ordered=fixed_order(),
-        store=store,
-        per_head=tables(layer).per_head,
+        store=storing,
+        per_head=tables(store).per_head,
         restores=spec.value_transform.own_inverse(v.shape[-1]),
         device=q.device,
     )
@@ -97,19 +97,19 @@ class DecodeKernel:
     are replaced.
 
     Args:
-        chunk: an example of that kind. store: whether a chunk of one token is stored too, if the kernel can (`stores`).
+        chunk: an example of that kind. storing: whether a chunk of one token is stored too, if the kernel can (`stores`).
 
     Raises:
         ValueError: the kernel does not compute in this dtype, or the chunk is too long.
     """
 
-    def __init__(self, chunk: Chunk, layer: LayerStore, store: bool):
+    def __init__(self, chunk: Chunk, store: LayerStore, storing: bool):
         q, k = chunk.queries, chunk.k
         check_dtype(q)
         (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], chunk.v.shape[-1]
-        state, spec, rows = layer.state, layer.spec, chunk.query_rows
-        self.inside = inside_for(rows, layer)
-        kernel = attend_kernel(chunk, tokens, layer, self.inside, store)
+        state, spec, rows = store.state, store.spec, chunk.query_rows
+        self.inside = inside_for(rows, store)
+        kernel = attend_kernel(chunk, tokens, store, self.inside, storing)
         self.restores = kernel.restores
         self._module, choice, self._shared, self.stores = attend_module(kernel)
         row_block = 8 * choice.row_tiles
@@ -131,14 +131,14 @@ class DecodeKernel:
         self._strides: tuple | None = None
 
         args = self._args = StepArgs() if self.stores else AttendArgs()
-        place_layer(args, layer)
+        place_layer(args, store)
         args.batch, args.heads, args.groups, args.tokens = batch, heads, q_heads // heads, tokens
         args.teams, args.split = teams, rows_of_teams(teams, programs)
         if self.inside is not None:
             args.q_scale, args.k_scale, args.scale_h = self.inside.factors
         if isinstance(args, StepArgs):
             self._store = args.store
-            place_layer(self._store, layer)
+            place_layer(self._store, store)
             self._store.heads, self._store.tokens = heads, tokens
 
     def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +189,7 @@ class DecodeKernel:
             store.mask_b = args.mask_b
 
 
-def kernel_for(chunk: Chunk, layer: LayerStore, store: bool) -> DecodeKernel:
+def kernel_for(chunk: Chunk, store: LayerStore, storing: bool) -> DecodeKernel:
     """The kernel for such chunks of the layer: the one that the layer holds, or a new one."""
     q, k, v, mask, _, softcap, sinks, _ = chunk
     assert q is not None
@@ -199,12 +199,12 @@ def kernel_for(chunk: Chunk, layer: LayerStore, store: bool) -> DecodeKernel:
         mask is None,
         None if sinks is None else sinks.dtype,
         softcap is None,
-        store,
+        storing,
         fixed_order(),
     )
-    if (kernel := layer.kernels.get(kind)) is None:
-        kernel = DecodeKernel(chunk, layer, store)
+    if (kernel := store.kernels.get(kind)) is None:
+        kernel = DecodeKernel(chunk, store, storing)
         # longer chunks would leave the layer with one kernel for each of their lengths
         if chunk.query_rows <= FUSED_ROWS["cuda"]:
-            layer.kernels[kind] = kernel
+            store.kernels[kind] = kernel
     return kernel

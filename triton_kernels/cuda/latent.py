@@ -256,33 +256,33 @@ class CudaLatentOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
-        return _step(chunk, layer, store=False)
+    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+        return _step(chunk, store, storing=False)
 
-    def step(self, chunk: Chunk, layer: LayerStore) -> torch.Tensor:
+    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """In two launches."""
-        return _step(chunk, layer, store=True)
+        return _step(chunk, store, storing=True)
 
-    def append(self, chunk: Chunk, layer: LayerStore) -> None:
-        _append(chunk, layer)
+    def append(self, chunk: Chunk, store: LayerStore) -> None:
+        _append(chunk, store)
 
-    def read(self, layer: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return read(layer, max_length)
+    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(store, max_length)
 
 
 OPERATIONS = CudaLatentOperations()
 
 
-def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
-    state, spec = layer.state, layer.spec
+def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
+    state, spec = store.state, store.spec
     q, k, v, mask, scaling, softcap, sinks, _ = chunk
     assert q is not None
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     many = _exact(spec) and heads * tokens > DENSE_ROWS
     if tokens > TOKENS or many or softcap is not None or sinks is not None:
-        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(chunk, layer)
-        if store:
-            _append(chunk, layer)
+        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(chunk, store)
+        if storing:
+            _append(chunk, store)
         return out
     q, k, v, device = aligned(q), aligned(k), aligned(v), q.device
     rows, pages = heads * tokens, state.page_address.shape[1]
@@ -318,15 +318,15 @@ def _step(chunk: Chunk, layer: LayerStore, store: bool) -> torch.Tensor:
             v.stride(2),
             *((0, 0) if mask is None else mask.stride()),
         ),
-        *(heads, tokens, pages, splits, spec.room(pages), int(store), scaling),
+        *(heads, tokens, pages, splits, spec.room(pages), int(storing), scaling),
     )
     _launch(chosen.module, chosen.kernel, (splits, batch, blocks), args, threads=chosen.threads, shared=chosen.shared)
     module, _ = _module(spec, rank, rope, q.dtype, device)
     if rank % 128 == 0 and batch * rows >= MERGE_ROWS:
-        _launch(module, "latent_merge_rows", (-(-rows // 4) + int(store), batch, 1), args)
+        _launch(module, "latent_merge_rows", (-(-rows // 4) + int(storing), batch, 1), args)
     else:
         slices = rank // (128 if rank % 128 == 0 else 64)  # `SLICE` in latent_merge.cuh
-        _launch(module, "latent_merge", (rows + int(store), batch, slices), args)
+        _launch(module, "latent_merge", (rows + int(storing), batch, slices), args)
     return out
 
 
@@ -347,8 +347,8 @@ def _shares(places: int, programs: int, pieces: int) -> int:
     return min(range(1, min(pieces, MOST_SPLITS) + 1), key=time)
 
 
-def _append(chunk: Chunk, layer: LayerStore) -> None:
-    (k, v, mask), state, spec = chunk[1:4], layer.state, layer.spec
+def _append(chunk: Chunk, store: LayerStore) -> None:
+    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
     batch, _, tokens, rank = k.shape
     if tokens == 0:
         return
