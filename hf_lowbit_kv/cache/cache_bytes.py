@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .low_bit_cache import LowBitCache
+
 BYTE_KINDS = ("codes", "metadata", "window", "parameters", "unused", "transformers")
 
 
@@ -44,3 +51,19 @@ class CacheBytes(int):
 
     def __getnewargs_ex__(self):
         return tuple(self.parts.values()), {"shared": self.shared}
+
+
+def bits_in_16_bits(cache: LowBitCache) -> float:
+    """`bits_per_value` if the model's dtype had 16 bits: for models in float32, whose window takes twice as much. 0.0: no
+    token is stored. Reads lengths from the device."""
+    stored = values = 0.0
+    for layer in cache.packed_layers:
+        if (store := layer.store) is None:
+            continue
+        head_dims = store.head_dim_k, store.head_dim_v
+        window, parameters = store.nbytes()["window"], sum(record.nbytes for record in store.state.parameters)
+        pages = store.stored_bytes() - window - parameters
+        here, in_16 = (sum(store.spec.part_bytes(*head_dims, dtype)) for dtype in (store.dtype, torch.float16))
+        stored += pages * in_16 / here + window * torch.float16.itemsize / store.dtype.itemsize + parameters
+        values += int(store.state.length.sum()) * sum(head_dims)
+    return 8 * stored / values if values else 0.0

@@ -88,6 +88,12 @@ class Enabled:
     implementations: dict[str, str] = field(default_factory=dict)
     """attention implementations to restore, by sub-configuration"""
 
+    def __repr__(self) -> str:
+        """Short, because a notebook shows the value of a cell's last line."""
+        state = "" if self in vars(self.model).get(_ENABLED, []) else ", undone"
+        options = "".join(f", {name}={_short(value)}" for name, value in self.options.items())
+        return f"Enabled({type(self.model).__name__}, preset={self.preset!r}{options}{state})"
+
     def __enter__(self) -> Enabled:
         return self
 
@@ -104,6 +110,12 @@ class Enabled:
         stack.remove(self)
         if not stack:
             _take_off(self.model)
+
+
+def _short(value: Any) -> str:
+    """An option in one line."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def enable(

@@ -316,8 +316,53 @@ def test_it_tells_what_it_is(model):
     summary = cache.summary()
     for word in ("kivi-2-sink", "int2-channel / int2-token", "sink 32, residual 128", "300 tokens x 2 rows", "growing"):
         assert word in summary
+    empty = lb.from_preset("kivi-2-sink", model).summary()
+    assert empty.count("nothing is stored yet") == 2
+    assert "0.00" not in empty
     assert "\x1b" not in summary  # plain text, in a terminal and in a notebook
     assert "preallocated" in lb.from_preset("kivi-2", model, max_cache_len=64).summary()
+
+
+def _rows_of_summary(cache):
+    """Label to text of the printed table, whose long cells are wrapped."""
+    shown: dict[str, str] = {}
+    for line in cache.summary().splitlines():
+        if line.startswith("│"):
+            label, text = (" ".join(part.split()) for part in line.strip("│").split("│"))
+            last = label or list(shown)[-1]
+            shown[last] = f"{shown.get(last, '')} {text}".strip()
+    return shown
+
+
+@pytest.mark.parametrize("preset", ["kivi-2-sink", "kv8", "k4v2"])
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_bits_of_a_model_in_float32_are_told_in_16_bits_too(model, preset, tokens):
+    ids = left_padded(2, tokens)[0]
+    cache, half = lb.from_preset(preset, model), lb.from_preset(preset, model)
+    _prefill(model, cache, ids)
+    shown = _rows_of_summary(cache)["bits per value"]
+    in_16 = copy.deepcopy(model).bfloat16()
+    _prefill(in_16, half := lb.from_preset(preset, in_16), ids)
+    assert (
+        shown == f"{cache.bits_per_value:.2f} with the window in float32; {half.bits_per_value:.2f} in a 16-bit model"
+    )
+    assert _rows_of_summary(half)["bits per value"] == f"{half.bits_per_value:.2f}"
+
+
+def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
+    ids = left_padded(1, 20)[0]
+    growing, preallocated = lb.from_preset("kivi-2", model), lb.from_preset("kivi-2", model, max_cache_len=5000)
+    for cache, whole in ((growing, "the window and the first pages are"), (preallocated, "all 5000 tokens are")):
+        _prefill(model, cache, ids)
+        assert int(cache.nbytes) > cache.nbytes_full
+        in_float32 = f"{cache.nbytes_full / 1000:.1f} kB"
+        assert (
+            f"(the same tokens in float32: {in_float32}; less, because memory for {whole} allocated"
+            in (_rows_of_summary(cache)["total"])
+        )
+    long = lb.from_preset("kivi-2", model)
+    _prefill(model, long, torch.arange(3000)[None] % 150)
+    assert "less" not in _rows_of_summary(long)["total"]
 
 
 def test_presets():

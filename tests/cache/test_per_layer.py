@@ -9,6 +9,7 @@ import torch
 from cases import left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.formats.records import Parameter
 
 pytestmark = pytest.mark.host
@@ -33,6 +34,32 @@ def test_a_mapping_with_indices_from_both_ends(model):
     cache = lb.from_preset("kivi-2", model, per_layer={0: "dense", -1: "kv8"}, **PAGES)
     assert stored(cache) == ["dense/dense", KIVI, KIVI, "int8-token/int8-token"]
     assert f"{cache.spec.key_format}/{cache.spec.value_format}" == KIVI
+
+
+@pytest.mark.parametrize(
+    ("per_layer", "rows"),
+    [
+        ({}, {}),
+        ({1: "kivi-4", 2: "kivi-4"}, {"layers 1-2": "int4-channel / int4-token, residual 128"}),
+        ({1: "kv8", -1: "kv8"}, {"layers 1, 3": "int8-token / int8-token, residual 128"}),
+        (
+            {2: {"sink": 8}, 1: {"transform": "hadamard"}},
+            {
+                "layer 1": "int2-channel / int2-token, key transform hadamard",
+                "layer 2": "int2-channel / int2-token, sink 8",
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_the_summary_names_the_layers_that_differ(model, per_layer, rows):
+    cache = lb.from_preset("kivi-2", model, per_layer=per_layer, **PAGES)
+    for layer in cache.packed_layers:
+        layer.spec = storage_spec(layer.spec, "cuda")  # as once it has tokens on a GPU
+    lines = (line.strip("│").split("│") for line in cache.summary().splitlines() if line.startswith("│"))
+    shown = {label.strip(): text.strip() for label, text in lines}
+    assert {label: text for label, text in shown.items() if label.startswith("layer") and label != "layers"} == rows
+    assert shown["keys / values"] == "int2-channel / int2-token"
 
 
 def test_options_change_what_they_name(model):

@@ -169,3 +169,16 @@ def test_a_model_that_cannot_be_served():
     with pytest.raises(TypeError, match="model must be a transformers model"):
         lb.enable("gpt2")
     assert model.config._attn_implementation == before
+
+
+def test_a_notebook_shows_one_line():
+    model = tiny_models("llama")[1]
+    enabled = lb.enable(model, "kivi-2", residual=64, per_layer={index: {"sink": index} for index in range(2)})
+    shown = "Enabled(LlamaForCausalLM, preset='kivi-2', residual=64, per_layer={0: {'sink': 0}, 1: {'sink': 1}}"
+    assert repr(enabled) == f"{shown})"
+    lb.disable(model)
+    assert repr(enabled) == f"{shown}, undone)"
+    with lb.enable(
+        model, "kivi-2", per_layer={0: {"key_format": "int4-channel", "value_format": "int4-token", "sink": 1}}
+    ):
+        assert repr(model._lowbit_enabled[-1]) == "Enabled(LlamaForCausalLM, preset='kivi-2', per_layer=<dict>)"
