@@ -385,7 +385,7 @@ BENCHMARKS_INTRO = """# Benchmarks
 
 `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`) writes this page from the records in `eval/results/`.
 Do not edit it by hand.
-`eval/benchmarks/README.md` says how each figure is measured. `docs/results.md` has the accuracy of the presets.
+`eval/benchmarks/README.md` says how each figure is measured. [results.md](results.md) has the accuracy of the presets.
 
 `make bench` repeats all of it on a GPU, the most wanted first.
 `python -m hf_lowbit_kv.eval.benchmarks.bench_all --minutes 30` keeps to a time, `--only decode,start` chooses, `--list`
