@@ -20,7 +20,7 @@ TOPS = {"hf_lowbit_kv": "hf_lowbit_kv", "triton_kernels": "hf_lowbit_kv.triton_k
 SUFFIXES = "py|md|cu|cuh|json|jsonl|toml|txt|yml|png"
 
 #: a file that an example of the page writes
-WRITTEN = re.compile(r"^<!-- file: (\S+) -->", re.MULTILINE)
+WRITTEN = re.compile(r"^<!-- file(?: only)?: (\S+) -->", re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+(?=$|\()")
 PRIVATE = re.compile(r"_[a-z]\w*(?=$|\()")
