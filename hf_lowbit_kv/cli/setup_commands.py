@@ -164,7 +164,7 @@ def share(
 
 
 def fits(
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens of a row, e.g. 65536 or 64k (1k is 1024).")],
     model: Annotated[
         str, typer.Option(help="Hub name or folder; common models are known offline. Weights are not loaded.")
     ] = "Qwen/Qwen3-8B",
@@ -183,12 +183,12 @@ def fits(
     """
     names = resolve_presets(preset) or None
     count = len(names or preset_names())
-    with progress(count) as begin:  # slowest part: makes a cache of each preset, on the meta device
+    with progress(count, after=2.0, logged=False) as begin:  # slowest: makes a cache of each preset on the meta device
         table = memory_fits(
             model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
         )
     if as_json:
-        print_json([fit.as_dict() for fit in table])
+        print_json([fit.as_dict() | {"recommended": fit is table.recommended} for fit in table])
         return
     table.print_to(Console())
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -155,8 +156,13 @@ def refuse_several_processes(command: str) -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """Show a bar on standard error. Yields a function to call at the beginning of each step, with the step's name."""
+def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[Any]:
+    """Show a bar on standard error. Yields a function to call at the beginning of each step, with the step's name.
+
+    Args:
+        after: seconds before which nothing is shown. logged: whether to print a line for each step if standard error is
+            no terminal.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:16}"),
@@ -165,18 +171,26 @@ def progress(total: int) -> Iterator[Any]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        begun = 0
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=total)
+    begun, since = 0, time.monotonic()
 
-        def report(name: str) -> None:
-            nonlocal begun
-            bar.update(task, description=name, completed=begun)
-            begun += 1
-            if not console.is_terminal:  # a log has no moving bar
-                console.print(f"{begun}/{total} {name}")
+    def report(name: str) -> None:
+        nonlocal begun
+        bar.update(task, description=name, completed=begun)
+        begun += 1
+        if time.monotonic() - since < after:
+            return
+        if console.is_terminal:
+            bar.start()
+        elif logged:  # a log has no moving bar
+            console.print(f"{begun}/{total} {name}")
 
+    try:
         yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: `"24GB"` is 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30."""
+"""Amounts as people write them: `"24GB"` is 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30, `"64k"` is 65536 tokens."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def parse_size(text: str, name: str | None = None) -> int:
         shown = f"size {text!r}" if name is None else f"{name}={text!r}"
         raise ValueError(f"{shown} is not understood; give e.g. 24GB or 512MiB")
     return int(float(match[1]) * units[match[2].lower()])
+
+
+def parse_tokens(text: str, name: str) -> int:
+    """`"65536"` or `"64k"` -> tokens; 1k is 1024. Raises `ValueError` for anything else. name: of the argument."""
+    match = re.fullmatch(r"\s*(\d+)\s*(k?)\s*", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{name}={text!r} is not understood; give a number of tokens, e.g. 65536 or 64k (1k is 1024)")
+    return int(match[1]) * (1024 if match[2] else 1)

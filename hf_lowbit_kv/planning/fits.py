@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..machine.byte_sizes import parse_size
-from ..presets import get_preset, preset_names
+from ..machine.byte_sizes import parse_size, parse_tokens
+from ..presets import DEFAULT_PRESET, get_preset, preset_names
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
 from .model_shapes import WEIGHT_KINDS, Shape, shape_of, weight_bytes
@@ -62,12 +62,18 @@ class Fit:
     def fits(self) -> bool:
         return self.total <= self.memory
 
+    @property
+    def packs(self) -> bool:
+        """Whether the cache has fewer than 16 bits."""
+        return self.preset != FULL and any(fmt.name != "dense" for fmt in get_preset(self.preset).spec().formats)
+
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"total": self.total, "fits": self.fits}
 
 
 class FitTable(Sequence[Fit]):
-    """One `Fit` for each cache, the 16-bit cache first. Prints as a table.
+    """One `Fit` for each cache, the 16-bit cache first. Then presets that fit, most bits first, and those that do not;
+    or presets in the order of `presets=`. Prints as a table.
 
     Attributes:
         name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
@@ -86,6 +92,30 @@ class FitTable(Sequence[Fit]):
         return len(self._fits)
 
     @property
+    def nearest(self) -> Fit | None:
+        """The preset with the most bits that fits, of those below 16 bits. One that needs no calibration, if there is one."""
+        fitting = [fit for fit in self if fit.fits and fit.packs]
+        return max(fitting, key=lambda fit: (not fit.calibrated, fit.cache), default=None)
+
+    @property
+    def recommended(self) -> Fit | None:
+        """The default preset if it fits, otherwise `nearest`. `None`: nothing below 16 bits fits."""
+        return next((fit for fit in self if fit.fits and fit.preset == DEFAULT_PRESET), self.nearest)
+
+    @property
+    def advice(self) -> str:
+        """Which presets to take, in one line."""
+        best, nearest = self.recommended, self.nearest
+        if best is None or nearest is None:
+            return "No preset fits: take fewer tokens (see longest), fewer rows, or weights with fewer bits (int4)."
+        if best is nearest:
+            which = "the default, and" if best.preset == DEFAULT_PRESET else "it is"
+            text = f"Recommended: {best.preset}, {which} nearest to 16 bits of the presets that fit."
+        else:
+            text = f"Recommended: {best.preset}, the default. {nearest.preset} fits too: nearest to 16 bits."
+        return f"{text} The 16-bit cache fits as well." if self._fits[0].fits else text
+
+    @property
     def title(self) -> str:
         rows = f"{self.rows} rows of " if self.rows > 1 else ""
         memory = self._fits[0].memory / GB
@@ -95,6 +125,8 @@ class FitTable(Sequence[Fit]):
     def notes(self) -> list[str]:
         """Notes below the table."""
         notes = ["longest: tokens of a row that would fit; rows: so many rows of this length would fit"]
+        if self.recommended is not None:
+            notes.append("+: recommended")
         if any(fit.calibrated for fit in self):
             notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
         if self.positions is not None and self.context > self.positions:
@@ -106,9 +138,10 @@ class FitTable(Sequence[Fit]):
 
     def cells(self) -> Iterator[dict[str, str]]:
         """The table's cells as text, heading by heading."""
+        best = self.recommended
         for fit in self._fits:
             yield {
-                "preset": fit.preset + (" *" if fit.calibrated else ""),
+                "preset": fit.preset + (" *" if fit.calibrated else "") + (" +" if fit is best else ""),
                 "weights": f"{fit.weights / GB:.2f}",
                 "cache": f"{fit.cache / GB:.2f}",
                 "chunk": f"{fit.chunk / GB:.2f}",
@@ -130,10 +163,10 @@ class FitTable(Sequence[Fit]):
         return table
 
     def print_to(self, console: Console) -> None:
-        """Title, table and notes."""
+        """Title, table, notes and advice."""
         console.print(self.title, style="italic", highlight=False, soft_wrap=True)
         console.print(self.table())
-        for note in self.notes:
+        for note in (*self.notes, self.advice):
             console.print(note, highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
@@ -148,13 +181,13 @@ class FitTable(Sequence[Fit]):
         rows = list(self.cells())
         head = "".join(f"<th>{heading}</th>" for heading in rows[0])
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
-        notes = "".join(f"<p>{note}</p>" for note in self.notes)
+        notes = "".join(f"<p>{note}</p>" for note in (*self.notes, self.advice))
         return f"<table><caption>{self.title}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
 def fits(
     model: str | Path | PreTrainedConfig | PreTrainedModel,
-    context: int,
+    context: int | str,
     memory: str | int = "24GB",
     *,
     rows: int = 1,
@@ -167,11 +200,11 @@ def fits(
     Args:
         model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work
             offline.
-        context: tokens of a row.
+        context: tokens of a row, or a text such as `"64k"` (1k is 1024).
         memory: memory of the GPU, in bytes or as `"24GB"`.
         rows: number of sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
-        presets: names; `None`: all that serve the model.
+        presets: names, and their order; `None`: all that serve the model, those that fit by their bits.
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
@@ -185,6 +218,7 @@ def fits(
         >>> [(fit.preset, fit.fits) for fit in table]
         [('16-bit', False), ('kivi-4-sink', True)]
     """
+    context = parse_tokens(context, "context") if isinstance(context, str) else context
     check_count("context", context)
     check_count("rows", rows, unit="rows")
     memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
@@ -208,6 +242,8 @@ def fits(
                 calibrated=counter.calibrated,
             )
         )
+    if presets is None:  # stable: of the others the order stays
+        table[1:] = sorted(table[1:], key=lambda fit: -fit.cache if fit.fits else 0)
     return FitTable(table, shape.name, context, rows, getattr(shape.config, "max_position_embeddings", None))
 
 

@@ -6,6 +6,7 @@ offline.
 
 from __future__ import annotations
 
+import difflib
 import json
 import warnings
 from collections.abc import Iterator
@@ -82,8 +83,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
 
     Raises:
-        ValueError: the configuration's quantization is not known here, or no causal language model has that
-            configuration.
+        ValueError: the configuration's quantization is not known here, no causal language model has that
+            configuration, or the name is that of a known model in other letters.
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None
@@ -95,13 +96,29 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
     elif (known := known_models().get(str(model))) is not None:
         name, config, weights = str(model), AutoConfig.for_model(**known["config"]), known["weights"]
     else:
-        name, config, weights = str(model), AutoConfig.from_pretrained(model), None
+        name, config, weights = str(model), _read_config(str(model)), None
     config = config.get_text_config(decoder=True)
     weights = weights or _published_as(name, config, dtype)
     dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that nothing here runs
         return Shape(name, AutoModelForCausalLM.from_config(config, dtype=dtype), weights, config)
+
+
+def _read_config(name: str) -> PreTrainedConfig:
+    """The configuration in a folder or on the hub. A known model's name in other letters needs no search there."""
+    if Path(name).exists():
+        return AutoConfig.from_pretrained(name)
+    names = {known.rpartition("/")[2].lower(): known for known in known_models()}
+    names |= {known.lower(): known for known in known_models()}
+    if (known := names.get(name.lower())) is not None:
+        raise ValueError(f"model={name!r} is not known; did you mean {known!r}?")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as error:
+        if close := difflib.get_close_matches(name.lower(), names, n=1):
+            raise type(error)(f"{error}\nmodel={name!r}: did you mean {names[close[0]]!r}?") from error
+        raise
 
 
 def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> str:

@@ -1,17 +1,22 @@
 """What fits: counted bytes against what caches really allocate, and weights against models' published sizes."""
 
+import io
 import json
+import re
 
 import pytest
 import torch
 from cases import FAMILIES, random_parameters, tiny_config, tiny_models
+from rich.console import Console
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.own_layers import tensors_of
-from hf_lowbit_kv.cli import app
+from hf_lowbit_kv.cli import app, shared_options
+from hf_lowbit_kv.machine.byte_sizes import parse_tokens
 from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.planning import model_shapes
 from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory
 from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, fits
 from hf_lowbit_kv.planning.model_shapes import known_models, shape_of, weight_bytes
@@ -135,6 +140,103 @@ def test_command():
     shown = CliRunner().invoke(app, ["fits", "--model", "Qwen/Qwen3-8B", "--context", "65536"])
     assert "kivi-4-sink" in shown.stdout
     assert "40960 positions" in shown.stdout
+
+
+def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
+    table = fits("Qwen/Qwen3-8B", "64k", "24GB")
+    rows = list(table)[1:]
+    assert (table.context, rows[-1].preset) == (65536, "dense")  # which does not fit
+    fitting = [fit for fit in rows if fit.fits]
+    assert fitting == rows[:-1]
+    assert [fit.cache for fit in fitting] == sorted((fit.cache for fit in fitting), reverse=True)
+    assert table.recommended.preset == "kivi-4-sink"
+    assert table.advice == "Recommended: kivi-4-sink, the default. kv8 fits too: nearest to 16 bits."
+    assert str(table).count("kivi-4-sink +") == 1
+    assert str(table).splitlines()[-1] == table.advice
+    assert max(map(len, str(table).splitlines()[:30])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("context", "presets", "advice"),
+    [
+        (8192, ["kv8", "kivi-4-sink"], ".* kv8 fits too: nearest to 16 bits. The 16-bit cache fits as well."),
+        (8192, ["kivi-4-sink", "kivi-2"], "Recommended: kivi-4-sink, the default, and nearest to 16 bits of .*"),
+        (
+            "128k",
+            ["kv8", "kivi-2", "eigen-4"],
+            "Recommended: kivi-2, it is nearest to 16 bits of the presets that fit.",
+        ),
+        ("128k", ["kv8", "eigen-2"], "Recommended: eigen-2, it is nearest .*"),
+        ("1024k", None, "No preset fits: take fewer tokens .*"),
+        (8192, ["dense"], "No preset .*"),
+    ],
+)
+def test_the_advice(context, presets, advice):
+    table = fits("Qwen/Qwen3-8B", context, "24GB", presets=presets)
+    assert re.fullmatch(advice, table.advice)
+    if presets is not None:
+        assert [fit.preset for fit in table] == [FULL, *presets]
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("65536", 65536), ("64k", 65536), ("128K", 131072), (" 2 k ", 2048)])
+def test_tokens_as_people_write_them(text, tokens):
+    assert parse_tokens(text, "context") == tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "0k", "-4k", "64kb", "1.5k", "64m", "k"])
+def test_what_is_no_number_of_tokens(text):
+    with pytest.raises(ValueError, match=re.escape(f"context={text!r} is not understood")):
+        fits("Qwen/Qwen3-8B", text)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen/qwen3-8b", "Qwen3-8B"])
+def test_a_known_models_name_in_other_letters(name):
+    with pytest.raises(ValueError, match=f"model='{name}' is not known; did you mean 'Qwen/Qwen3-8B'"):
+        shape_of(name)
+
+
+def test_a_name_that_nobody_knows(monkeypatch, tmp_path):
+    def away(name):
+        raise OSError(f"{name} is not there")
+
+    monkeypatch.setattr(model_shapes.AutoConfig, "from_pretrained", away)
+    with pytest.raises(OSError, match=r"(?s)is not there.*did you mean 'Qwen/Qwen3-8B'"):
+        shape_of("qwen3-8bb")
+    with pytest.raises(OSError, match=r"is not there$"):
+        shape_of("mine/another")
+    folder = tmp_path / "qwen3-8b"
+    folder.mkdir()
+    with pytest.raises(OSError, match=r"is not there$"):  # a folder of the user is read
+        shape_of(folder)
+
+
+def test_the_command_says_nothing_on_the_way():
+    run = CliRunner().invoke(app, ["fits", "--context", "64k", "--preset", "kv8,kivi-4-sink"])
+    assert (run.exit_code, run.stderr) == (0, "")
+    assert "65536 tokens" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("Recommended: kivi-4-sink")
+    rows = json.loads(
+        CliRunner().invoke(app, ["fits", "--context", "64k", "--preset", "kv8,kivi-4-sink", "--json"]).stdout
+    )
+    assert [row["recommended"] for row in rows] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "logged", "seconds"), [(True, True, 0), (True, True, 9), (False, True, 9), (False, False, 9)]
+)
+def test_a_bar_comes_late(monkeypatch, terminal, logged, seconds):
+    """Nothing within the first seconds, then a bar; no line for each step unless a log shall have them."""
+    clock, out = [0.0], io.StringIO()
+    monkeypatch.setattr(shared_options.time, "monotonic", lambda: clock[0])
+    console = Console(file=out, force_terminal=terminal, width=80)
+    monkeypatch.setattr(shared_options, "Console", lambda **options: console)
+    with shared_options.progress(3, after=2.0, logged=logged) as begin:
+        begin("one")
+        clock[0] = seconds
+        begin("two")
+    shown = out.getvalue()
+    assert "one" not in shown
+    assert ("two" in shown) == (seconds > 2 and (terminal or logged))
 
 
 def test_public_name():
