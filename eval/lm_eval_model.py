@@ -16,16 +16,19 @@ import inspect
 import logging
 import math
 import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import lm_eval
+import lm_eval.evaluator
 import torch
 from lm_eval._cli.harness import HarnessCLI
 from lm_eval.api.instance import Instance
@@ -373,7 +376,7 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
     if config.output_path:
         tracker = EvaluationTracker(output_path=str(Path(config.output_path) / preset))
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
+        with _quiet_git(), contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
             results = lm_eval.simple_evaluate(
                 model=lm,
                 model_args={"preset": preset, "kv_chunk": lm.kv_chunk} | config.model_args,
@@ -412,6 +415,26 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
     return results
 
 
+@contextlib.contextmanager
+def _quiet_git() -> Iterator[None]:
+    """Let lm-eval ask git for the commit of this folder without git's complaint about a folder that is no checkout."""
+    name = "get_git_commit_hash"
+    if not hasattr(lm_eval.evaluator, name):
+        yield
+        return
+    with mock.patch.object(lm_eval.evaluator, name, _commit):
+        yield
+
+
+def _commit() -> str | None:
+    """The commit of the checkout in which the command runs; `None` elsewhere, as from lm-eval."""
+    try:
+        done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def _is_of_the_hub(error: BaseException) -> bool:
     """Whether an error means that the hub cannot be reached. Several libraries wrap each other's errors, so the whole
     chain is searched."""
@@ -446,6 +469,14 @@ def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[
 def _number(value: Any) -> float | None:
     """The number, or `None` for lm-eval's "N/A" (no standard error)."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def samples_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The number of samples, or one for each task if they differ."""
+    by_task = {row["task"]: row["samples"] for row in rows}
+    if len(set(by_task.values())) == 1:
+        return f"{next(iter(by_task.values()))} samples" + (" a task" if len(by_task) > 1 else "")
+    return ", ".join(f"{count} samples of {task}" for task, count in by_task.items())
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,14 @@ from hf_lowbit_kv.storage.reference import plain_attention, restored, transforme
 from hf_lowbit_kv.storage.step import Chunk
 
 from .bootstrap import error_of_mean
+from .cache_sizes import LONG, Factory, sizes
 from .data_parallel import ALONE, Processes
 from .texts import Text, read_text
 
+#: most tokens of a forward pass by default: a page, so that every token reads what it reads in decoding
+CHUNK = 128
 #: positions whose distributions are compared in one operation
 SLICE = 256
-#: a function that makes an empty cache
-Factory = Callable[[], Any]
 
 
 class Expected:
@@ -134,7 +135,7 @@ def run(
     tokenizer: Any,
     context: int = 4096,
     start: int = 512,
-    chunk: int = 128,
+    chunk: int = CHUNK,
     progress: bool = True,
     overrides: dict[str, Any] | None = None,
     windows: int = 1,
@@ -153,11 +154,11 @@ def run(
         processes: the processes that share the windows. Each returns the results of all.
 
     Returns:
-        One dict for each preset, means over the texts: `preset`, `bits_per_value` (at `context` tokens, everything
-        counted), `ppl`, `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats),
-        `kl_error` (its standard error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share
-        of positions where both caches prefer the same token), `by_position` (see `Scores.by_position`; edges as
-        `position_edges` says).
+        One dict for each preset, means over the texts: `preset`, `bits_per_value` and `bits_per_value_32k` (at `context`
+        and at 32768 tokens, everything counted, the window in 16 bits; see `sizes`), `positions` (scored in all), `ppl`,
+        `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_error` (its standard
+        error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
+        caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:
         ValueError: an unknown preset, `start` not below `context`, a `context` beyond the model's longest, or a text
@@ -168,7 +169,13 @@ def run(
     factories = {name: functools.partial(from_preset, name, model, **overrides) for name in names}
     scores = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress, processes=processes)
     edges = position_edges(start, context)
-    return [{"preset": name} | mean_row(of, edges) for name, of in scores.items()]
+    here, long = (sizes(factories, model, tokens) for tokens in (context, LONG))
+    rows = []
+    for name, of in scores.items():
+        bits = {"bits_per_value": here[name].bits, "bits_per_value_32k": long[name].bits}
+        positions = sum(len(each["position"]) for each in of)
+        rows.append({"preset": name} | bits | {"positions": positions} | mean_row(of, edges) | bits)
+    return rows
 
 
 def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
@@ -187,7 +194,7 @@ def score(
     tokenizer: Any,
     context: int = 4096,
     start: int = 512,
-    chunk: int = 128,
+    chunk: int = CHUNK,
     windows: int = 1,
     progress: bool = True,
     batch: int = 1,

@@ -13,29 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.calibration_files.calibration_file import Calibration
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
-from .perplexity import Factory, mean_row, position_edges, score, window_tokens
+from .cache_sizes import Factory, Size, sizes
+from .perplexity import mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
 #: most presets to measure: those with the most bits within the budget, and the default
 MOST = 8
-
-
-class Size(NamedTuple):
-    """Size of a preset's cache at `context` tokens: bits per number, and bytes of all rows. Only packed layers are
-    counted."""
-
-    bits: float
-    nbytes: int
-    nbytes_full: int
-    """bytes of a 16-bit cache"""
 
 
 class Budget(NamedTuple):
@@ -54,29 +42,6 @@ class Budget(NamedTuple):
         amount = f"{self.bits:g} bits per number" if self.bits is not None else f"{self.memory} bytes"
         rows = f" in {self.batch} rows" if self.batch > 1 else ""
         return f"{amount} at {self.context} tokens{rows}"
-
-
-def sizes(factories: Mapping[str, Factory], model: Any, context: int, batch: int) -> dict[str, Size]:
-    """Computed size of each cache at `batch` rows of `context` tokens. Metadata, parameters and the window in 16 bits
-    are counted. Layers that are not packed (sliding, recurrent) are not counted, because no preset changes them."""
-    dtype = model.dtype if model.dtype.itemsize == 2 else torch.float16
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    by_preset = {}
-    for name, factory in factories.items():
-        cache = factory()
-        with torch.no_grad():
-            model(token, **as_argument(cache), use_cache=True)  # afterwards layers know their sizes
-        stored = full = 0
-        for layer in cache.packed_layers:
-            store, spec = layer.store, layer.spec
-            paged = spec.paged_after(context - spec.sink)
-            width = store.head_dim_k + store.head_dim_v
-            pages = -(-paged // spec.page_size) * sum(spec.part_bytes(store.head_dim_k, store.head_dim_v, dtype))
-            stored += store.num_heads * (pages + (context - paged) * width * dtype.itemsize)
-            full += store.num_heads * context * width * dtype.itemsize
-        stored = batch * stored + cache.nbytes.parameters  # e.g. codebooks: the same for any number of rows
-        by_preset[name] = Size(8 * dtype.itemsize * stored / (batch * full), stored, batch * full)
-    return by_preset
 
 
 def within(budget: Budget, sizes_of: Mapping[str, Size], most: int = MOST, wanted: str | None = None) -> list[str]:
@@ -116,8 +81,8 @@ def recommend(
 
     Returns:
         One dict for each preset, in the order of `kl`: `preset`, `same_as` (presets that store the same),
-        `bits_per_value`, `bytes` and `bytes_full` (all rows at the budget's context; see `sizes`), `kl`, `kl_p99`,
-        `top1`, `ppl`, `ppl_full`, and `code`, the line of code that makes the cache.
+        `bits_per_value`, `bytes` and `bytes_full` (all rows at the budget's context; see `sizes`), `kl`, `kl_error`, `kl_p99`,
+        `top1`, `ppl`, `ppl_full`, `calibrated` (whether the preset uses a calibration), and `code`, which makes the cache.
 
     Raises:
         ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too
@@ -140,14 +105,14 @@ def recommend(
         rows.append(
             {"preset": name, "same_as": same[name], "bits_per_value": size.bits}
             | {"bytes": size.nbytes, "bytes_full": size.nbytes_full}
-            | {key: measured[key] for key in ("kl", "kl_p99", "top1", "ppl", "ppl_full")}
-            | {"code": factories[name].code}
+            | {key: measured[key] for key in ("kl", "kl_error", "kl_p99", "top1", "ppl", "ppl_full")}
+            | {"calibrated": factories[name].calibrated, "code": factories[name].code}
         )
     return sorted(rows, key=lambda row: row["kl"])
 
 
 class _Maker:
-    """Makes a preset's cache. `code` is the line of code that makes the same cache."""
+    """Makes a preset's cache. `code` makes the same cache."""
 
     def __init__(self, name: str, model: Any, overrides: dict[str, Any]):
         self.name, self.model, self.overrides = name, model, overrides
@@ -158,7 +123,13 @@ class _Maker:
     @property
     def code(self) -> str:
         changes = "".join(f", {key}={value!r}" for key, value in self.overrides.items())
-        return f'cache = hf_lowbit_kv.from_preset("{self.name}", model{changes})'
+        return f'import hf_lowbit_kv as lb\ncache = lb.from_preset("{self.name}", model{changes})'
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a layer needs calibrated tensors."""
+        specs = (layer.spec for layer in self().packed_layers)
+        return any(part.has_parameters for spec in specs for _, part, _ in spec.roles(1, 1))
 
 
 def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:

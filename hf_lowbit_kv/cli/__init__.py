@@ -154,7 +154,7 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
     cells = [
         {
             "preset": row["preset"],
-            "bits": f"{row['bits_per_value']:.2f}",
+            "stored bits": f"{row['bits_per_value']:.2f}",
             "KV MB": f"{row['kv_bytes'] / 1e6:.1f}",
             "full MB": f"{row['kv_bytes_full'] / 1e6:.1f}",
             "smaller": f"{row['kv_bytes_full'] / row['kv_bytes']:.2f}x",
@@ -163,7 +163,12 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
         }
         for row in rows
     ]
-    print_table(f"Against the full-precision cache in {dtype}, the dtype of the window too", cells, numbers_from=1)
+    print_table(f"Against the full-precision cache in {dtype}", cells, numbers_from=1)
+    console.print(
+        f"stored bits: a number of keys and values, with the window in {dtype}. KV MB: all that the cache has allocated, "
+        "unused memory too. smaller: full MB / KV MB",
+        highlight=False,
+    )
 
 
 def _print_text(console: Console, name: str, text: str, agreeing: int) -> None:

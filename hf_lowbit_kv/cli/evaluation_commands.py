@@ -18,7 +18,7 @@ from ..eval import needle as task
 from ..eval.chunked_reader import FULL
 from ..eval.layer_errors import run as measure_layers
 from ..eval.local_models import calibration_texts, default_texts, varied_texts
-from ..eval.perplexity import run
+from ..eval.perplexity import CHUNK, run
 from ..eval.preset_search import Budget, plot
 from ..eval.preset_search import recommend as measure
 from ..eval.texts import Text, dataset_text, read_text
@@ -45,6 +45,7 @@ from .shared_options import (
     print_json,
     print_table,
     progress,
+    ran_on,
     refuse_several_processes,
     resolve_presets,
 )
@@ -129,7 +130,7 @@ def lm_eval(
     if not presets:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
-    from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet
+    from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet, samples_of
 
     cache_options = parse_overrides(overrides, calibration)
     quiet()
@@ -152,7 +153,8 @@ def lm_eval(
     if as_json:
         print_json(rows)
         return
-    print_table(f"lm-eval: {', '.join(chosen)}; means with standard errors", comparison(rows), numbers_from=2)
+    title = f"lm-eval: {', '.join(chosen)}; {ran_on(lm.model, model)}; n = {samples_of(rows)}, kv_chunk {kv_chunk}"
+    print_table(f"{title}; means with standard errors", comparison(rows), numbers_from=2)
 
 
 def _options_of_lm_eval(options: list[str]) -> list[str]:
@@ -271,7 +273,10 @@ def perplexity(
         print_json(rows)
         return
     shown = ", ".join(each.name for each in texts)
-    print_table(f"Tokens {start} to {context} of {shown}", [_without_positions(row) for row in rows])
+    title = f"{ran_on(loaded, model)}: tokens {start} to {context} of {shown}; n = {rows[0]['positions']} tokens"
+    title += f", kv_chunk {CHUNK}"
+    print_table(title, [_without_positions(row) for row in rows])
+    print(f"bits: at {context} tokens; bits at 32k: at 32768. Everything counted, the window in 16 bits.")
     if by_position:
         _print_positions(rows)
 
@@ -360,7 +365,7 @@ def baselines(
 
 
 def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "by_position"}
+    return {key: value for key, value in row.items() if key not in ("by_position", "positions")}
 
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
@@ -504,6 +509,7 @@ def recommend(
             "GB": f"{row['bytes'] / 1e9:.3f}",
             "full GB": f"{row['bytes_full'] / 1e9:.3f}",
             "KL": f"{row['kl']:.4f}",
+            "+-": f"{row['kl_error']:.4f}",
             "top-1": f"{row['top1']:.3f}",
             "ppl": f"{row['ppl']:.2f}",
         }
@@ -513,8 +519,14 @@ def recommend(
         f"Within {budget}; accuracy on {source.name}, tokens 512 to {tokens}, full precision: {rows[0]['ppl_full']:.2f}"
     )
     print_table(title, cells, numbers_from=1)
-    print(f"Best: {rows[0]['preset']}")
-    Console().print(rows[0]["code"], markup=False, soft_wrap=True)
+    best = rows[0]
+    print(f"Best: {best['preset']}. +-: standard error of KL")
+    print(best["code"])
+    if best["calibrated"]:
+        print(
+            f"{best['preset']} uses a calibration of this model. Another model needs its own: "
+            f"hf-lowbit-kv calibrate --preset {best['preset']} --model NAME"
+        )
 
 
 def _calibrate_first(

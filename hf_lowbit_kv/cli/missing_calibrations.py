@@ -14,7 +14,8 @@ from ..calibration.calibration_target import add_to_file
 from ..calibration.steps_shown import Report
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
-from ..eval.preset_search import Budget, Size
+from ..eval.cache_sizes import Size
+from ..eval.preset_search import Budget
 from ..presets import get_preset, preset_names
 
 

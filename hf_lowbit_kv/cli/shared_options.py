@@ -21,14 +21,15 @@ from rich.table import Table
 
 from ..calibration_files.calibration_file import Calibration
 from ..eval.data_parallel import process_count
-from ..eval.local_models import AUTO, load_model
+from ..eval.local_models import AUTO, load_model, model_name
 from ..eval.preset_search import fitting_presets
+from ..eval.provenance import device_name
 from ..presets import get_preset
 
 _INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> shorter heading in tables, so that they fit into 80 columns
-HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
+HEADINGS = {"bits_per_value": "bits", "bits_per_value_32k": "bits at 32k", "residual": "tail", "transform": "mapped"}
 
 PresetOption = Annotated[
     list[str] | None,
@@ -107,6 +108,11 @@ def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, 
     """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
     check_dtype(dtype)
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
+
+
+def ran_on(model: Any, name: str | None) -> str:
+    """What a measurement ran on, for the title of its table: model, dtype and device. name: the value of `--model`."""
+    return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"
 
 
 def check_dtype(name: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import transformers
@@ -26,12 +27,13 @@ RECOMMEND_FIELDS = {
     "bytes",
     "bytes_full",
     "kl",
+    "kl_error",
     "kl_p99",
     "top1",
     "ppl",
     "ppl_full",
 }
-RECOMMEND_FIELDS |= {"code"}
+RECOMMEND_FIELDS |= {"code", "calibrated"}
 SWEEP_FIELDS = {
     "name",
     "keys",
@@ -183,6 +185,8 @@ def test_demo_shows_text_and_table(run, tiny_model):
     assert code == 0
     assert "full precision" in out
     assert "4/4" in out
+    assert "stored bits" in out
+    assert "smaller: full MB / KV MB" in " ".join(out.split())
     assert "2/2 dense" in err  # progress, one line a cache where there is no terminal
 
 
@@ -197,6 +201,8 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert set(rows[0]) == {
         "preset",
         "bits_per_value",
+        "bits_per_value_32k",
+        "positions",
         "ppl",
         "ppl_full",
         "kl",
@@ -208,7 +214,9 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
     code, out, _ = run("eval", "perplexity", "--preset", "dense", "--by-position", *options)
     assert code == 0
-    assert "numbers.txt" in out
+    name = Path(tiny_model).name
+    assert f"{name}, float32, cpu: tokens 200 to 280 of numbers.txt; n = 79 tokens, kv_chunk 128" in out
+    assert "bits bits at 32k" in " ".join(out.split())
     assert "200 to 256  256 to 280" in out
     wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options, "--json")[1]
     assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
@@ -227,7 +235,9 @@ def test_recommend(run, tiny_model, tmp_path):
     assert set(found["candidates"][0]) == RECOMMEND_FIELDS
     code, out, _ = run("recommend", "--cache-memory", "1GB", "--batch", 2, *options)
     assert code == 0
-    assert 'hf_lowbit_kv.from_preset("kv8", model)' in out
+    assert 'import hf_lowbit_kv as lb\ncache = lb.from_preset("kv8", model)\n' in out
+    assert "+-: standard error of KL" in out
+    assert "calibrat" not in out
     code, _, err = run("recommend", "--bits", 1, *options)
     assert code == 1
     assert "the nearest is 'kivi-2'" in " ".join(err.split())

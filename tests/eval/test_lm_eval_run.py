@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -23,11 +24,12 @@ pytestmark = [
 ]
 
 pytest.importorskip("lm_eval.models.huggingface")
+import lm_eval  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from hf_lowbit_kv.eval import offline_tasks  # noqa: E402
-from hf_lowbit_kv.eval.lm_eval_model import LowBitLM, comparison, parse_options  # noqa: E402
+from hf_lowbit_kv.eval import lm_eval_model, offline_tasks  # noqa: E402
+from hf_lowbit_kv.eval.lm_eval_model import LowBitLM, comparison, parse_options, samples_of  # noqa: E402
 from hf_lowbit_kv.eval.local_models import load_model  # noqa: E402
 
 ROW_FIELDS = {"task", "preset", "metrics", "packed_share", "samples", "kv_chunk", "batch_size", "seconds"}
@@ -112,7 +114,32 @@ def test_one_table_over_presets(run, model_folder, task):
     code, out, _ = run(*options, *SMALL_OVERRIDES, "--device", "cpu", "--limit", 2, "--no-full")
     assert code == 0
     assert "packed_share" in out
+    assert f"{model_folder.name}, float32, cpu; n = 2 samples a task, kv_chunk 32; means" in out
     assert "full" not in out.split("packed_share")[0].split("numbers")[0].replace("full precision", "")
+
+
+def test_git_is_asked_quietly(tmp_path, monkeypatch, capfd):
+    """lm-eval asks for the commit of the folder in which it runs, once a preset."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with lm_eval_model._quiet_git():
+        assert lm_eval.evaluator.get_git_commit_hash() is None
+    assert capfd.readouterr().err == ""
+    lm_eval.evaluator.get_git_commit_hash()
+    assert "not a git repository" in capfd.readouterr().err
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    with lm_eval_model._quiet_git():
+        quiet = lm_eval.evaluator.get_git_commit_hash()
+    assert quiet == lm_eval.evaluator.get_git_commit_hash()
+    assert re.fullmatch("[0-9a-f]{7,}", quiet)
+
+
+def test_the_numbers_of_samples():
+    rows = [{"task": task, "samples": 6} for task in ("a", "b")]
+    assert [samples_of(rows[:1]), samples_of(rows)] == ["6 samples", "6 samples a task"]
+    assert samples_of([*rows, {"task": "c", "samples": 3}]) == "6 samples of a, 6 samples of b, 3 samples of c"
 
 
 def test_a_calibration_is_an_option(run, model_folder, task, tmp_path, monkeypatch):

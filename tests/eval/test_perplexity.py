@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 
@@ -64,7 +65,8 @@ def test_dense_equals_full_precision(model, texts, chunk):
     assert row["kl"] == pytest.approx(0, abs=1e-6)
     assert row["top1"] == 1
     assert row["ppl"] == pytest.approx(row["ppl_full"], rel=1e-4)
-    assert row["bits_per_value"] == 32
+    assert row["bits_per_value"] == row["bits_per_value_32k"] == 16  # though this model is in float32
+    assert row["positions"] == len(texts) * (CONTEXT - START - 1)
 
 
 def test_fewer_bits_cost_more(model, texts):
@@ -74,6 +76,18 @@ def test_fewer_bits_cost_more(model, texts):
     assert kv8["bits_per_value"] > kv4["bits_per_value"]
     # the full-precision pass differs by its chunks alone
     assert kv8["ppl_full"] == pytest.approx(kv2["ppl_full"], rel=1e-4)
+
+
+def test_bits_are_those_of_a_16_bit_model_here_and_at_32k(model, texts):
+    rows = {row["preset"]: row for row in score(["kivi-2", "kv8", "kitty"], texts[:1], model)}
+    for preset, row in rows.items():
+        half = copy.deepcopy(model).bfloat16()
+        cache = lb.from_preset(preset, half)
+        with torch.no_grad():
+            half(torch.ones(1, CONTEXT, dtype=torch.int64), past_key_values=cache)
+        assert row["bits_per_value"] == pytest.approx(cache.bits_per_value)
+        assert row["bits_per_value_32k"] == pytest.approx(cache.spec.bits_per_value(32768, 64))
+        assert row["bits_per_value_32k"] < row["bits_per_value"] < 16
 
 
 @pytest.mark.parametrize("preset", ["kivi-2", "kivi-2-sink"])

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from cases import tiny_models
+from cases import random_parameters, tiny_models
 from number_text import TEXT, Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
-from hf_lowbit_kv.eval.preset_search import Budget, Size, fitting_presets, recommend, sizes, within
+from hf_lowbit_kv.eval.cache_sizes import Size, sizes
+from hf_lowbit_kv.eval.preset_search import Budget, fitting_presets, recommend, within
 from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.memory_budget import memory_in_bytes
 
@@ -103,8 +104,12 @@ def test_the_best_is_what_measuring_says(model):
     assert best["same_as"] == ["bitdecoding-kc-4"]
     assert 0 < best["kl"] < rows[1]["kl"]
     assert best["bits_per_value"] == pytest.approx(lb.get_preset("kivi-4").spec().bits_per_value(32768, 64))
-    assert best["code"] == 'cache = hf_lowbit_kv.from_preset("kivi-4", model)'
-    assert eval(best["code"].split("= ")[1], {"hf_lowbit_kv": lb, "model": model}).preset == "kivi-4"
+    assert best["code"] == 'import hf_lowbit_kv as lb\ncache = lb.from_preset("kivi-4", model)'
+    names = {"model": model}
+    exec(best["code"], names)
+    assert names["cache"].preset == "kivi-4"
+    assert 0 < best["kl_error"] < best["kl"]
+    assert not best["calibrated"]
 
 
 def test_overrides_are_part_of_the_code(model):
@@ -112,6 +117,22 @@ def test_overrides_are_part_of_the_code(model):
         model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], {"residual": 64}, 640, 256, progress=False
     )
     assert rows[0]["code"].endswith('("kivi-2", model, residual=64)')
+
+
+def test_it_says_which_preset_uses_a_calibration(model):
+    parameters = random_parameters(model, presets.get_preset("vecinfer-2").spec())
+    rows = recommend(
+        model,
+        Numbers(),
+        TEXT,
+        Budget(9, None, 32768),
+        ["vecinfer-2"],
+        {"parameters": parameters},
+        640,
+        256,
+        progress=False,
+    )
+    assert rows[0]["calibrated"]
 
 
 def test_a_short_text_is_refused(model):
