@@ -4,9 +4,7 @@ import os
 import random
 import zlib
 
-import numpy as np
 import pytest
-import torch
 
 pytest.register_assert_rewrite(
     "kernel_cases", "kernel_checks", "scale_cases"
@@ -30,6 +28,9 @@ def pytest_configure(config):
 @contextlib.contextmanager
 def seeded(name):
     """Inside, whoever draws without a generator of his own draws what TEST_SEED and this name say."""
+    import numpy as np  # here and below, because the process that hands out the tests needs neither
+    import torch
+
     number = zlib.crc32(f"{os.environ['TEST_SEED']} {name}".encode())
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(number)
@@ -96,6 +97,8 @@ def pytest_collection_modifyitems(config, items):
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
         items[:] = kept
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -129,6 +132,8 @@ def pytest_sessionfinish():
 @pytest.fixture(scope="module")
 def one_thread():
     """For models so small that threads would only wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

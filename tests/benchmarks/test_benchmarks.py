@@ -52,7 +52,7 @@ def bench(out, *arguments: str):
 
 def test_bench_decode_records(tmp_path):
     out = tmp_path / "decode.jsonl"
-    arguments = ["--shape", "2x4x2x390", "--backend", "torch", "--preset", "kivi-2", "--preset", "kv8-sink"]
+    arguments = ["--shape", "1x4x2x390", "--backend", "torch", "--preset", "kivi-2", "--preset", "kv8-sink"]
     done = bench(out, *arguments, "--commit", "abc")
     assert done.exit_code == 0, done.output
     first, second = (json.loads(line) for line in out.read_text().splitlines())

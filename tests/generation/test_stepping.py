@@ -143,6 +143,7 @@ def test_importing_changes_nothing_of_transformers(printed):
     assert printed[0] == "done\n"
 
 
+@pytest.mark.host_if(wanted=lambda p: False)  # what is done then does not depend on the version
 def test_names_that_transformers_lacks_make_steps_slower_and_say_so(printed):
     *lines, done = printed[1].splitlines()
     assert done == "done", printed[1]
