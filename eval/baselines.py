@@ -229,6 +229,7 @@ def calibrated(
     say(announcement(tokens, windows, None), progress)
     count = len(windows.windows)
     with steps_shown(progress) as shown:
+        shown("reading", 0, count)
         moments = read_moments(model, windows.windows, lambda done: shown("reading", done, count))
     costs: Mapping[int, torch.Tensor | None] = dict.fromkeys(moments)
     if any(BASELINES[name].method == "wush" for name in names):

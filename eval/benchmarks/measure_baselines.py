@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-from hf_lowbit_kv.calibration.steps_shown import log_line
+from hf_lowbit_kv.calibration.steps_shown import LogLines
 from hf_lowbit_kv.eval.baselines import BASELINES, bits_of_page, calibrated, check_names
 from hf_lowbit_kv.eval.benchmarks.measure import CHUNK, CONTEXT, START, TEXTS, setting
 from hf_lowbit_kv.eval.bootstrap import block_means
@@ -41,7 +41,7 @@ def main(
     console = Console(stderr=True)
     model, tokenizer = load_model(None, torch.float32, device)
     calibration = [read_text(path).content for path in varied_texts()]
-    factories = calibrated(model, tokenizer, calibration, names, progress=log_line)
+    factories = calibrated(model, tokenizer, calibration, names, progress=LogLines())
     common = setting() | {"device": device_name(model.device), "backend": "torch"} | provenance(commit)
     for each in text or TEXTS:
         measured = score(

@@ -66,8 +66,8 @@ def calibrate(
         text_names: names of the texts, for the file and its card. The card rejects figures that were measured on these
             texts.
         progress: `True` prints to standard error how many tokens there are and how many are wanted, and shows a bar on
-            a terminal. `False` shows nothing. A function is called in place of the bar, with the name of the step, the
-            number of steps done and their total.
+            a terminal. `False` shows nothing. A function is called in place of the bar, with the name of a part of the
+            work (`"reading"`, `"gradients"`, `"fitting"`), the number of its steps done, first 0, and their total.
 
     Raises:
         ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
@@ -98,15 +98,18 @@ def calibrate(
     tensors: dict[str, torch.Tensor] = {}
     with steps_shown(progress) as shown:
         count = len(windows.windows)
+        shown("reading", 0, count)
         read_windows(model, windows.windows, kept.see, functools.partial(_told, shown, count), grids)
         if extra is not None:
             count = len(extra.windows)
+            shown("gradients", 0, len(watched) * count)
             for number, (page_size, sides) in enumerate(watched.items()):
                 see = functools.partial(plan.see_gradients, page_size)
                 told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
                 differentiation.read_gradients(
                     model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload
                 )
+        shown("fitting", 0, len(plan.sizes))
         for number, layer in enumerate(plan.sizes):
             tensors |= kept.fit(layer, seed, model.device)
             shown("fitting", number + 1, len(plan.sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,16 +18,26 @@ def say(text: str, progress: bool | Report | None) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def log_line(stage: str, done: int, total: int) -> None:
-    """A `Report` for standard error that is not a terminal: prints a line for every 16th step, and for the last
-    step."""
-    if done == total or done % 16 == 0:
-        print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)
+class LogLines:
+    """A `Report` for standard error that is not a terminal. Prints a line when a part of the work begins, for every 16th
+    step and for the last step, and for other steps if nothing was printed for `SECONDS`."""
+
+    #: longest silence while steps end, seconds
+    SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self._printed = float("-inf")
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or done % 16 == 0 or now - self._printed >= self.SECONDS:
+            self._printed = now
+            print(f"{stage} {done}/{total}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
-    """Yields a function to call after each step.
+    """Yields a function to call when a part of the work begins, with 0 steps done, and after each step.
 
     Args:
         progress: `True` shows bars if standard error is a terminal. `False` and `None` show nothing. A function is

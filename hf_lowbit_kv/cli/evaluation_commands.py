@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ..calibration.calibration_cost import cost
-from ..calibration.steps_shown import log_line
+from ..calibration.steps_shown import LogLines
 from ..eval import baselines as other_methods
 from ..eval import data_parallel, preset_search
 from ..eval import needle as task
@@ -346,7 +346,7 @@ def baselines(
         start,
         windows,
         samples,
-        True if Console(stderr=True).is_terminal else log_line,
+        True if Console(stderr=True).is_terminal else LogLines(),
         changes,
     )
     if as_json:
@@ -553,7 +553,7 @@ def _calibrate_first(
         console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
         return
     console.print(takes, markup=False, soft_wrap=True)
-    progress = True if console.is_terminal else log_line
+    progress = True if console.is_terminal else LogLines()
     path = missing_calibrations.make(model, tokenizer, lacking, texts or calibration_texts(), measured, progress)
     console.print(f"calibration: {path}", markup=False, soft_wrap=True)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from ..cache.packed_layers import packed_sizes
 from ..calibration.calibrate import calibrate as run
 from ..calibration.calibration_target import add_to_file, try_file, try_user_files
-from ..calibration.steps_shown import log_line
+from ..calibration.steps_shown import LogLines
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
@@ -121,7 +121,7 @@ def calibrate(
         "offload": offload,
     }
     options["text_names"] = [path.name for path in paths]
-    shown = True if console.is_terminal else log_line
+    shown = True if console.is_terminal else LogLines()
     calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)
     calibration = add_to_file(calibration, path)
     console.print(f"{path}: {', '.join(calibration.contents())}", markup=False, soft_wrap=True)

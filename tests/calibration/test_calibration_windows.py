@@ -10,9 +10,9 @@ import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration import gradients
+from hf_lowbit_kv.calibration import gradients, steps_shown
 from hf_lowbit_kv.calibration.calibration_windows import Tokens
-from hf_lowbit_kv.calibration.steps_shown import log_line
+from hf_lowbit_kv.calibration.steps_shown import LogLines
 
 END = 1
 
@@ -174,12 +174,29 @@ def test_a_terminal_gets_a_bar_by_default(model, monkeypatch):
 def test_a_function_is_called_in_place_of_the_bar(model, capsys):
     calls = []
     calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: calls.append(step))
-    reading, further = [("reading", i + 1, 2) for i in range(2)], [("gradients", i + 1, 4) for i in range(4)]
-    assert calls == [*reading, *further, ("fitting", 1, 2), ("fitting", 2, 2)]
+    parts = [[(part, done, total) for done in range(total + 1)] for part, total in (("reading", 2), ("gradients", 4))]
+    assert calls == [*parts[0], *parts[1], ("fitting", 0, 2), ("fitting", 1, 2), ("fitting", 2, 2)]
     assert capsys.readouterr().err.startswith("calibrating on")
 
 
-def test_a_log_gets_lines(capsys):
-    for done in range(1, 36):
-        log_line("reading", done, 35)
-    assert capsys.readouterr().err.splitlines() == ["reading 16/35", "reading 32/35", "reading 35/35"]
+def test_a_part_is_shown_before_its_first_step_ends(model, monkeypatch):
+    """On a CPU the first window of gradients may take minutes."""
+    shown, names = [], []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda *_: names.append(shown[-1][0]))
+    calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: shown.append(step))
+    hook.remove()
+    assert names[:2] == ["reading"] * 2
+    assert set(names[2:]) == {"gradients"}
+
+
+def test_a_log_gets_lines(capsys, monkeypatch):
+    log, clock = LogLines(), [0.0]
+    monkeypatch.setattr(steps_shown.time, "monotonic", lambda: clock[0])
+    for done in range(36):
+        log("reading", done, 35)
+    assert capsys.readouterr().err.splitlines() == [f"reading {done}/35" for done in (0, 16, 32, 35)]
+    for done in range(9):
+        log("gradients", done, 8)
+        clock[0] += 4
+    # a window takes 4 seconds: every third is more than ten seconds after the last line
+    assert capsys.readouterr().err.splitlines() == [f"gradients {done}/8" for done in (0, 3, 6, 8)]
