@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 import typer
 from packaging.requirements import Requirement
 from sybil import Document, Example, Sybil
@@ -26,6 +27,7 @@ from sybil.region import Lexeme
 from tiny_hub import BUNDLED, TinyHub
 
 from hf_lowbit_kv import cli, formats, presets
+from hf_lowbit_kv.eval.local_models import MissingPackageError
 
 ROOT = Path(__file__).resolve().parents[2]
 #: files that commands read, filled with an essay where an example did not write them
@@ -298,6 +300,9 @@ def own_exit():
     try:
         yield
     except SystemExit as stop:
+        # machines with a GPU may lack the bundled model and texts, which `make` installs
+        if isinstance(missing := stop.__context__ or stop.__cause__, MissingPackageError) and torch.cuda.is_available():
+            pytest.skip(str(missing))
         if stop.code:
             raise AssertionError(f"exit code {stop.code}") from stop
 
