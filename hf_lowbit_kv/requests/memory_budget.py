@@ -86,7 +86,8 @@ def pool_size(
 
     Args:
         memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand.
-        longest: tokens of the longest text that the model was made for, if known. sinks: whether prefixes are kept.
+        longest: tokens of the longest text that the model was made for, if known: no row may hold more. sinks: whether prefixes
+            are kept.
 
     Raises:
         ValueError: there is no room for the window and a page of a single row.
@@ -97,7 +98,8 @@ def pool_size(
     typical = max(sum(needs) / len(needs), page) if needs else EXPECTED_TOKENS
     # the longest row that any division of the memory could serve; every slot has a table for it
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
-    max_length = min(possible + page, max(limits) if limits else longest or possible + page)
+    asked = [*([max(limits)] if limits else []), *([longest] if longest else [])]
+    max_length = min([possible + page, *asked])
     fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
     slots = MOST_ROWS if max_rows is None else max_rows
     if needs is not None:

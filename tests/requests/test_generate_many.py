@@ -610,6 +610,16 @@ def test_weights_of_several_processes_are_refused(model):
         model.config.__dict__.pop("distributed_config", None)
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(model):
+    """In a list as in an iterator."""
+    most = model.config.max_position_embeddings - 2
+    requests = [{"input_ids": [5, 6], "max_new_tokens": most + extra} for extra in (1, 10**6)]
+    for given in (requests, iter(requests)):
+        for result in lb.generate_many(model, given, max_rows=1, **FIXED):
+            assert (result.finish_reason, result.generated_tokens) == ("error", [])
+            assert f"a row of this pool may hold {most + 2} tokens" in result.error
+
+
 def test_the_code_of_the_page_runs(model, capsys, monkeypatch):
     """All blocks of docs/many-requests.md. tests/package/test_examples.py runs those of docs/server.md."""
     for loader, what in ((AutoModelForCausalLM, model), (AutoTokenizer, letters())):
