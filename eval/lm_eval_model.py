@@ -43,6 +43,7 @@ from transformers.cache_utils import Cache
 
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.eval import local_models
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
 from hf_lowbit_kv.eval.local_models import (
     AUTO,
@@ -121,7 +122,8 @@ class LowBitLM(HFLM):
                 device == AUTO
             ):  # lm-eval's name for a device map over all GPUs; without a GPU there is nothing to spread
                 device = default_device()
-                arguments["parallelize"] = device.type != "cpu"
+                if device.type != "cpu":
+                    arguments |= {"parallelize": True, "device_map": local_models.DEVICE_MAP}
             device = torch.device(device)
             arguments |= {"device": str(device), "dtype": arguments.get("dtype") or default_dtype(device)}
             arguments["attn_implementation"] = ATTENTION_NAME

@@ -113,6 +113,8 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
 
 #: name of a device: the layers are spread over all GPUs, or stay on the CPU if there is none
 AUTO = "auto"
+#: which layers go where then: accelerate fills one GPU after the other
+DEVICE_MAP: str | dict[str, int] = "auto"
 
 
 def load_model(
@@ -139,7 +141,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    spread = {"device_map": AUTO} if device == AUTO and default_device().type != "cpu" else {}
+    spread = {"device_map": DEVICE_MAP} if device == AUTO and default_device().type != "cpu" else {}
     device = default_device() if device in (None, AUTO) else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name

@@ -6,6 +6,7 @@ Files of caches and the prefix store are built on this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,26 +82,47 @@ def take(cache: Any) -> CacheContents:
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put(cache: Any, contents: CacheContents, device: torch.device, shared: bool = False) -> None:
-    """Put these contents, which lie on `device`, into an empty cache in which they fit. A preallocated cache copies them.
+def put(cache: Any, contents: CacheContents, model: Any, shared: bool = False) -> None:
+    """Put these contents into an empty cache of this model in which they fit. A preallocated cache copies them. What is
+    not on its layer's device is copied there.
 
     Args:
         shared: other caches hold the pages too, so a growing cache must not write to them.
     """
     known: dict[Any, Any] = {}
+    device_of = layer_devices(model)
     for index, part in contents.layers.items():
-        hold(cache.layers[index], part, device, shared, known)
+        hold(cache.layers[index], part, device_of(index), shared, known)
     for index, contents_of_layer in contents.own_layers.items():
-        put_contents(cache.layers[index], contents_of_layer)
+        put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
     cache.text = contents.text
     cache.ledger = Ledger(empty=not contents.layers)
+
+
+def layer_devices(model: Any) -> Callable[[int], torch.device]:
+    """The device of each layer's cache, by index: that of its attention. With `device_map=` layers are on several devices,
+    and accelerate's hooks know where they compute."""
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
+        device = model.device
+        return lambda index: device
+    places: dict[int, torch.device] = {}
+    for module in model.modules():
+        if isinstance(index := getattr(module, "layer_idx", None), int):
+            hooks = (getattr(inner, "_hf_hook", None) for inner in module.modules())
+            known = [place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None]
+            known += [
+                parameter.device for parameter in module.parameters()
+            ]  # offloaded ones are on "meta" between passes
+            if known:
+                places[index] = torch.device(*("cuda", known[0]) if isinstance(known[0], int) else (known[0],))
+    return lambda index: places.get(index, model.device)
 
 
 def hold(
     layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool, known: dict[Any, Any]
 ) -> None:
     """Put these contents into an empty packed layer. known: see `put_tokens`."""
-    tokens, rows, widths = contents.tokens, len(contents.tokens.paged), contents.widths
+    tokens, rows, widths = contents.tokens.to(device), len(contents.tokens.paged), contents.widths
     states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
     if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
         layer.is_initialized = False

@@ -380,7 +380,7 @@ class LowBitCache(Cache, PushToHubMixin):
             backend=backend,
         )
         saved_cache.check_expected(description, tensors, preset, calibration, inner, new, path)
-        cache_contents.put(new, saved_cache.contents_in(description, tensors), inner.device)
+        cache_contents.put(new, saved_cache.contents_in(description, tensors), inner)
         classes: dict[str, Any] = {each.__name__: each for each in LowBitCache.__subclasses__()}
         new.__class__ = classes.get(description["class"], LowBitCache)
         return new

@@ -29,6 +29,11 @@ class OwnContents(NamedTuple):
         kept = {} if self.tokens is None else {"keys": self.tokens[0], "values": self.tokens[1]}
         return {**kept, **self.states}
 
+    def to(self, device: torch.device) -> OwnContents:
+        """The same contents on this device."""
+        tokens = None if self.tokens is None else (self.tokens[0].to(device), self.tokens[1].to(device))
+        return self._replace(tokens=tokens, states={name: tensor.to(device) for name, tensor in self.states.items()})
+
     @staticmethod
     def from_tensors(seen: int, tensors: dict[str, torch.Tensor]) -> OwnContents:
         states = {name: tensor for name, tensor in tensors.items() if "." in name}

@@ -122,7 +122,7 @@ class PrefixStore:
             if not whole and not inside:
                 return self._missed(common)
             contents = contents_for(prompts, None if whole else inside)
-            cache_contents.put(cache, contents, model.device, shared=True)
+            cache_contents.put(cache, contents, model, shared=True)
             tokens = min(matches) if whole else inside
             if whole and (beyond := max(ends) - tokens) > 0:
                 cache.crop(-beyond)

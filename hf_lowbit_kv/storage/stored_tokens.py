@@ -44,6 +44,13 @@ class StoredTokens(NamedTuple):
         """All tensors that have memory on the device."""
         return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
+    def to(self, device: torch.device) -> StoredTokens:
+        """The same tokens on this device; what is there already is not copied."""
+        if all(tensor.device == device for tensor in self.tensors()):
+            return self
+        sinks, tails = ([(k.to(device), v.to(device)) for k, v in pairs] for pairs in (self.sinks, self.tails))
+        return self._replace(blocks=[block.to(device) for block in self.blocks], sinks=sinks, tails=tails)
+
 
 @torch.no_grad()
 @torch.inference_mode(False)

@@ -47,6 +47,8 @@ def logits_of(model, cache, ids):
 def test_logits_are_those_of_one_gpu(models, text, formats, size, backend):
     if backend == "cuda":
         pytest.importorskip("cuda.bindings")
+        if formats == ("vq-d4b6", "vq-d8b5"):
+            pytest.skip("codebooks over 8 channels need a larger head_dim on the CUDA backend")
     one, two = (cache_of(model, formats, backend=backend, **size) for model in models)
     torch.testing.assert_close(logits_of(models[1], two, text), logits_of(models[0], one, text), rtol=0, atol=0)
     assert {str(layer.device) for layer in two.packed_layers} == {"cuda:0", "cuda:1"}

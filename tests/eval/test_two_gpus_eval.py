@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_lowbit_kv import cli
-from hf_lowbit_kv.eval.local_models import load_model
+from hf_lowbit_kv.eval import local_models
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -19,12 +19,19 @@ def rows_of(capsys, *command):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_layers_are_spread(model_folder):
-    model = load_model(str(model_folder), device="auto")[0]
+@pytest.fixture
+def spread(monkeypatch):
+    """`auto` leaves so small a model on one GPU."""
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    monkeypatch.setattr(local_models, "DEVICE_MAP", {**places, "lm_head": 1})
+
+
+def test_the_layers_are_spread(model_folder, spread):
+    model = local_models.load_model(str(model_folder), device="auto")[0]
     assert {str(parameter.device) for parameter in model.parameters()} == {"cuda:0", "cuda:1"}
 
 
-def test_perplexity_and_lm_eval(model_folder, tmp_path, capsys):
+def test_perplexity_and_lm_eval(model_folder, spread, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(str((i * i) % 101) for i in range(700)))
     window = ["--text", text, "--context", 300, "--from", 150]

@@ -1,0 +1,41 @@
+"""The devices of layers that are spread by `device_map=`. What a cache holds goes there: tests/cache/test_two_gpus.py."""
+
+import types
+
+import pytest
+import torch
+from cases import cache_of, tiny_models
+
+from hf_lowbit_kv.cache.cache_contents import layer_devices, take
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_one_device():
+    model = tiny_models("llama")[0]
+    assert [layer_devices(model)(index) for index in range(2)] == [CPU, CPU]
+
+
+@pytest.mark.parametrize("hook", [None, 3, "cuda:1", torch.device("cpu")], ids=str)
+def test_layers_on_several_devices(hook):
+    """A layer's parameters say where it is; a hook of accelerate's says where it computes, which counts."""
+    model = tiny_models("llama")[0]
+    model.model.layers[1].to("meta")
+    model.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "meta"}
+    if hook is not None:
+        model.model.layers[1].self_attn.q_proj._hf_hook = types.SimpleNamespace(execution_device=hook)
+    expected = META if hook is None else torch.device("cuda", 3) if hook == 3 else torch.device(hook)
+    assert [layer_devices(model)(index) for index in range(2)] == [CPU, expected]
+
+
+def test_tokens_change_their_device():
+    model = tiny_models("llama")[0]
+    cache = cache_of(model, ("int4-channel", "int4-token"), page_size=32, residual=32, sink=8)
+    with torch.no_grad():
+        model(torch.randint(3, 160, (2, 100)), past_key_values=cache)
+    tokens = take(cache).layers[1].tokens
+    assert tokens.to(CPU) is tokens
+    moved = tokens.to(META)
+    assert {tensor.device for tensor in moved.tensors()} == {META}
+    assert [tensor.shape for tensor in moved.tensors()] == [tensor.shape for tensor in tokens.tensors()]
+    assert moved.table.device == CPU  # tables of files stay on the CPU
