@@ -83,10 +83,10 @@ def generate_many(
         A list of `Result`, in the order of the requests; `num_return_sequences` of one request follow each other.
 
     Raises:
-        ValueError: a request or an option cannot be served (beams, assistants, images, unknown names); the model has
-            layers that are not packed, or rotary embeddings that depend on the longest row; or there is too little
-            memory. Nothing is allocated then. A bad request of an iterator, or one that is too long for the memory,
-            gets a result with an error instead.
+        ValueError: an option of the call cannot be served (beams, assistants, images, unknown names), or no request of a
+            list; the model has layers that are not packed, or rotary embeddings that depend on the longest row; or there
+            is too little memory. Nothing is allocated then. If single requests cannot be served, because of their prompt
+            or their own options, they get a result with an error instead.
         Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.
 
     Example:
@@ -114,14 +114,16 @@ def generate_many(
         )
     reader = RequestReader(inner, tokenizer, options)
     known: list[Request] | None = None
+    refused: list[Result] = []
     if isinstance(requests, Sequence):
-        known = [reader.read(request, index) for index, request in enumerate(requests)]
+        known, refused = _read_list(reader, requests)
     make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration))
     run = _Run(
         inner,
         make_template,
-        _read(reader, requests) if known is None else known if as_completed else _longest_first(known),
+        _read(reader, requests) if known is None else [*refused, *(known if as_completed else _longest_first(known))],
         known,
+        refused,
         tokenizer,
         size,
         max_rows,
@@ -158,6 +160,21 @@ def _as_completed(run: _Run) -> Iterator[Result]:
         run.free()
 
 
+def _read_list(reader: RequestReader, requests: Sequence[Any]) -> tuple[list[Request], list[Result]]:
+    """The requests of a list that can be served, and results with errors for the others. Raises the first error if none can
+    be served: a list of one, or a forgotten tokenizer."""
+    known, refused, first = list[Request](), list[Result](), None
+    for index, request in enumerate(requests):
+        try:
+            known.append(reader.read(request, index))
+        except (TypeError, ValueError) as error:
+            first = first or error
+            refused.append(_refused(request, index, error))
+    if first is not None and not known:
+        raise first
+    return known, refused
+
+
 def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | Result | None]:
     """The requests of an iterator. A bad request becomes a result with an error."""
     index = 0
@@ -168,9 +185,13 @@ def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | 
         try:
             yield reader.read(request, index)
         except (TypeError, ValueError) as error:
-            name = request.get("id") if isinstance(request, Mapping) else None
-            yield Result(str(index if name is None else name), index, finish_reason="error", error=described(error))
+            yield _refused(request, index, error)
         index += 1
+
+
+def _refused(request: Any, index: int, error: Exception) -> Result:
+    name = request.get("id") if isinstance(request, Mapping) else None
+    return Result(str(index if name is None else name), index, finish_reason="error", error=described(error))
 
 
 class _Run:
@@ -182,6 +203,7 @@ class _Run:
         make_template: Callable[[int], LowBitCache],
         source: Iterable[Request | Result | None],
         known: list[Request] | None,
+        refused: list[Result],
         tokenizer: Any,
         memory: int | None,
         max_rows: int | None,
@@ -189,7 +211,7 @@ class _Run:
         share_prefixes: bool,
         store: PromptStore | None,
     ):
-        self._store = store
+        self._store, self._refused = store, refused
         self.model, self._make_template, self._source, self._known = model, make_template, source, known
         self._tokenizer, self._memory, self._max_rows = tokenizer, memory, max_rows
         self._chunk_size, self._share = chunk_size, share_prefixes
@@ -201,7 +223,7 @@ class _Run:
     def _total(self) -> int:
         """Number of sequences known so far."""
         if self._known is not None:
-            return sum(request.sequences for request in self._known)
+            return len(self._refused) + sum(request.sequences for request in self._known)
         return self._counted + (0 if self._scheduler is None else len(self._scheduler.sequences))
 
     def results(self, all_of_them: bool = False, report: Report | None = None) -> list[Result]:
@@ -243,14 +265,17 @@ class _Run:
     def _cancelled(self) -> list[Result]:
         """For an interrupted call: results of all requests that have not ended, and of requests of a list that have not
         begun."""
-        scheduler, rest = self._scheduler, self._known or []
+        scheduler = self._scheduler
         results: list[Result] = []
+        rest: list[Request | Result | None] = [*self._refused, *(self._known or [])]
         if scheduler is not None:
             results = [*scheduler.take_finished(), *scheduler.abandon()]
-            rest = [] if self._known is None else [each for each in scheduler.rest() if isinstance(each, Request)]
+            rest = [] if self._known is None else scheduler.rest()
+        results += [each for each in rest if isinstance(each, Result)]
         return results + [
             Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled", sequence=number)
             for request in rest
+            if isinstance(request, Request)
             for number in range(request.sequences)
         ]
 

@@ -454,16 +454,52 @@ NO_COUNTS = (0, -1, "2", 1.5, True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("of_one", [False, True])
-def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, texts, pools, name, of_one):
+@pytest.mark.parametrize("where", ["call", "every request"])
+def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, texts, pools, name, where):
     value, message = REFUSED[name]
-    many = {"max_new_tokens": 5, "do_sample": name in ("temperature", "top_k", "top_p", "min_p")} | (
-        {} if of_one else {name: value}
-    )
-    requests = [texts[0], {"input_ids": texts[1], name: value}] if of_one else texts
+    many = {"max_new_tokens": 5, "do_sample": name in ("temperature", "top_k", "top_p", "min_p")}
+    requests = texts if where == "call" else [{"input_ids": text, name: value} for text in texts[:2]]
+    if where == "call":
+        many[name] = value
     with pytest.raises((ValueError, TypeError), match=message):
         lb.generate_many(model, requests, **many, **FIXED)
     assert not pools
+
+
+@pytest.mark.parametrize("way", ["list", "as_completed", "iterator"])
+def test_bad_requests_of_a_list_are_results_with_errors(models, texts, way):
+    """The others have the tokens that they have alone."""
+    (model, theirs) = models
+    bad = [
+        ({"input_ids": [], "id": "nothing"}, "has no token"),
+        ([3, 400], "token 400 is not one of"),
+        ("a text", "tokenizer=None"),
+        ({"input_ids": texts[1], "max_new_tokenz": 3}, "did you mean 'max_new_tokens'"),
+        ({"input_ids": texts[1], "num_beams": 4}, "num_beams=4"),
+        ({"input_ids": texts[1], "temperature": 0.0, "do_sample": True}, "`temperature`"),
+        (5, "5 is not allowed"),
+    ]
+    requests = [texts[0], *(request for request, _ in bad), texts[2]]
+    results = lb.generate_many(
+        model,
+        iter(requests) if way == "iterator" else requests,
+        "dense",
+        max_new_tokens=4,
+        do_sample=False,
+        as_completed=way == "as_completed",
+        **FIXED,
+    )
+    results = sorted(results, key=lambda result: result.index)
+    assert [result.index for result in results] == list(range(len(requests)))
+    assert [result.id for result in results] == ["0", "nothing", *map(str, range(2, len(requests)))]
+    for (_, message), result in zip(bad, results[1:-1], strict=True):
+        assert (result.finish_reason, result.generated_tokens) == ("error", [])
+        assert f"request {result.index}: " in result.error
+        assert message in result.error
+    for text, result in ((texts[0], results[0]), (texts[2], results[-1])):
+        ids = torch.as_tensor(text)[None]
+        want = theirs.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        assert result.generated_tokens == want.tolist()
 
 
 @pytest.mark.parametrize("way", ["list", "as_completed", "streamer"])
@@ -515,7 +551,7 @@ def test_no_requests_have_no_results(model, kind, as_completed):
         ({"input_ids": [1]}, "requests must be a list"),
         (torch.zeros(2, 3), "requests must be a list"),
         ([5], "request 0: 5 is not allowed"),
-        ([[3], []], r"request 1: \[\] is not allowed"),
+        ([[], ""], r"request 0: \[\] is not allowed"),
         ([[3, 400]], "request 0: token 400"),
         (None, "requests must be a list or an iterator of requests, not NoneType"),
         ([None], "request 0: None is not allowed"),
