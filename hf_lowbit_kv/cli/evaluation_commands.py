@@ -275,8 +275,9 @@ def perplexity(
     shown = ", ".join(each.name for each in texts)
     title = f"{ran_on(loaded, model)}: tokens {start} to {context} of {shown}; n = {rows[0]['positions']} tokens"
     title += f", kv_chunk {CHUNK}"
-    print_table(title, [_without_positions(row) for row in rows])
-    print(f"bits: at {context} tokens; bits at 32k: at 32768. Everything counted, the window in 16 bits.")
+    print_table(title, [_cells_of_scores(row) for row in rows], numbers_from=1)
+    print(f"bits: at {context} tokens; bits 32k: at 32768. Everything counted, the window in 16 bits.")
+    print("full: perplexity in full precision. +-: standard error of KL. 99th: percentile of KL over positions.")
     if by_position:
         _print_positions(rows)
 
@@ -364,8 +365,24 @@ def baselines(
     )
 
 
-def _without_positions(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("by_position", "positions")}
+def _cells_of_scores(row: dict[str, Any]) -> dict[str, str]:
+    """A preset's row of the table, narrow enough for 80 columns."""
+    return {
+        "preset": row["preset"],
+        "bits": f"{row['bits_per_value']:.2f}",
+        "bits 32k": f"{row['bits_per_value_32k']:.2f}",
+        "ppl": f"{row['ppl']:.2f}",
+        "full": f"{row['ppl_full']:.2f}",
+        "KL": f"{row['kl']:.3g}",
+        "+-": _error_of_kl(row),
+        "99th": f"{row['kl_p99']:.3g}",
+        "top-1": f"{row['top1']:.3f}",
+    }
+
+
+def _error_of_kl(row: dict[str, Any]) -> str:
+    """`"-"` if there are too few positions for an error."""
+    return "-" if row["kl"] > 0 and row["kl_error"] == 0 else f"{row['kl_error']:.2g}"
 
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
@@ -509,7 +526,7 @@ def recommend(
             "GB": f"{row['bytes'] / 1e9:.3f}",
             "full GB": f"{row['bytes_full'] / 1e9:.3f}",
             "KL": f"{row['kl']:.4f}",
-            "+-": f"{row['kl_error']:.4f}",
+            "+-": _error_of_kl(row),
             "top-1": f"{row['top1']:.3f}",
             "ppl": f"{row['ppl']:.2f}",
         }

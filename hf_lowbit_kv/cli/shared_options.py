@@ -29,7 +29,7 @@ from ..presets import get_preset
 _INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> shorter heading in tables, so that they fit into 80 columns
-HEADINGS = {"bits_per_value": "bits", "bits_per_value_32k": "bits at 32k", "residual": "tail", "transform": "mapped"}
+HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
 
 PresetOption = Annotated[
     list[str] | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,9 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert code == 0
     name = Path(tiny_model).name
     assert f"{name}, float32, cpu: tokens 200 to 280 of numbers.txt; n = 79 tokens, kv_chunk 128" in out
-    assert "bits bits at 32k" in " ".join(out.split())
+    assert "preset bits bits 32k ppl full KL +- 99th top-1" in " ".join(out.split())
+    assert re.search(r"^dense +16\.00 +16\.00 ", out, re.MULTILINE)
+    assert "…" not in out
     assert "200 to 256  256 to 280" in out
     wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options, "--json")[1]
     assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
@@ -237,6 +240,8 @@ def test_recommend(run, tiny_model, tmp_path):
     assert code == 0
     assert 'import hf_lowbit_kv as lb\ncache = lb.from_preset("kv8", model)\n' in out
     assert "+-: standard error of KL" in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("kv8 ")]
+    assert row[5] == "-"  # 18 positions are too few for an error
     assert "calibrat" not in out
     code, _, err = run("recommend", "--bits", 1, *options)
     assert code == 1
