@@ -302,7 +302,8 @@ class LowBitLayer(CacheLayerMixin):
         replaced = ("store", "length", "parameters", "_padding", "_prepared")
         for name, value in self.__dict__.items():
             if name not in replaced:
-                new.__dict__[name] = value if isinstance(value, _NEVER_CHANGED) else copy.deepcopy(value, memo)
+                shared = issubclass(type(value), _NEVER_CHANGED)  # `isinstance` would ask a configuration seven times
+                new.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         new.parameters, new._padding, new.store = dict(self.parameters), copy.copy(self._padding), store
         new._prepared = self._prepared
         new.length = self.length.fork(max_cache_len)

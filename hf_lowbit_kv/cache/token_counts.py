@@ -152,8 +152,8 @@ class FixedLength(Length):
     @torch.inference_mode(False)
     def fork(self, capacity: int | None) -> FixedLength:
         assert capacity is not None
-        new = FixedLength(capacity)
-        new.seen, new.at_least = self.seen.clone(), self.at_least
+        new = FixedLength.__new__(FixedLength)  # without a tensor that would be replaced
+        new.capacity, new.seen, new.at_least = capacity, self.seen.clone(), self.at_least
         torch._dynamo.mark_static_address(new.seen)
         return new
 

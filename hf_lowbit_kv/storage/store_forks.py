@@ -142,10 +142,14 @@ def _zero(tensors: Sequence[torch.Tensor]) -> None:
 
 def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy to, from: a few launches for each dtype."""
-    for dtype in {target.dtype for target, _ in copies}:
-        of_dtype = [pair for pair in copies if pair[0].dtype == dtype and pair[0].numel()]
-        if of_dtype:
-            torch._foreach_copy_([target for target, _ in of_dtype], [source for _, source in of_dtype])
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in copies:
+        if target.numel():
+            targets, sources = by_dtype.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def _allocated(store: PagedStore, plan: _ForkPlan, device: torch.device) -> LayerState:
