@@ -3,6 +3,8 @@ emulator (`cuda_emulator`)."""
 
 from __future__ import annotations
 
+import ctypes
+
 import cuda_emulator
 import kernel_checks as kernels
 import pytest
@@ -61,6 +63,31 @@ def dealt(monkeypatch):
 def test_attend(case, rows, dealt):
     kernels.check_attend(fragment(case))
     assert set(dealt) == {rows}
+
+
+class Counting(cuda_emulator.Module):
+    """Counts the parts of rows that each team takes."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        begin = "const Row row = part.row;"
+        if begin in self.text:
+            self.text = f'extern "C" {{ int taken[1024]; }}\n{self.text}'.replace(
+                begin, f"{begin} if (thread == 0) taken[here]++;"
+            )
+            Counting.last = self
+
+
+def test_empty_rows_do_not_all_go_to_one_team(monkeypatch):
+    """Behind the rows of a pool stand empty ones, which cost a team time and no bytes: three long rows would leave them to one
+    or two teams."""
+    case = Case(lengths=(4000, 3900, 3950, *(0,) * 45), heads=1, head_dim=64)
+    with emulated(monkeypatch, processors=4, module=Counting):
+        kernels.check_attend(fragment(case))
+    taken = list((ctypes.c_int * 1024).in_dll(Counting.last.library, "taken"))
+    busiest, launches = max(taken), Counting.last.launched
+    assert sum(taken) >= 48 * launches, "every row is taken"
+    assert busiest <= 8 * launches
 
 
 @pytest.mark.parametrize(
