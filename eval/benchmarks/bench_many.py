@@ -234,10 +234,10 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
 # ---- workloads ----------------------------------------------------------------------------------------------------------
 
 
-def cut_short(work: list[Job]) -> list[Job]:
+def cut_short(work: list[Job], whole: int = 24) -> list[Job]:
     """The requests with short answers, each of which ends at another step. The first prompts are whole, so that there are
-    chunks behind others; those behind them have 64 tokens at most."""
-    return [Job(job.prompt if index < 4 else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
+    chunks of many lengths behind others; the rest have 64 tokens at most."""
+    return [Job(job.prompt if index < whole else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
 
 
 def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
