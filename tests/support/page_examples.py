@@ -152,9 +152,7 @@ class Page:
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         done = subprocess.run([sys.executable, file], cwd=self.folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
-        assert [backend for backend, _ in lines] == ["torch", "triton"]
-        assert lines[0][1] == lines[1][1]  # the numbers of both backends
+        assert done.stdout.count("bytes are equal") == 2, done.stdout
 
     def _own(self, arguments: list[str]) -> None:
         """Our command, with a tiny model in place of the bundled one."""
