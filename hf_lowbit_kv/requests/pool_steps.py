@@ -15,7 +15,7 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..generation import recording
-from ..generation.fusing import compile_ahead, compiling
+from ..generation.fusing import MOST_FUSED_ROWS, compile_ahead, compiling
 from ..machine.cache_argument import as_argument
 from .pooled_cache import PooledCache
 from .row_pool import Row, RowPool
@@ -24,15 +24,13 @@ from .slot_memory import StoredLayer
 #: steps that a recording of more rows serves, before fewer rows get one of their own: recording takes as long as some hundred
 #: steps, and saves little of each
 PATIENCE = 128
-#: up to so many rows, products are fused (`fusing.MOST_ROWS`)
-FEW_ROWS = 16
 
 
 def padded_rows(slots: int) -> list[int]:
     """The numbers of rows that steps run with: 1, 16, 64, 256, ..., and all slots. Sizes in between would save less than their
-    recordings take: an empty row costs little."""
+    recordings take: an empty row costs little. Up to `MOST_FUSED_ROWS` (16) products are fused."""
     sizes = [1] if slots > 1 else []
-    while (size := FEW_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
+    while (size := MOST_FUSED_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
         sizes.append(size)
     return [*sizes, slots]
 
