@@ -10,7 +10,7 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
-from hf_lowbit_kv.calibration import calibration_plan, gradients
+from hf_lowbit_kv.calibration import calibration_plan, calibrators, gradients
 from hf_lowbit_kv.calibration.attention_weights import PageGrid
 from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrator
 
@@ -180,6 +180,7 @@ def test_weights_stay_with_their_tokens(monkeypatch):
     monkeypatch.setattr(StaticCalibrator, "fit", lambda *args: (torch.zeros(1), torch.zeros(1)))
     spec, windows, length = spec_of(64), 3, 1024
     assert spec.sink == 32
+    monkeypatch.setattr(calibrators, "TOKENS", 20 * 64)  # some of each window's pages
     plan = calibration_plan.CalibrationPlan(list(calibration_plan.jobs_of(spec)), {0: (2, 64, 64)}, None)
     kept = calibration_plan.KeptPages(plan, plan.choose(windows, length, seed=3))
     for window in range(windows):
@@ -189,6 +190,7 @@ def test_weights_stay_with_their_tokens(monkeypatch):
     kept.fit(0, 0, torch.device("cpu"))
     assert len(observed) == windows
     (pages,) = fitted
+    assert pages[0].shape[1] < windows * (length // 64 - 1)  # the first page of a window has the sink
     for tokens, weights in (*observed, pages):
         assert torch.equal(tokens, weights)
     assert observed[1][0][0, 0] == length + 32
