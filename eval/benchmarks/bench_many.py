@@ -3,6 +3,7 @@
 The model has the shape of Llama 3.1 8B and random weights. Measurements:
 
 - `steps`: median time of a decode step with `n` rows of one length, in a pool and in a recorded batch of `lb.generate`.
+  The pool has `n` slots. `padded_ms`: the same rows in a pool of `--slots` slots, whose steps run with `padded` rows.
 - `ragged`: the same with rows of different lengths, so that some row fills a page in most steps. The time is the mean
   over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` the
   CPU's work in it.
@@ -42,7 +43,7 @@ from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance,
 from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.memory_budget import pool_size
-from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
+from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 from hf_lowbit_kv.requests.scheduler import Scheduler
 
@@ -116,14 +117,14 @@ def middle(times: list[float]) -> float:
 
 
 @torch.no_grad()
-def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int) -> list[float]:
-    """Milliseconds of decode steps of a pool with rows of these lengths. Steps are recorded if the device has
-    graphs."""
+def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int, slots: int) -> list[float]:
+    """Milliseconds of decode steps of a pool of `slots` slots with rows of these lengths. Steps are recorded if the
+    device has graphs."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model):
         read_once(model, template, 64)
         layers, room = stored_layers(template), max(lengths) + count + 16
-        pool = RowPool(layers, len(lengths), len(lengths) * (room + 128), room)
+        pool = RowPool(layers, slots, len(lengths) * (room + 128), room)
         steps = PoolSteps(model, template, pool)
         members = [pool.enter(room) for _ in lengths]
         for row, length in zip(members, lengths, strict=True):
@@ -211,8 +212,9 @@ def rounds_ms(model: Any, preset: str, lengths: list[int], count: int, cpu: dict
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
 
-def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged: bool) -> list[dict[str, Any]]:
-    records = []
+def measure_steps(
+    model: Any, preset: str, length: int, rows: list[int], ragged: bool, slots: int
+) -> Iterator[dict[str, Any]]:
     steps, of = (RAGGED_STEPS, statistics.mean) if ragged else (STEPS, middle)
     for count in rows:
         lengths = lengths_of(count, length, ragged)
@@ -220,15 +222,18 @@ def measure_steps(model: Any, preset: str, length: int, rows: list[int], ragged:
         clean(model.device)
         record["batch_ms"] = of(batch_steps_ms(model, preset, lengths, steps, record))
         clean(model.device)
-        record["pool_ms"] = of(pool_steps_ms(model, preset, lengths, steps))
+        record["pool_ms"] = of(pool_steps_ms(model, preset, lengths, steps, count))
         clean(model.device)
+        padded = min(size for size in padded_rows(max(slots, count)) if size >= count)
+        if padded > count:
+            record |= {"slots": slots, "padded": padded}
+            record["padded_ms"] = of(pool_steps_ms(model, preset, lengths, steps, slots))
+            clean(model.device)
         record["round_ms"] = of(rounds_ms(model, preset, lengths, steps, record))
-        records.append(record)
-        numbers = ", ".join(
-            f"{name[:-3]} {record[name]:.2f} ms" for name in ("batch_ms", "pool_ms", "round_ms", "cpu_ms")
-        )
+        names = [name for name in ("batch_ms", "pool_ms", "padded_ms", "round_ms", "cpu_ms") if name in record]
+        numbers = ", ".join(f"{name[:-3]} {record[name]:.2f} ms" for name in names)
         console.print(f"{record['part']}, {count} rows: {numbers}")
-    return records
+        yield record
 
 
 # ---- workloads ----------------------------------------------------------------------------------------------------------
@@ -441,6 +446,7 @@ def main(
     rows: Annotated[
         list[int] | None, typer.Option(help="Rows of the steps; repeatable [default: 1, 7, 33, 64].")
     ] = None,
+    slots: Annotated[int, typer.Option(help="Slots of the pool of padded steps.")] = 128,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model and few requests, for a dry run.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
@@ -475,38 +481,51 @@ def main(
         )
 
     def time_steps(ragged: bool) -> Cost:
-        records = measure_steps(model, preset, length, rows, ragged)
-        for record in records:
+        records = []
+        for record in measure_steps(model, preset, length, rows, ragged, slots):
             append_record(out, record | facts)
+            records.append(record)
         return Cost(records[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in records})
+
+    def run_static(each: Batching) -> dict[str, Any]:
+        measure_static(model, preset, first_tokens(each.grouped), chunk)
+        chosen = {"part": "static", "rows": each.rows, "sorting": each.sorting}
+        return chosen | measure_static(model, preset, each.grouped, chunk)
 
     if steps_first := wanted[0] in ("steps", "ragged"):
         cost = time_steps(wanted[0] == "ragged")
-    for kind in answers or ["long-tailed", "50-500"]:
-        work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]
+    kinds = {
+        kind: jobs(requests, kind, model.config.vocab_size, prompts)[:first]
+        for kind in answers or ["long-tailed", "50-500"]
+    }
+    static: dict[str, list[Batching]] = {}
+    of_kind = {kind: {"answers": kind, "requests": len(work)} for kind, work in kinds.items()}
+    for kind, work in kinds.items():
         if "many" in wanted:
             measure_many(model, preset, cut_short(work), size, chunk)
             record = measure_many(model, preset, work, size, chunk)
-            note({"part": "many", "answers": kind, "requests": len(work), "rows": record["slots"]} | record)
+            note({"part": "many", "rows": record["slots"]} | of_kind[kind] | record)
             if not steps_first:  # from the mean of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
                 cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
         if {"predicted", "static"} & {*wanted}:
             ranked = ranked_batchings(work, cost, row_bytes_of(model, preset), size)
-            of_all = {"answers": kind, "requests": len(work)}
-            of_all["predicted_s"] = {f"{each.sorting}, {each.rows}": each.predicted_s for each in ranked}
+            of_kind[kind]["predicted_s"] = {f"{each.sorting}, {each.rows}": each.predicted_s for each in ranked}
             if "predicted" in wanted:
                 best = ranked[0]
                 prompt_s, decode_s = cost.parts(best.grouped)
                 record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
                 record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
                 record |= {"rows": best.rows, "sorting": best.sorting, "cost": cost._asdict()}
-                note({"part": "predicted"} | of_all | record)
-            for each in different(ranked)[:static_runs] if "static" in wanted else ():
-                measure_static(model, preset, first_tokens(each.grouped), chunk)
-                record = measure_static(model, preset, each.grouped, chunk)
-                note({"part": "static", "rows": each.rows, "sorting": each.sorting} | of_all | record)
+                note({"part": "predicted"} | of_kind[kind] | record)
+            static[kind] = different(ranked)[:static_runs] if "static" in wanted else []
+            for each in static[kind][:1]:
+                note(of_kind[kind] | run_static(each))
+    for kind, batchings in static.items():  # after the fastest ones of all kinds of answers
+        for each in batchings[1:]:
+            note(of_kind[kind] | run_static(each))
+    for kind, work in kinds.items():
         if "packed" in wanted:
             measure_packed(model, preset, cut_short(work), size, work)
             record = measure_packed(model, preset, work, size, work)

@@ -41,6 +41,8 @@ class PackedCase:
     new_v: torch.Tensor
     ops: Any = ops
     """`backends.operations` of this tree or of another one"""
+    mask: torch.Tensor | None = None
+    """bool `[B, 1]`, False for rows that take no part in a step; `None`: all do"""
 
     @property
     def state(self) -> LayerState:
@@ -56,11 +58,11 @@ class PackedCase:
 
     @property
     def chunk(self) -> Chunk:
-        return Chunk(self.q, self.k, self.v, scaling=self.scaling)
+        return Chunk(self.q, self.k, self.v, self.mask, scaling=self.scaling)
 
     def _token(self, token: int) -> Chunk:
         """The chunk of `step`."""
-        return Chunk(self.q[:, :, :1], self.new_k[token], self.new_v[token], scaling=self.scaling)
+        return Chunk(self.q[:, :, :1], self.new_k[token], self.new_v[token], self.mask, scaling=self.scaling)
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +228,7 @@ def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is filled with NaN first, so that unwritten outputs are found.
     """
-    chunk = Chunk(case.q.float(), case.k.float(), case.v.float(), scaling=case.scaling)
+    chunk = case.chunk._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
     expected = reference.OPERATIONS.attend(chunk, case.store)
     errors = []
     for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling alone would select
