@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from types import SimpleNamespace
 
 import cuda_emulator
 import kernel_checks as kernels
@@ -204,14 +203,20 @@ def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
         kernels.check_attend(fragment(Case(tokens=161, lengths=(40,), heads=1, groups=2)))
 
 
+#: for teams of two warps, where a multiprocessor has 100 KiB of shared memory
+TWO_WARPS = Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128)
+
+
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
     """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
-    properties = SimpleNamespace(multi_processor_count=1, shared_memory_per_multiprocessor=100 * 1024)
-    for module in (decode_kernel, modules):
-        monkeypatch.setattr(module, "properties", lambda device: properties)
-    case = fragment(Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128))
-    for units in (40, 46):
-        kernels.check_attend(dataclasses.replace(case, lengths=(31 + units * 64,)))
+    with emulated(monkeypatch, shared=100, processors=1):
+        for units in (40, 46):
+            kernels.check_attend(fragment(dataclasses.replace(TWO_WARPS, lengths=(31 + units * 64,))))
+
+
+def test_more_teams_share_a_row_than_are_merged_at_a_time(launch, monkeypatch):
+    with emulated(monkeypatch, shared=100, processors=12):
+        kernels.check_attend(fragment(dataclasses.replace(TWO_WARPS, groups=4, lengths=(31 + 24 * 64,))))
 
 
 def test_counters_stay_where_they_are(launch):
@@ -248,7 +253,7 @@ def test_attend_transformed(case):
 
 
 STORES = [
-    (Case(heads=1, padded=True), [37, 0, 60, 0, 0]),
+    (Case(padded=True), [20, 0, 200, 0, 0]),
     (Case(**KITTY, heads=1, padded=True), [90, 70, 0, 0]),
     (
         Case(keys="boosted2-r0.25-variance", values="int4-channel-g32", head_dim=80, heads=1, dtype=torch.bfloat16),
@@ -286,6 +291,10 @@ STORES = [
 @pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {0, 1, 2, 3, 4, 12, 13, 15, 21, 23}))
 def test_store(case, chunks):
     kernels.check_store(fragment(case), chunks)
+
+
+def test_full_rows():
+    kernels.check_full_rows(fragment(Case(capacity=60)))
 
 
 #: a step in one launch: straight into pages or through the ring, one block of query rows and two, rows of any length, padding,

@@ -12,6 +12,7 @@ from cuda_cases import fragment
 from emulated import emulated
 from kernel_cases import Case, filled, generator, random_step, random_tokens, relative_error
 
+from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points
@@ -87,7 +88,7 @@ def test_a_held_kernel_follows_the_layers_tensors(cuda, change, capacity):
         assert int(before.state.length.max()) == max(case.lengths) + 1
 
 
-def test_a_step_of_another_kind_gets_another_kernel(cuda):
+def test_a_step_of_another_kind_gets_another_kernel(cuda, monkeypatch):
     """Padding, query tokens and options decide what is compiled; strides and addresses of a step's tensors do not."""
     case, gen, truth, layer = layers(capacity=400)
     for _ in range(2):
@@ -102,6 +103,14 @@ def test_a_step_of_another_kind_gets_another_kernel(cuda):
     count = len(layer.kernels)
     assert relative_error(cuda.attend(half, layer), reference.OPERATIONS.attend(half, truth)) < 2e-3
     assert len(layer.kernels) == count == 3
+    sinks = torch.randn(chunk.queries.shape[1], generator=gen)
+    for of_dtype in (sinks.half(), sinks):
+        sunk = chunk._replace(sinks=of_dtype)
+        assert relative_error(cuda.attend(sunk, layer), reference.OPERATIONS.attend(sunk, truth)) < 2e-3
+    for order in ("0", "1"):  # of sums
+        monkeypatch.setenv(determinism.VARIABLE, order)
+        cuda.attend(chunk, layer)
+    assert len(layer.kernels) == count + 4
 
 
 def test_tensors_that_lie_otherwise(cuda):

@@ -145,6 +145,24 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         assert torch.equal(a, b.cpu())
 
 
+def check_full_rows(case: Case, seed: int = SEED) -> None:
+    """Two rows get full, with a chunk and token by token: real tokens without room are lost, padding is not."""
+    gen = generator(case, seed)
+    ref, dev = store_for(case, "cpu"), store_for(case, DEVICE)
+    room, came = case.spec.room(ref.pages_per_row), torch.zeros(2, dtype=torch.int64)
+    # tokens of a chunk, and how many of them are real in each row
+    for tokens, real in ((room - 4, None), (7, (3, 6)), (1, (1, 0)), (1, (1, 0)), (1, None), (5, (0, 2))):
+        k, v = random_tokens(case, tokens, gen)
+        mask = None if real is None else random_mask(torch.tensor(real), tokens, gen)
+        came += tokens if mask is None else mask.sum(1)
+        reference.OPERATIONS.append(Chunk(None, k, v, mask), ref)
+        here = None if mask is None else mask.to(DEVICE)
+        launch.OPERATIONS.append(Chunk(None, k.to(DEVICE), v.to(DEVICE), here), dev)
+        assert_same_state(ref.state, dev.state)
+    assert torch.equal(dev.state.length[:, 0].cpu().long(), came.clamp(max=room))
+    assert torch.equal(dev.state.lost[:, 0].cpu().long(), came - room)
+
+
 def check_transform(head_dim, dtype, name):
     """Every bit, of queries and keys and of keys alone, in whatever order their axes lie; factors by head and shared."""
     how = parse_transform(name)

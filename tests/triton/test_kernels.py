@@ -22,6 +22,7 @@ from kernel_checks import (
     attend_poisoned,
     check_attend,
     check_attend_transformed,
+    check_full_rows,
     check_graph,
     check_store,
     check_transform,
@@ -71,6 +72,11 @@ def test_small_lookups(case):
 @pytest.mark.parametrize(("case", "chunks"), SMALL_STORES, ids=str)
 def test_small_store(case, chunks):
     check_store(case, chunks)
+
+
+@needs_interpreter
+def test_small_full_rows():
+    check_full_rows(Case(capacity=60))
 
 
 @needs_interpreter
