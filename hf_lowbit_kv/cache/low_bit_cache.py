@@ -29,7 +29,7 @@ from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import one_of
 from .implementation import warn_if_dense
-from .low_bit_layer import LowBitLayer, fork_layers
+from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (
@@ -422,21 +422,28 @@ class LowBitCache(Cache, PushToHubMixin):
                 raise ValueError(f"max_cache_len={max_cache_len} is not allowed: this cache grows, and its forks do")
             if (seen := int(self._first_packed_layer.get_seq_length())) > max_cache_len:
                 raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored")
-        return [self._forked({}, max_cache_len or self._first_packed_layer.length.capacity) for _ in range(n)]
+        return self._forks([{} for _ in range(n)], max_cache_len or self._first_packed_layer.length.capacity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """One fork, for the same model. The model's configuration says which attention is selected, so it is not
         copied."""
-        return self._forked(memo, self._first_packed_layer.length.capacity)
+        (new,) = self._forks([memo], self._first_packed_layer.length.capacity)
+        return new
 
-    def _forked(self, memo: dict[int, Any], max_cache_len: int | None) -> LowBitCache:
+    def _forks(self, memos: Sequence[dict[int, Any]], max_cache_len: int | None) -> list[LowBitCache]:
+        """A fork for each memo of `copy.deepcopy`."""
+        contents = contents_of_forks(self.packed_layers, max_cache_len, len(memos))
+        return [self._fork(of_fork, max_cache_len, memo) for of_fork, memo in zip(contents, memos, strict=True)]
+
+    def _fork(self, contents: Sequence[Contents], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        attributes = {name: value for name, value in self.__dict__.items() if name not in ("layers", "text")}
-        new.__dict__.update(copy.deepcopy(attributes, memo), text=self.text)
-        packed = iter(fork_layers(self.packed_layers, max_cache_len, memo))
+        shared = {"text": self.text, "packed_sizes": self.packed_sizes}  # never changed
+        attributes = {name: value for name, value in self.__dict__.items() if name != "layers" and name not in shared}
+        new.__dict__.update(copy.deepcopy(attributes, memo), **shared)
+        of_packed = iter(contents)
         new.layers = [
-            next(packed)
+            layer.fork(next(of_packed), memo)
             if isinstance(layer, LowBitLayer)
             else copy.deepcopy(layer, memo)
             if max_cache_len == self._first_packed_layer.length.capacity

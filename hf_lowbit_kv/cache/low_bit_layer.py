@@ -23,10 +23,10 @@ from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
-from .token_counts import FixedLength, Length, Padding
+from .token_counts import FixedLength, Length, Padding, fork_lengths
 
-#: attributes that a fork shares, because `copy.deepcopy` of them takes long
-_NEVER_CHANGED = (bool, int, str, type(None), torch.dtype, torch.device, LayerSpec)
+#: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
+Contents = tuple[PagedStore | None, Length]
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
@@ -289,29 +289,23 @@ class LowBitLayer(CacheLayerMixin):
                 raise
             self.batch_size, self._padding = self.store.batch_size, padding
 
-    @torch.inference_mode(False)
-    def fork(self, store: PagedStore | None, max_cache_len: int | None, memo: dict[int, Any]) -> LowBitLayer:
-        """A layer with the same tokens, in a fork of this layer's store. Data that is only read is shared.
+    def fork(self, contents: Contents, memo: dict[int, Any]) -> LowBitLayer:
+        """A layer with the same tokens. Data that is only read is shared.
 
         Args:
-            store: see `fork_stores`; `None` if nothing is stored. max_cache_len: tokens to preallocate for, or `None`
-                to grow.
-            memo: that of `copy.deepcopy`.
+            contents: of `contents_of_forks`. memo: that of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))
-        replaced = ("store", "length", "parameters", "_padding", "_prepared")
-        for name, value in self.__dict__.items():
-            if name not in replaced:
-                shared = issubclass(type(value), _NEVER_CHANGED)  # `isinstance` would ask a configuration seven times
-                new.__dict__[name] = value if shared else copy.deepcopy(value, memo)
-        new.parameters, new._padding, new.store = dict(self.parameters), copy.copy(self._padding), store
-        new._prepared = self._prepared
-        new.length = self.length.fork(max_cache_len)
+        # all other attributes are never changed, only replaced
+        new.__dict__.update(self.__dict__)
+        new.store, new.length = contents
+        new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
+        new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitLayer:
-        (new,) = fork_layers([self], self.length.capacity, memo)
-        return new
+        ((contents,),) = contents_of_forks([self], self.length.capacity)
+        return self.fork(contents, memo)
 
     def offload(self) -> None:
         raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
@@ -512,8 +506,14 @@ class LowBitLayer(CacheLayerMixin):
         self.length.check(tokens, wait=self.is_initialized and (tokens > 1 or self.device.type == "cpu"))
 
 
-def fork_layers(layers: Sequence[LowBitLayer], max_cache_len: int | None, memo: dict[int, Any]) -> list[LowBitLayer]:
-    """A fork of each layer, for this many tokens (`None`: growing). memo: that of `copy.deepcopy`. Waits for the
-    device."""
-    forks = iter(fork_stores([layer.store for layer in layers if layer.store is not None], max_cache_len))
-    return [layer.fork(None if layer.store is None else next(forks), max_cache_len, memo) for layer in layers]
+def contents_of_forks(layers: Sequence[LowBitLayer], max_cache_len: int | None, n: int = 1) -> list[list[Contents]]:
+    """What `n` forks of these layers hold, for this many tokens (`None`: growing). Waits for the device."""
+    stores = fork_stores([layer.store for layer in layers if layer.store is not None], max_cache_len, n)
+    lengths = fork_lengths([layer.length for layer in layers], max_cache_len, n)
+    out = []
+    for of_fork, counts in zip(stores, lengths, strict=True):
+        given = iter(of_fork)
+        out.append(
+            [(None if layer.store is None else next(given), count) for layer, count in zip(layers, counts, strict=True)]
+        )
+    return out

@@ -7,9 +7,11 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from ..storage.store_forks import copies_of
 
 #: first position, and a mask, bool `[B, n]`
 Noted = tuple[int | torch.Tensor, torch.Tensor]
@@ -105,8 +107,8 @@ class Length:
         """Set the count. Waits for nothing."""
         self.seen = self.at_least = tokens
 
-    def fork(self, capacity: int | None) -> Length:
-        """A count of the same tokens for another layer with room for `capacity` tokens (`None`: it grows)."""
+    def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> Length:
+        """A count of the same tokens, see `fork_lengths`. copies: the next one is that of `seen` if it is a tensor."""
         new = Length()
         new.set(self.at_least)
         return new
@@ -149,11 +151,10 @@ class FixedLength(Length):
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         torch._dynamo.mark_static_address(self.seen)
 
-    @torch.inference_mode(False)
-    def fork(self, capacity: int | None) -> FixedLength:
+    def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> FixedLength:
         assert capacity is not None
         new = FixedLength.__new__(FixedLength)  # without a tensor that would be replaced
-        new.capacity, new.seen, new.at_least = capacity, self.seen.clone(), self.at_least
+        new.capacity, new.seen, new.at_least = capacity, next(copies), self.at_least
         torch._dynamo.mark_static_address(new.seen)
         return new
 
@@ -183,3 +184,11 @@ class FixedLength(Length):
             raise ValueError(
                 f"max_cache_len={self.capacity} is too small: {self.at_least} tokens are stored and {tokens} came in"
             )
+
+
+@torch.inference_mode(False)
+def fork_lengths(lengths: Sequence[Length], capacity: int | None, n: int) -> list[list[Length]]:
+    """`n` times counts of the same tokens, for layers with room for `capacity` tokens (`None`: they grow)."""
+    seen = [length.seen for length in lengths if isinstance(length, FixedLength)] * n
+    copies = iter(copies_of(seen) if seen else ())
+    return [[length.fork(capacity, copies) for length in lengths] for _ in range(n)]

@@ -15,20 +15,20 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-def mask_of(pages: torch.Tensor) -> int:
-    """Pages of a block, bool `[pages]` on the CPU, as the bits of a number; page 0 is the lowest bit."""
-    return int.from_bytes(np.packbits(pages.numpy(), bitorder="little").tobytes(), "little")
+def mask_of(pages: np.ndarray) -> int:
+    """Pages of a block, bool `[pages]`, as the bits of a number; page 0 is the lowest bit."""
+    return int.from_bytes(np.packbits(pages, bitorder="little").tobytes(), "little")
 
 
 def pages_of(mask: int, count: int) -> torch.Tensor:
-    """The inverse of `mask_of`, for a block of `count` pages."""
+    """The inverse of `mask_of`, for a block of `count` pages: bool `[count]` on the CPU."""
     content = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
     return torch.from_numpy(np.unpackbits(content, count=count, bitorder="little").astype(bool))
 
@@ -72,13 +72,14 @@ class Holding:
             self._blocks.append(users)
         users.pages_of[self._number] = users.pages_of.get(self._number, 0) | pages
 
-    def share(self, other: Holding, block: torch.Tensor, pages: int) -> None:
-        """Count this store among the users of a block, and after it another store, which holds these pages."""
+    def share(self, others: Sequence[Holding], blocks: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Count this store among the users of each block, and after it other stores, which hold these pages of it."""
         with _lock:
-            if (users := _users.get(block)) is None:
-                users = _users[block] = _Users()
-            self._use(users, 0)
-            other._use(users, pages)
+            for block, pages in blocks:
+                if (users := _users.get(block)) is None:
+                    users = _users[block] = _Users()
+                for holding, held in ((self, 0), *((other, pages) for other in others)):
+                    holding._use(users, held)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Count this store among the readers of a tensor that nobody writes."""

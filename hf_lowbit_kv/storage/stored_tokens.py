@@ -166,7 +166,7 @@ def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, share
         used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
         used[tokens.table[lasting]] = True
         for block, pages in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, mask_of(pages))
+            store.holding.use(block, mask_of(pages.numpy()))
     store.take_pool([*new_blocks, *tokens.blocks], ids)
 
 

@@ -189,6 +189,39 @@ def test_pages_come_back(model):
         del fork
 
 
+def test_every_fork_has_memory_of_its_own(model, monkeypatch):
+    """Whichever way PyTorch copies many tensors: older releases lack a call for that. No two tensors of forks share memory, but
+    for full pages and records, and no fork shares an object that it changes in place."""
+    for name in ("_foreach_clone", "_foreach_mul"):
+        if name == "_foreach_mul":
+            monkeypatch.delattr(torch, "_foreach_clone", raising=False)
+        cache = filled(model, max_cache_len=400)
+        forks = cache.fork(3)
+        own = []
+        for each in (cache, *forks):
+            states = [layer.store.state for layer in each.packed_layers]
+            own += [
+                getattr(state, field)
+                for state in states
+                for field in state._fields
+                if field not in ("pool", "parameters")
+            ]
+            own += [layer.length.seen for layer in each.packed_layers]
+        places = {x.untyped_storage().data_ptr() for x in own if x.numel()}
+        assert len(places) == sum(x.numel() > 0 for x in own)
+        for fork in forks:
+            for layer, before in zip(fork.packed_layers, cache.packed_layers, strict=True):
+                for field in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost"):
+                    assert torch.equal(getattr(layer.store.state, field), getattr(before.store.state, field))
+                assert not layer.store.state.scratch.any()
+                shared = {key for key, value in layer.__dict__.items() if value is before.__dict__[key]}
+                changed = {"store", "length", "_padding", "parameters"}
+                assert not shared & changed
+                kinds = (bool, int, str, type(None), torch.dtype, torch.device)
+                read_only = {"spec", "config", "model_side", "_prepared"}
+                assert all(isinstance(layer.__dict__[key], kinds) for key in shared - read_only)
+
+
 def test_beams_over_a_fork(model):
     """Rows of forks share pages among themselves as well."""
     ids, _ = left_padded(1, 80)

@@ -240,7 +240,7 @@ def _widened(store):
 
 
 def _forked(store):
-    (fork,) = fork_stores([store], 1000)
+    ((fork,),) = fork_stores([store], 1000)
     _shared(fork)
     return fork
 
