@@ -66,6 +66,21 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         assert torch.equal(_read(model, fresh, step), _read(model, each, step))
 
 
+def test_layers_of_different_windows(model):
+    """Their pages end at different tokens: a page that is full in one layer is not in the other."""
+    options = {**SMALL_PAGES, "per_layer": {1: {"residual": 64}}}
+    ids, texts = left_padded(1, 200)[0], torch.randint(3, 160, (2, 1, 70))
+    cache = lb.LowBitCache(model, **DENSE, **options)
+    _read(model, cache, ids)
+    assert len({int(layer.store.state.paged[0, 0]) for layer in cache.packed_layers}) == 2
+    for each, text in zip((cache.fork()[0], cache), texts, strict=True):
+        _read(model, each, text)
+        want = lb.LowBitCache(model, **DENSE, **options)
+        _read(model, want, torch.cat([ids, text], 1))
+        step = torch.tensor([[7]])
+        torch.testing.assert_close(_read(model, each, step), _read(model, want, step), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
 @pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
 def test_layers_of_transformers_are_forked_too(family, lengths):

@@ -78,6 +78,7 @@ def test_queries_of_a_page():
     assert counts[:32].tolist() == [0] * 32
     assert counts[32:].unique_consecutive(return_counts=True)[0].tolist() == [736, 608, 480, 352, 224, 0]
     assert int((counts > 0).sum()) == 5 * 128
+    assert PageGrid(0, 128).queries(1024)[5 * 128 :].unique_consecutive().tolist() == [128, 0]
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,15 @@ def test_pages_with_sinks_are_left_out(model, monkeypatch):
         assert seen["n"] == 4 * pages
 
 
+def test_there_are_as_many_pages_as_are_wanted(monkeypatch):
+    """Whichever pages are drawn: those with sinks do not count."""
+    monkeypatch.setattr(calibrators, "TOKENS", 20 * 64)
+    plan = calibration_plan.CalibrationPlan(list(calibration_plan.jobs_of(spec_of(64))), {0: (2, 64, 64)}, None)
+    for seed in range(20):
+        sampling = plan.choose(8, 256, seed)
+        assert all(len(sampling.for_job(job)) >= 20 for job in plan.jobs)
+
+
 def test_gradients_are_read_in_pages_of_that_size(model):
     """A page lies between a query and the keys that it reads packed."""
     window = torch.randint(3, 150, (512,))

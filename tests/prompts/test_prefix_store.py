@@ -230,6 +230,28 @@ def test_the_least_recently_used_text_goes_first(model):
     assert (len(small), small.nbytes) == (0, 0)
 
 
+def test_a_text_whose_beginning_was_used_stays(model):
+    """The one that nobody asked for since goes first."""
+    store, system = lb.PrefixStore(), _text(200, 1)
+    for ids in (system, _text(200, 2)):
+        _generate(model, ids, store, 1)
+    assert _generate(model, torch.cat([system[:, :150], _text(20, 3)], 1), store, 1)[1] > 0
+    store.max_bytes = store.nbytes - 1
+    store._make_room()
+    assert torch.equal(store._prompts[0].ids[:200], system[0])
+
+
+def test_the_window_of_each_layer_is_read_again(model):
+    """A match ends before the largest residual of all layers, which only pages would not hold."""
+    options = {**DENSE, "per_layer": {1: {"residual": 96}}}
+    store, system = lb.PrefixStore(), _text(200, 1)
+    _generate(model, torch.cat([system, _text(100, 2)], 1), store, 1, cache_options=options)
+    ids = torch.cat([system, _text(9, 3)], 1)
+    tokens, cached, _ = _generate(model, ids, store, 3, cache_options=options)
+    assert cached == 96  # of 200, 96 behind it
+    assert torch.equal(tokens, _generate(model, ids, None, 3, cache_options=options)[0])
+
+
 def test_texts_share_the_pages_that_they_have_in_common(model):
     store = lb.PrefixStore()
     system = _text(500, 1)

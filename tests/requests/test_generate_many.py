@@ -14,6 +14,7 @@ from pool_cases import CHUNK, Collected, one_row
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.requests import pool_steps
 
 LENGTHS = (7, 33, 130, 300, 64)
 FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False}
@@ -95,11 +96,21 @@ def test_rows_that_end_in_one_step(models, texts):
     assert tokens_of(found) == transformers_own(theirs, same * 2, 5, do_sample=False)
 
 
-def test_prompts_that_begin_alike_share_pages(models, texts):
+def test_prompts_that_begin_alike_share_pages(models, texts, monkeypatch):
     ours, theirs = models
     begin = texts[3]
     prompts = [torch.cat([begin[:200], text]) for text in texts]
+    chunks = []
+    read = pool_steps.PoolSteps.read
+    monkeypatch.setattr(
+        pool_steps.PoolSteps,
+        "read",
+        lambda self, row, ids: (chunks.append((row.length, row.length + len(ids))), read(self, row, ids))[1],
+    )
     found = lb.generate_many(ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, **FIXED)
+    # behind a prefix of 160 tokens, too, prompts are divided at multiples of the chunk size
+    assert {stop for _, stop in chunks} <= {*range(0, 1000, CHUNK), *map(len, prompts)}
+    assert (160, 192) in chunks
     assert tokens_of(found) == transformers_own(theirs, prompts, 12, do_sample=False)
     # the first has 207 + 12 tokens: behind 160 of them in pages of 32 stand at least the residual 32
     assert [result.cached_tokens for result in found] == [0, 160, 192, 192, 192]
@@ -278,8 +289,6 @@ def ideal_steps(lengths, rows):
 
 
 def test_steps_are_few(model, monkeypatch):
-    from hf_lowbit_kv.requests import pool_steps
-
     taken = []
     decode = pool_steps.PoolSteps.decode
     monkeypatch.setattr(
