@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 from pool_machine import KINDS, Machine, Operation, sequences
 
+from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
+
 #: sequences of all kinds together
 FAST, ALL = 120, 5000
 
@@ -49,6 +51,19 @@ def test_any_sequence(kind, one_thread):
 @pytest.mark.parametrize("kind", KINDS)
 def test_thousands_of_sequences(kind, one_thread):
     explore(kind, ALL // len(KINDS))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_as_many_beginnings_are_kept_as_there_is_room_for(most):
+    """Of two texts that differ in their first page, both or the later one."""
+    machine = Machine("dense")
+    machine.prefixes, texts = SharedPrefixes(machine.pool, most), []
+    for which in (0, 1):
+        machine.run_one(Operation("enter", which, 60))
+        machine.run_one(Operation("chunk", which, 128))
+        machine.run_one(Operation("keep", which, 1))
+        texts.append(machine.texts[machine.pool.rows[which]])
+    assert [machine.prefixes.find(text) is not None for text in texts] == [most == 2, True]
 
 
 #: what random sequences seldom come to

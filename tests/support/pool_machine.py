@@ -64,15 +64,18 @@ class Machine:
 
     def run(self, operations: list[Operation]) -> None:
         for operation in operations:
-            getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
-            poison(self.pool)
-            self.check_ledgers()
+            self.run_one(operation)
         for row in list(self.pool.rows):
             self.check(row)
             self._leave(row)
         self.prefixes.clear()
         assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
         assert self.pool.memory.lost == 0
+
+    def run_one(self, operation: Operation) -> None:
+        getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
+        poison(self.pool)
+        self.check_ledgers()
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
