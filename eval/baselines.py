@@ -38,7 +38,8 @@ from hf_lowbit_kv.presets import SINK_TOKENS
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard
 
-from .baseline_formats import BITS, Clipped, Quest
+from .baseline_formats import Clipped, Quest
+from .option_defaults import BASELINE_BITS, BASELINE_NAMES
 from .perplexity import mean_row, position_edges, score
 from .texts import Text
 
@@ -177,12 +178,12 @@ class Baseline(NamedTuple):
 #: all baselines by name. "wush" has the quantizer of the paper's perplexities. "wush-clipped" has that of the paper's
 #: benchmarks, which is OSCAR's
 BASELINES: dict[str, Baseline] = {}
-for _bits in BITS:
+for _bits in BASELINE_BITS:
     _clipped = Clipped(_bits, KEPT[0]), Clipped(_bits, KEPT[1])
     BASELINES[f"wush-{_bits}"] = Baseline("wush", Quest(_bits), Quest(_bits))
     BASELINES[f"wush-clipped-{_bits}"] = Baseline("wush", *_clipped)
     BASELINES[f"oscar-{_bits}"] = Baseline("oscar", *_clipped)
-DEFAULT = ("wush-2", "oscar-2")
+assert tuple(BASELINES) == BASELINE_NAMES
 
 
 def check_names(names: Sequence[str]) -> list[str]:
