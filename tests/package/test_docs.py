@@ -73,7 +73,7 @@ def test_contributing_lists_every_module():
     listed = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", section)
     files = {name for name in listed if name.endswith(".py")}
     package = ROOT / "hf_lowbit_kv"
-    modules = {path.name for path in package.rglob("[!_]*.py")}
+    modules = {path.name for path in (*package.rglob("[!_]*.py"), *ROOT.glob("*.py"))}
     formats = {path.name for path in (package / "formats").glob("*.py")}  # "a file for each format"
     assert sorted(files - modules) == [], "files that are listed and do not exist"
     assert sorted(modules - formats - files) == [], "modules that are not listed"
