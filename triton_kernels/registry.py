@@ -27,6 +27,7 @@ NaN. `P` is the result of `params`. `T` is the tile's orientation (`common`).
 - `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
 """
 
+import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -40,44 +41,33 @@ from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
 from ..formats.trellis import Trellis
 from ..storage.layer_spec import LayerSpec
-from . import (
-    affine,
-    boosted,
-    boosted_fragment,
-    codebook,
-    dense,
-    fp8,
-    fp8_fragment,
-    fragment,
-    static,
-    static_fragment,
-    trellis,
-)
 
-KERNELS: dict[type[Format], ModuleType] = {
-    Affine: affine,
-    Boosted: boosted,
-    Codebook: codebook,
-    Dense: dense,
-    Fp8: fp8,
-    Static: static,
-    Trellis: trellis,
+#: names of modules, here and below. Only those of a cache's formats are imported, because Triton reads the source of each
+#: function when its module is imported: all of them together take 0.15 s
+KERNELS: dict[type[Format], str] = {
+    Affine: ".affine",
+    Boosted: ".boosted",
+    Codebook: ".codebook",
+    Dense: ".dense",
+    Fp8: ".fp8",
+    Static: ".static",
+    Trellis: ".trellis",
 }
 
 #: for pages that other kernels attend to (layouts of `formats.fragment`): modules with `params` and `decode` only
-READERS: dict[type[Format], ModuleType] = {
-    Affine: fragment,
-    Boosted: boosted_fragment,
-    Codebook: codebook,
-    Fp8: fp8_fragment,
-    Static: static_fragment,
-    Trellis: trellis,
+READERS: dict[type[Format], str] = {
+    Affine: ".fragment",
+    Boosted: ".boosted_fragment",
+    Codebook: ".codebook",
+    Fp8: ".fp8_fragment",
+    Static: ".static_fragment",
+    Trellis: ".trellis",
 }
 
 
 def reader(fmt: Format) -> ModuleType:
     """The module with `decode` for pages of `fmt`, in any layout."""
-    return READERS[type(fmt)] if fmt.layout in LAYOUTS else kernels(fmt)
+    return _imported(READERS[type(fmt)]) if fmt.layout in LAYOUTS else kernels(fmt)
 
 
 def attends_packed(spec: LayerSpec) -> bool:
@@ -113,4 +103,10 @@ def kernels(fmt: Format) -> ModuleType:
 
 def _module(fmt: Format) -> ModuleType | None:
     """The module of a format, of this package or from outside (`register_format`)."""
-    return KERNELS.get(type(fmt)) or registered.TRITON_MODULES.get(type(fmt))
+    if (name := KERNELS.get(type(fmt))) is not None:
+        return _imported(name)
+    return registered.TRITON_MODULES.get(type(fmt))
+
+
+def _imported(name: str) -> ModuleType:
+    return importlib.import_module(name, __package__)

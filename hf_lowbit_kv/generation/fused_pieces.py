@@ -94,9 +94,9 @@ class Piece:
         """The result by a kernel. Raises `NotFusedError` for arguments that it does not take."""
         raise NotImplementedError
 
-    def compared(self, way: str, *args: Any, **kwargs: Any) -> Iterator[Comparison]:
+    def compared(self, way: str, out: Any, *args: Any) -> Iterator[Comparison]:
         """The results that are compared before the kernel is used: the kernel's, the model's, and the exact one in
-        float64."""
+        float64. out: what `plain` returned for these arguments."""
         raise NotImplementedError
 
 
@@ -139,10 +139,10 @@ class Norm(Piece):
 
         return rms_norm(x, weight, self.eps, self.offset)
 
-    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, way: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
         wide, weight = x.double(), self.module.weight.double()
         exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (weight + self.offset)
-        yield self.fused(way, x), self.plain(x), exact
+        yield self.fused(way, x), out, exact
 
 
 class Rotary(Piece):
@@ -192,9 +192,9 @@ class Rotary(Piece):
 
         return rotary(*args, shared=self.shared)
 
-    def compared(self, way: str, *args: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, way: str, out: Any, *args: torch.Tensor) -> Iterator[Comparison]:
         exact = self.rotate(*(x.double() for x in args))
-        yield from zip(self.fused(way, *args), self.plain(*args), exact, strict=True)
+        yield from zip(self.fused(way, *args), out, exact, strict=True)
 
 
 class Gate(Piece):
@@ -259,7 +259,7 @@ class Gate(Piece):
             return getattr(module, self.joined)(x).chunk(2, dim=-1)
         return module.gate_proj(x), module.up_proj(x)
 
-    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, way: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
         gate, up = self._products(x)
         plain = getattr(self.module, self.act)(gate) * up
         if way == "gate":
@@ -305,9 +305,9 @@ class Products(Piece):
         biases = None if self.linears[0].bias is None else [linear.bias for linear in self.linears]
         return products(_checked(x, self.linears[0]), [linear.weight for linear in self.linears], biases)
 
-    def compared(self, way: str, x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, way: str, out: tuple[torch.Tensor, ...], x: torch.Tensor) -> Iterator[Comparison]:
         exact = [_wide_product(x, linear) for linear in self.linears]
-        yield from zip(self.fused(way, x), self.plain(x), exact, strict=True)
+        yield from zip(self.fused(way, x), out, exact, strict=True)
 
 
 class SharedInput:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward, why_no_kernels
-from .piece_finder import find_pieces
+from .piece_finder import Behaviour, find_pieces
 
 #: if a result differs from the formula by more than this part of its row's largest number, the module has another formula
 _ANOTHER_FORMULA = 2**-5
@@ -61,6 +61,7 @@ class Fusion:
 
     def __init__(self, why_not: str | None = None):
         self._why_not = why_not
+        self._behaviour = Behaviour()  # three steps look for the pieces
         self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # for each piece: the ways that failed
         self._ways: dict[tuple[str, str], str] = {}  # for each piece: the way that is accurate
         self._report: list[tuple[str, str, str | None]] = []
@@ -86,7 +87,7 @@ class Fusion:
         for thread in _ahead.pop(model, ()):
             thread.join()
         try:
-            pieces, plain = _sorted(find_pieces(model))
+            pieces, plain = _sorted(find_pieces(model, self._behaviour))
         except Exception as error:  # a model that has modules of other kinds than torch's
             self.give_up(f"{type(error).__name__}: {error}")
             yield
@@ -94,9 +95,10 @@ class Fusion:
         watches = {piece: _Watch(piece, way) for piece in pieces if (way := self._next_way(piece)) is not None}
         with substituted(_substitutes((piece, watch) for piece, watch in watches.items())):
             yield
+        answers = _answers([each for watch in watches.values() for each in watch.errors])
         for piece, watch in watches.items():
             key = piece.kind, piece.name
-            if (reason := watch.verdict()) is None:
+            if (reason := watch.verdict(answers)) is None:
                 self._ways[key] = watch.way
             elif watch.calls == 0:  # no other way is called either
                 self._reasons.setdefault(key, {}).update(dict.fromkeys(piece.ways, reason))
@@ -121,7 +123,7 @@ class Fusion:
         if not self.any:
             yield
             return
-        pieces, _ = _sorted(find_pieces(model))
+        pieces, _ = _sorted(find_pieces(model, self._behaviour))
         ways = {piece: self._ways.get((piece.kind, piece.name)) for piece in pieces}
         calls = ((piece, _Fused(piece, way)) for piece, way in ways.items() if way is not None)
         with substituted(_substitutes(calls)):
@@ -245,42 +247,74 @@ class _Watch:
         self._piece, self.way = piece, way
         self.calls = 0
         self._reason: str | None = None
-        self._flags: list[torch.Tensor] = []
+        self.errors: list[Errors] = []
 
     def __call__(self, *args: Any) -> Any:
         out = self._piece.plain(*args)
         self.calls += 1
         if self._reason is None:
             try:
-                for fused, plain, exact in self._piece.compared(self.way, *args):
+                for fused, plain, exact in self._piece.compared(self.way, out, *args):
                     if (fused.shape, fused.dtype) != (plain.shape, plain.dtype):
                         raise NotFusedError(f"its result has dtype {str(plain.dtype).removeprefix('torch.')}")
-                    self._flags.append(agreement(fused, plain, exact))
+                    self.errors.append(errors_of(fused, plain, exact))
             except NotFusedError as error:
                 self._reason = str(error)
             except Exception as error:  # a kernel that does not compile here, no memory to compare
                 self._reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return out
 
-    def verdict(self) -> str | None:
-        """Why the kernel may not be used, or `None`. Waits for the device."""
+    def verdict(self, answers: dict[Errors, tuple[bool, bool]]) -> str | None:
+        """Why the kernel may not be used, or `None`. answers: see `_answers`."""
         if (reason := self._reason or self._piece.mismatch) is not None:
             return reason
         if self.calls == 0:
             return self._piece.unused
-        same, near = torch.stack(self._flags).all(0).tolist()
-        if not same:
+        if not all(answers[each][0] for each in self.errors):
             return "it computes something else"
+        near = all(answers[each][1] for each in self.errors)
         return None if near else "the kernel's error is above twice the module's"
 
 
-def agreement(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Two answers, bool `[2]` on the device: whether both results come from the formula of `exact`; and whether the
-    error of `fused` is at most twice that of `plain` plus one rounding. Errors are the largest in a row, the last
-    dimension. Rows that are not finite are ignored, because nobody reads them."""
-    size = exact.abs().amax(-1)
-    of_fused, of_plain = ((x.double() - exact).abs().amax(-1) for x in (fused, plain))
+class Errors:
+    """How far a kernel's result and its module's are from the exact one.
+
+    Args:
+        largest: float64 `[3, rows]`, the largest in each row of the kernel's error, of the module's, and of the exact numbers.
+        eps: of the results' dtype.
+    """
+
+    def __init__(self, largest: torch.Tensor, eps: float):
+        self.largest, self.eps = largest, eps
+
+
+def errors_of(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> Errors:
+    """The errors of both results, of the same shape and dtype; a row is their last dimension. exact: in float64."""
+    largest = torch.stack([fused - exact, plain - exact, exact]).abs().amax(-1).flatten(1)
+    return Errors(largest, torch.finfo(plain.dtype).eps)
+
+
+def _answers(errors: list[Errors]) -> dict[Errors, tuple[bool, bool]]:
+    """`agreement` for each. All of one shape are asked together, because each of a model's hundreds of pieces would
+    launch twenty kernels and wait for the device."""
+    alike: dict[Any, list[Errors]] = {}
+    for each in errors:
+        alike.setdefault((each.largest.shape, each.largest.device, each.eps), []).append(each)
+    return {
+        each: (same, near)
+        for group in alike.values()
+        for each, (same, near) in zip(
+            group, agreement(torch.stack([each.largest for each in group]), group[0].eps).tolist(), strict=True
+        )
+    }
+
+
+def agreement(largest: torch.Tensor, eps: float) -> torch.Tensor:
+    """For each of `[n, 3, rows]` (`Errors.largest`) two answers, bool `[n, 2]`: whether both results come from the formula
+    of the exact one; and whether the error of the kernel is at most twice that of the module plus one rounding (`eps` of
+    the row's largest number). Rows that are not finite are ignored, because nobody reads them."""
+    of_fused, of_plain, size = largest.unbind(1)
     same = torch.maximum(of_fused, of_plain) <= _ANOTHER_FORMULA * size
-    near = of_fused <= 2 * of_plain + torch.finfo(plain.dtype).eps * size
+    near = of_fused <= 2 * of_plain + eps * size
     counts = of_plain.isfinite() & size.isfinite()
-    return torch.stack([(same | ~counts).all() & counts.any(), (near | ~counts).all()])
+    return torch.stack([(same | ~counts).all(1) & counts.any(1), (near | ~counts).all(1)], dim=1)

@@ -138,10 +138,10 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 
 @torch.no_grad()
-def find_pieces(model: Any) -> Iterator[Piece | Plain]:
-    """The pieces of a model's decoder, including those that must stay plain."""
+def find_pieces(model: Any, behaviour: Behaviour | None = None) -> Iterator[Piece | Plain]:
+    """The pieces of a model's decoder, including those that must stay plain. behaviour: of an earlier search."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    behaviour = _Behaviour()
+    behaviour = Behaviour() if behaviour is None else behaviour
     kept: dict[str, str] = {}  # by the beginning of their names: modules that nothing is replaced in
     for name, module in decoder.named_modules():
         if (above := next((kept[each] for each in _above(name) if each in kept), None)) is None:
@@ -169,8 +169,8 @@ def _above(name: str) -> Iterator[str]:
     return (".".join(parts[:i]) for i in range(len(parts) + 1))
 
 
-class _Behaviour:
-    """The results for modules, by class, because the layers of a model repeat."""
+class Behaviour:
+    """The results for modules, by class, because the layers of a model repeat. Refers to classes, and to no module."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, Any] = {}
@@ -181,7 +181,7 @@ class _Behaviour:
         return self._seen[known]
 
 
-def _norm(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:
+def _norm(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
     parameters = dict(module.named_parameters(recurse=False))
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
         return None
@@ -196,7 +196,7 @@ def _arguments(kind: type[nn.Module]) -> int:
     return len(inspect.signature(kind.forward).parameters)
 
 
-def _rotary(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:
+def _rotary(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
     functions = behaviour.of(_rotations, type(module), type(module))
     if not functions:
         return None
@@ -229,7 +229,7 @@ def _rotates(function: Any) -> bool:
     return tuple(inspect.signature(function).parameters)[:4] == ("q", "k", "cos", "sin")
 
 
-def _gate(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:
+def _gate(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
     children = dict(module.named_children())
     if "down_proj" not in children:
         return None
@@ -243,7 +243,7 @@ def _gate(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain 
     return None if gate is None else Gate(name, module, *gate)
 
 
-def _products(name: str, module: nn.Module, behaviour: _Behaviour) -> Piece | Plain | None:
+def _products(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
     children = dict(module.named_children())
     for names in _GROUPS:
         if not set(names) <= children.keys():

@@ -222,11 +222,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def check_triton(options, monkeypatch, device: str) -> tuple:
     """Texts and states, by the reference and by Triton's kernels."""
-    import codebook_kernels
-
     from hf_lowbit_kv.triton_kernels import common, registry
 
-    monkeypatch.setitem(registry.KERNELS, codebook.Codebook, codebook_kernels)
+    monkeypatch.setitem(registry.KERNELS, codebook.Codebook, "codebook_kernels")
     common.launches.clear()
     ours = models_of(1)[0].to(device)
     ids, mask = (x.to(device) for x in left_padded(2, 70))

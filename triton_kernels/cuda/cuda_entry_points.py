@@ -2,8 +2,9 @@
 
 A step of one token is one launch, which also transforms queries and keys. A full matrix takes a second launch in front.
 
-Triton's kernels serve long chunks and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the decode
-kernel serves chunks of any length, though slowly, and the reference serves `read`.
+Triton's kernels serve long chunks and `read`. They are imported when they are first needed. If Triton cannot launch
+kernels (`toolchain.why_no_launcher`), the decode kernel serves chunks of any length, though slowly, and the reference
+serves `read`.
 
 `attend` and `append` never wait for the GPU, so both can be captured in a CUDA graph. Only the first call of a kind
 waits, because it loads the kernel.
@@ -23,8 +24,6 @@ from ...storage.paged_store import LayerStore
 from ...storage.reference import restored, transformed_with
 from ...storage.step import Chunk, Operations
 from ...storage.transforms import Transform
-from .. import prompt
-from .. import read as unpacking
 from ..config import FUSED_ROWS
 from .arguments import ProjectArgs, TransformArgs, address, append_args, factors
 from .decode_kernel import aligned, attend_kernel, check_dtype, count, inside_for, kernel_for, launches
@@ -93,6 +92,8 @@ class CudaOperations(Operations):
         """The output; and the transformed chunk, or `None` if the kernel has stored it (`storing` asks for that, and not
         every kernel can)."""
         if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
+            from .. import prompt
+
             chunk = _transformed(chunk, store)
             return restored(prompt.attend(chunk, store), store), chunk
         kernel = kernel_for(chunk, store, storing and chunk.tokens == 1)
@@ -124,9 +125,11 @@ OPERATIONS = CudaOperations()
 
 def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`, by Triton's kernels."""
-    return (
-        unpacking.read(store, max_length) if why_no_launcher() is None else reference.OPERATIONS.read(store, max_length)
-    )
+    if why_no_launcher() is not None:
+        return reference.OPERATIONS.read(store, max_length)
+    from ..read import read as unpacked
+
+    return unpacked(store, max_length)
 
 
 def _transformed(chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
