@@ -203,20 +203,19 @@ def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
         kernels.check_attend(fragment(Case(tokens=161, lengths=(40,), heads=1, groups=2)))
 
 
-#: for teams of two warps, where a multiprocessor has 100 KiB of shared memory
-TWO_WARPS = Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128)
+#: on a multiprocessor with 64 KiB of shared memory a team has one warp
+ONE_WARP = Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128)
 
 
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
-    """The warp's share of the window, n / n, is less than 1 for these n where division is by a rounded reciprocal."""
-    with emulated(monkeypatch, shared=100, processors=1):
-        for units in (40, 46):
-            kernels.check_attend(fragment(dataclasses.replace(TWO_WARPS, lengths=(31 + units * 64,))))
+    """The warp's share of the window, n / n, is less than 1 for n = 41 where division is by a rounded reciprocal."""
+    with emulated(monkeypatch, shared=64, processors=1):
+        kernels.check_attend(fragment(dataclasses.replace(ONE_WARP, lengths=(31 + 40 * 64,))))
 
 
 def test_more_teams_share_a_row_than_are_merged_at_a_time(launch, monkeypatch):
-    with emulated(monkeypatch, shared=100, processors=12):
-        kernels.check_attend(fragment(dataclasses.replace(TWO_WARPS, groups=4, lengths=(31 + 24 * 64,))))
+    with emulated(monkeypatch, shared=64, processors=12):
+        kernels.check_attend(fragment(dataclasses.replace(ONE_WARP, groups=4, lengths=(31 + 16 * 64,))))
 
 
 def test_counters_stay_where_they_are(launch):

@@ -316,11 +316,11 @@ def test_folders_have_a_limit(model, tmp_path):
 
 
 def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
-    want = {seed: _generate(model, _text(100, seed), None)[0] for seed in range(3)}
+    want = {seed: _generate(model, _text(100, seed), None, 4)[0] for seed in range(3)}
     for _ in range(6):
         store = lb.PrefixStore(1, folder=tmp_path)
         for seed in want:
-            _generate(model, _text(100, seed), store)
+            _generate(model, _text(100, seed), store, 4)
         for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
             content = path.read_bytes()
             at = random.randrange(len(content))
@@ -331,11 +331,11 @@ def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
                 flipped = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
                 path.write_bytes(content[:at] if change == "cut" else flipped)
         for seed, tokens in want.items():
-            assert torch.equal(_generate(model, _text(100, seed), store)[0], tokens)
+            assert torch.equal(_generate(model, _text(100, seed), store, 4)[0], tokens)
 
 
 def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
-    want = {seed: _generate(model, _text(100, seed), None)[0] for seed in range(4)}
+    want = {seed: _generate(model, _text(100, seed), None, 4)[0] for seed in range(4)}
     errors = []
 
     def work(seed):
@@ -344,7 +344,7 @@ def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
             store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes="200kB")
             for turn in range(8):
                 number = (seed + turn) % 4
-                assert torch.equal(_generate(own, _text(100, number), store)[0], want[number])
+                assert torch.equal(_generate(own, _text(100, number), store, 4)[0], want[number])
         except BaseException as error:
             errors.append(error)
 
