@@ -68,6 +68,20 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     return config
 
 
+def longest_text(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest text that a model was made for, or `None` if its configuration does not say. RoPE scaling whose
+    factor reaches beyond `max_position_embeddings` counts."""
+    decoder = config.get_text_config(decoder=True)
+    if (longest := getattr(decoder, "max_position_embeddings", None)) is None:
+        return None
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    reach = longest
+    for scaling in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one for each kind of layers
+        if (factor := scaling.get("factor")) is not None:
+            reach = max(reach, int(factor * (scaling.get("original_max_position_embeddings") or longest)))
+    return reach
+
+
 def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]) -> None:
     """Raise if a layer has another reading than `reading`."""
     if reading is None or all(model_side.reading == parse_reading(reading) for model_side in model_sides.values()):

@@ -17,7 +17,7 @@ from ..cache import cache_contents, saved_cache
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.served_models import unwrap
+from ..cache.served_models import longest_text, unwrap
 from ..generation.call_options import check_options, setting
 from ..generation.finish_reason import FinishReason
 from ..generation.generate import ARGUMENTS, generate
@@ -41,6 +41,8 @@ _OWN = (
 )
 #: names that a chat takes
 _KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
+#: tokens of a conversation where nothing is said
+_LENGTH = 32768
 #: how many ends of turns are kept for models that cannot crop
 _ENDS = "4GB"
 
@@ -62,6 +64,7 @@ class Chat:
         preset: see `preset_names`.
         system: the system message, or `None`.
         max_length: largest number of tokens of the whole conversation; memory for them is allocated at the first turn.
+            `None`: 32768, or as many as the model was made for if these are fewer.
         chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
         **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
             `cache_options` and `calibration` are for the cache.
@@ -74,7 +77,8 @@ class Chat:
 
     Raises:
         ValueError: an option or the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an
-            option, or the tokenizer has no chat template. TypeError: the tokenizer is a text.
+            option, `max_length` is more than the model was made for, or the tokenizer has no chat template.
+        TypeError: the tokenizer is a text.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -90,11 +94,11 @@ class Chat:
         preset: PresetName | str = DEFAULT_PRESET,
         *,
         system: str | None = None,
-        max_length: int = 32768,
+        max_length: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ):
-        check_count("max_length", max_length)
+        max_length = _checked_length(max_length, model)
         _check_tokenizer(tokenizer)
         if system is not None and not isinstance(system, str):
             raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
@@ -336,7 +340,7 @@ class Chat:
                 f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
                 f"max_length={said['max_length']}"
             )
-        length = said["max_length"] if max_length is None else max_length
+        length = _checked_length(said["max_length"] if max_length is None else max_length, model)
         cache = LowBitCache.from_pretrained(folder, model, max_cache_len=length, preset=preset, calibration=calibration)
         new = cls.__new__(cls)
         new.model, new.tokenizer, new.max_length = model, tokenizer, length
@@ -352,6 +356,21 @@ class Chat:
     def __repr__(self) -> str:
         stored = int(self.cache.packed_layers[0].get_seq_length())
         return f"Chat({len(self.messages)} messages, {stored} of {self.max_length} tokens, preset={self.preset!r})"
+
+
+def _checked_length(max_length: int | None, model: Any) -> int:
+    """Tokens of a conversation with this model. Raises if the model was made for fewer than are asked for."""
+    check_count("max_length", max_length, optional=True)
+    longest = longest_text(unwrap(model).config)
+    if max_length is None:
+        return _LENGTH if longest is None else min(_LENGTH, longest)
+    if longest is not None and max_length > longest:
+        raise ValueError(
+            f"max_length={max_length} is not allowed: the model was made for texts of at most {longest} tokens "
+            "(max_position_embeddings and RoPE scaling of its configuration). Set max_length to that or less, or load the "
+            "model with RoPE scaling"
+        )
+    return max_length
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.served_models import tp_size, unwrap
+from ..cache.served_models import longest_text, tp_size, unwrap
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
@@ -297,7 +297,7 @@ class _Run:
         memory = self._memory
         if memory is None:
             memory = int(USABLE * max(free_memory(model.device) - needed, 0))
-        longest = getattr(model.config, "max_position_embeddings", None)
+        longest = longest_text(model.config)
         size = pool_size(layers, memory, limits, longest, self._max_rows, self._share)
         pool = RowPool(layers, size.slots, size.tokens, size.max_length)
         steps = PoolSteps(model, template, pool)

@@ -98,7 +98,7 @@ def test_kept_prompts_go_on(models, text, tmp_path):
 def test_a_chat(models):
     texts = []
     for model in models:
-        chat = lb.Chat(model, tokenizer_of(), "kivi-4-sink", max_length=2048, max_new_tokens=12, step="eager")
+        chat = lb.Chat(model, tokenizer_of(), "kivi-4-sink", max_length=1024, max_new_tokens=12, step="eager")
         texts.append([chat.send(words(300, 1)), chat.send(words(30, 2))])
     assert texts[0] == texts[1]
 

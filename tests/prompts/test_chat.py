@@ -8,9 +8,10 @@ import pytest
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
 from letters import letters
-from transformers import GenerationConfig
+from transformers import BloomConfig, Gemma3Config, GenerationConfig, GPT2Config, LlamaConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.served_models import longest_text
 
 DENSE = {"cache_options": {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}, "do_sample": False}
 #: forgets all but the last words of earlier answers
@@ -170,6 +171,50 @@ def test_a_full_context_raises_before_reading(model):
     assert (counted.taken(), chat.messages) == (0, [])
     with pytest.raises(ValueError, match="there is nothing to undo"):
         chat.undo()
+
+
+def test_no_chat_is_longer_than_the_model_was_made_for(model, tmp_path, monkeypatch):
+    """The tiny model has 1024 positions."""
+    counted = Counted(model)
+    with pytest.raises(
+        ValueError, match=r"max_length=1025 is not allowed: the model was made for .* at most 1024 tokens"
+    ):
+        lb.Chat(model, tokenizer_of(), max_length=1025)
+    chat = lb.Chat(model, tokenizer_of(), **DENSE, max_new_tokens=3)
+    assert chat.max_length == 1024
+    chat.send(words(20, 1))
+    chat.save(tmp_path)
+    counted.taken()
+    with pytest.raises(ValueError, match="max_length=2000 is not allowed"):
+        lb.Chat.load(tmp_path, model, tokenizer_of(), max_length=2000)
+    assert counted.taken() == 0
+    rope = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    monkeypatch.setattr(model.config, "rope_parameters", rope)
+    assert lb.Chat(model, tokenizer_of(), max_length=2048).max_length == 2048
+    with pytest.raises(ValueError, match="at most 2048 tokens"):
+        lb.Chat(model, tokenizer_of(), max_length=2049)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 1 << 20)
+    assert lb.Chat(model, tokenizer_of()).max_length == 32768
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (LlamaConfig(max_position_embeddings=500), 500),
+        (
+            LlamaConfig(
+                max_position_embeddings=500, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+            ),
+            1500,
+        ),
+        (GPT2Config(n_positions=70), 70),
+        (BloomConfig(), None),
+        (Gemma3Config(text_config={"max_position_embeddings": 900}), 900),
+    ],
+    ids=["llama", "linear", "gpt2", "no positions", "inside"],
+)
+def test_the_longest_text(config, longest):
+    assert longest_text(config) == longest
 
 
 def test_bad_arguments(model):
