@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 #: largest number of threads: a single one is slower than the copy to a GPU
@@ -31,8 +32,17 @@ BUFFERS = 3
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Write tensors that are on the CPU. Returns their checksums (xxh3_128, hexadecimal) by name; that of the file's
-    header has the name `""`."""
-    save_file(dict(tensors), path)
+    header has the name `""`.
+
+    Raises:
+        OSError: the file cannot be written, e.g. to a full disk.
+    """
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it has no class for what the system refuses
+        if "I/O error" not in str(error):
+            raise
+        raise OSError(f"tensors cannot be written to {str(path.parent)!r}: {error}") from error
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = xxhash.xxh3_128_hexdigest(file.read(length))

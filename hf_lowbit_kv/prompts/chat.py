@@ -39,6 +39,8 @@ _OWN = (
     "max_cache_len",
     "num_return_sequences",
 )
+#: options of the template that a chat sets itself
+_OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 #: names that a chat takes
 _KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
 #: tokens of a conversation where nothing is said
@@ -104,13 +106,14 @@ class Chat:
             raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
         _check_options(unwrap(model), options)
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
-        self.chat_template_kwargs, self.options = dict(chat_template_kwargs or {}), options
+        self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         cache_options = {**(options.pop("cache_options", None) or {})}
         if (calibration := options.pop("calibration", None)) is not None:
             cache_options["calibration"] = calibration
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
+        self._turn = _Turn()
         self.finish_reason: FinishReason | None = None
 
     # ---- turns ----------------------------------------------------------------------------------------------------
@@ -119,47 +122,51 @@ class Chat:
         """Send a message and return the answer. Ctrl-C keeps the partial answer as the turn, and is raised.
 
         Raises:
-            ValueError: the conversation has no room left. Nothing was read.
+            ValueError: the conversation has no room left, or `messages` holds something else than messages. RuntimeError: an
+                answer is still being written. Nothing was read.
         """
-        ids = self._ids(text)
-        seen = _Seen()
-        try:
-            self._write(ids, seen)
-        finally:
-            answer = self._finish(text, ids, seen)
+        with self._turn:
+            ids = self._ids(text)
+            seen = _Seen()
+            try:
+                self._write(ids, seen)
+            finally:
+                answer = self._finish(text, ids, seen)
         return answer
 
     def stream(self, text: str) -> Iterator[str]:
         """Send a message and yield the answer piece by piece. Leaving the loop keeps the partial answer as the turn.
         Raises like `send`, when the first piece is requested."""
-        ids = self._ids(text)
-        seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
-        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with self._turn:
+            ids = self._ids(text)
+            seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
+            pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-        def work() -> None:
+            def work() -> None:
+                try:
+                    self._write(ids, seen, pieces, stop)
+                except BaseException as error:
+                    failed.append(error)
+                    pieces.end()
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
             try:
-                self._write(ids, seen, pieces, stop)
-            except BaseException as error:
-                failed.append(error)
-                pieces.end()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield from pieces
-        finally:
-            stop.set()
-            thread.join()
-            self._finish(text, ids, seen)
-        if failed:
-            raise failed[0]
+                yield from pieces
+            finally:
+                stop.set()
+                thread.join()
+                self._finish(text, ids, seen)
+            if failed:
+                raise failed[0]
 
     def undo(self) -> None:
         """Remove the last message of the user, and its answer.
 
         Raises:
-            ValueError: there is no message.
+            ValueError: there is no message. RuntimeError: an answer is still being written.
         """
+        self._turn.check()
         said = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not said:
             raise ValueError("there is nothing to undo: no message of the user is left")
@@ -171,6 +178,7 @@ class Chat:
         if not isinstance(text, str):
             raise TypeError(f"text={text!r} is not allowed; it must be a text")
         _check_options(unwrap(self.model), self.options)  # they may have been changed
+        _check_messages(self.messages)
         messages = [*self.messages, {"role": "user", "content": text}]
         options = {
             "add_generation_prompt": True,
@@ -289,7 +297,9 @@ class Chat:
 
         Raises:
             TypeError: an option cannot be written, such as a logits processor. NotADirectoryError: a file has this name.
+            OSError: the files cannot be written. RuntimeError: an answer is still being written.
         """
+        self._turn.check()
         said = {
             "messages": self.messages,
             "max_length": self.max_length,
@@ -346,8 +356,8 @@ class Chat:
         new.model, new.tokenizer, new.max_length = model, tokenizer, length
         new.preset = cache.preset or DEFAULT_PRESET
         new.options = {**said["options"], **options}
-        new.chat_template_kwargs = {**said["chat_template_kwargs"], **(chat_template_kwargs or {})}
-        new.messages, new.cache, new._ends = said["messages"], cache, PrefixStore(_ENDS)
+        new.chat_template_kwargs = {**said["chat_template_kwargs"], **_checked_kwargs(chat_template_kwargs)}
+        new.messages, new.cache, new._ends, new._turn = said["messages"], cache, PrefixStore(_ENDS), _Turn()
         new.finish_reason = said.get("finish_reason")
         if cache.text is not None and not new._crops:
             new._ends.add(cache, [cache.text[0].cpu()])
@@ -386,6 +396,27 @@ def _check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def _checked_kwargs(chat_template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy, after checking that a chat can pass them on."""
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r} is not allowed; it must be a dict, or None")
+    kwargs = dict(chat_template_kwargs or {})
+    if own := [name for name in _OWN_OF_TEMPLATE if name in kwargs]:
+        raise ValueError(f"chat_template_kwargs={{{own[0]!r}: ...}} is not allowed: a chat sets it itself")
+    return kwargs
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise for anything that a template would skip or stumble over."""
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"chat.messages={messages!r} is not allowed; it must be a list of messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"chat.messages[{index}]={message!r} is not allowed; it must be a message: {{'role': ..., 'content': ...}}"
+            )
+
+
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
     check_names("lb.Chat", model, options, _KNOWN)
@@ -406,6 +437,26 @@ def _most_tokens(options: Mapping[str, Any], room: int) -> int:
 
 def _holds_any(text: str, strings: str | Sequence[str]) -> bool:
     return any(each in text for each in ([strings] if isinstance(strings, str) else strings))
+
+
+class _Turn:
+    """Held while an answer is written."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        if self._lock.locked():
+            raise RuntimeError(
+                "this chat is still writing an answer: end the loop over stream(), or call the iterator's close()"
+            )
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(blocking=False):
+            self.check()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class _Seen(BaseStreamer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,11 +43,12 @@ class PrefixStore:
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
             is removed first.
-        folder: removed texts are moved here; several stores may share it. `None`: they are dropped.
+        folder: removed texts are moved here; several stores may share it. `None`: they are dropped. A text that cannot be
+            written, e.g. because the disk is full, is dropped with a warning.
         max_folder_bytes: limit for the files; `None`: no limit.
 
     Raises:
-        ValueError: a size is not understood, or there is a limit without a folder.
+        ValueError: a size is not understood, or there is a limit without a folder. NotADirectoryError: the folder is a file.
 
     Example:
         >>> store = lb.PrefixStore("1GB")
@@ -217,7 +219,14 @@ class PrefixStore:
                 return
             self._prompts.remove(oldest)
             if self._folder is not None:
-                self._folder.save(oldest)
+                try:
+                    self._folder.save(oldest)
+                except OSError as error:  # the caller's text is not lost for that
+                    warnings.warn(
+                        f"a text of {len(oldest.ids)} tokens is dropped, because folder={str(self._folder.path)!r} does not "
+                        f"take it: {error}",
+                        stacklevel=2,
+                    )
             self._trim(oldest)
 
     def _trim(self, gone: KeptPrompt) -> None:

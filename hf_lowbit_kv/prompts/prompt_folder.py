@@ -32,6 +32,8 @@ class PromptFolder:
     def __init__(self, path: Path, limit: int | None):
         self.path, self.limit = path, limit
         self._read: ReadOnce[tuple[str, torch.Tensor]] = ReadOnce(MOST_REMEMBERED)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"folder={str(path)!r} is a file; texts are kept in a folder: give another name")
         path.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -83,10 +85,16 @@ class PromptFolder:
         return prompt
 
     def save(self, prompt: KeptPrompt) -> None:
-        """Write a text, then remove the oldest texts beyond the limit."""
+        """Write a text, then remove the oldest texts beyond the limit. Raises `OSError` if it cannot be written."""
         name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
         folder = self.path / f"prompt-{name}"
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
+        try:
+            self._text(folder / saved_cache.FILE_NAME)
+        except OSError:
+            pass
+        except (ValueError, KeyError):  # damaged: nothing would find it, and it would never be replaced
+            shutil.rmtree(folder, ignore_errors=True)
         for _ in range(TRIES):
             if (folder / saved_cache.FILE_NAME).is_file():
                 break

@@ -232,6 +232,41 @@ def test_bad_arguments(model):
         lb.Chat(model, tokenizer_of(), sytem="x")
     with pytest.raises(ValueError, match=r"pass it as lb\.Chat\(\.\.\., cache_options=\{'sink'"):
         lb.Chat(model, tokenizer_of(), sink=3)
+    with pytest.raises(
+        ValueError, match=r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself"
+    ):
+        _chat(model, chat_template_kwargs={"tokenize": False})
+    with pytest.raises(TypeError, match="chat_template_kwargs='x' is not allowed"):
+        _chat(model, chat_template_kwargs="x")
+
+
+@pytest.mark.parametrize(
+    "messages", [None, "w1", [3], [{}], [{"role": "user", "content": "w1"}, {"content": "w2"}]], ids=repr
+)
+def test_messages_that_are_none_are_refused_before_reading(model, messages):
+    """A template skips or misreads them."""
+    chat, counted = _chat(model), Counted(model)
+    chat.messages = messages
+    with pytest.raises((TypeError, ValueError), match=r"chat\.messages.* is not allowed; it must be a"):
+        chat.send("w1")
+    assert counted.taken() == 0
+    chat.messages = []
+    assert chat.send(words(9, 1)) == _chat(model).send(words(9, 1))
+
+
+def test_one_answer_at_a_time(model, tmp_path):
+    """While a stream is open its thread writes to the cache."""
+    chat = _chat(model)
+    pieces = chat.stream(words(20, 1))
+    next(pieces)
+    for other in (lambda: chat.send("w1"), lambda: next(chat.stream("w1")), chat.undo, lambda: chat.save(tmp_path)):
+        with pytest.raises(RuntimeError, match="this chat is still writing an answer"):
+            other()
+    pieces.close()
+    text = words(20, 2)
+    want = _fresh(model, chat, text)
+    assert chat.send(text) == want
+    assert len(chat.messages) == 4
 
 
 def test_what_load_changes_and_refuses(model, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import resource
 import threading
 
 import pytest
@@ -313,6 +314,48 @@ def test_folders_have_a_limit(model, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     assert _generate(model, _text(100, 5), store)[1] == 99
     assert _generate(model, _text(100, 0), store)[1] == 0
+
+
+def test_a_damaged_text_is_written_again(model, tmp_path):
+    """Its description is found by no one, so nothing else would remove it."""
+    ids = _text(100, 1)
+    _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))
+    (description,) = tmp_path.glob("prompt-*/*.json")
+    description.write_text("{}")
+    assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 0
+    assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 99
+
+
+@pytest.fixture
+def small_files():
+    """Files of this process end after 20 kB, as on a disk that gets full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk(model, tmp_path, small_files):
+    """The answer is not lost, and the files of an earlier text stay whole."""
+    ids, store = _text(100, 1), lb.PrefixStore(1, folder=tmp_path / "store")
+    with pytest.warns(
+        UserWarning, match=r"a text of \d+ tokens is dropped, because folder=.* does not take it: .*store"
+    ):
+        tokens, cached, _ = _generate(model, ids, store)
+    assert torch.equal(tokens, _generate(model, ids, None)[0])
+    assert (cached, len(store)) == (0, 0)
+    cache = lb.generate(
+        model, ids, "kivi-4", max_new_tokens=1, cache_options=DENSE, return_dict_in_generate=True, **GREEDY
+    ).past_key_values
+    with pytest.raises(OSError, match="tensors cannot be written to"):
+        cache.save_pretrained(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="mine' is a file; texts are kept in a folder"):
+        lb.PrefixStore(folder=tmp_path / "mine")
 
 
 def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
