@@ -33,8 +33,12 @@ def check_names(
     Raises:
         ValueError: an option is not known. The message says where an option of the cache belongs, or names the nearest
             option.
+        TypeError: `generation_config` is none.
     """
-    known = {*own, *_settings(model, options.get("generation_config"))}
+    config = options.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"generation_config={config!r} is not allowed; it must be a GenerationConfig")
+    known = {*own, *_settings(model, config)}
     if model_inputs:
         known |= {*inspect.signature(GenerationMixin.generate).parameters, *_OF_GENERATE} - {"self", "kwargs"}
     for name, value in options.items():

@@ -3,7 +3,9 @@ when it makes its logits processors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,45 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..storage.layer_spec import check_count
 
-#: settings that are numbers; transformers compares them before it looks at their type
-NUMBERS = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens"),
-)
+
+@dataclass(frozen=True)
+class _Allowed:
+    """Numbers that a setting may be."""
+
+    least: float = 0
+    most: float = math.inf
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        kinds = int if self.whole else (int, float)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        return number and math.isfinite(value) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.whole else "a number"
+        return (
+            f"{kind} of {self.least} or more" if math.isinf(self.most) else f"{kind} from {self.least} to {self.most}"
+        )
+
+
+_SHARE, _COUNT = _Allowed(most=1), _Allowed(whole=True)
+#: settings that are numbers. transformers compares some of them before it looks at their type, and ignores others if they are
+#: out of range
+NUMBERS = {
+    "temperature": _Allowed(),
+    "top_k": _COUNT,
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "typical_p": _SHARE,
+    "epsilon_cutoff": _SHARE,
+    "eta_cutoff": _SHARE,
+    "repetition_penalty": _Allowed(),
+    "encoder_repetition_penalty": _Allowed(),
+    "no_repeat_ngram_size": _COUNT,
+    "min_length": _COUNT,
+    "min_new_tokens": _COUNT,
+    "max_time": _Allowed(),
+}
 
 
 def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping[str, Any]) -> None:
@@ -28,7 +64,7 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
     Raises:
         ValueError: a setting has another type, or a value that is not allowed.
     """
-    check_numbers(options)
+    check_settings(options)
     known = vars(GenerationConfig())
     settings = {name: value for name, value in options.items() if name in known}
     config, _ = model._prepare_generation_config(options.get("generation_config"), **settings)
@@ -38,13 +74,33 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
     processors_of(model, config, None if prompt_ids is None else prompt_ids[:1], options, "cpu")
 
 
-def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for settings that are no numbers, and for a bad `num_return_sequences`."""
-    for name in NUMBERS:
+def check_settings(options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for settings of the call, or of its `generation_config`, that are no numbers or out of range, and
+    for a bad `num_return_sequences`, `do_sample`, `stop_strings` or `eos_token_id`."""
+
+    def setting(name: str) -> Any:
         value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ValueError(f"{name}={value!r} is not allowed; it must be a number")
+        return getattr(options.get("generation_config"), name, None) if value is None else value
+
+    for name, allowed in NUMBERS.items():
+        value = setting(name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name}={value!r} is not allowed; it must be {allowed}")
     check_count("num_return_sequences", options.get("num_return_sequences"), optional=True, unit="texts of a prompt")
+    if (value := setting("do_sample")) is not None and not isinstance(value, bool):
+        raise ValueError(f"do_sample={value!r} is not allowed; it must be True or False")
+    stops = setting("stop_strings")
+    texts = [stops] if isinstance(stops, str) else stops
+    listed = isinstance(texts, (list, tuple)) and texts and all(isinstance(each, str) and each for each in texts)
+    if stops is not None and not listed:
+        raise ValueError(
+            f"stop_strings={stops!r} is not allowed; it must be a text that is not empty, or a list of them"
+        )
+    ends = setting("eos_token_id")
+    numbers = ends.reshape(-1).tolist() if isinstance(ends, torch.Tensor) else ends
+    for end in numbers if isinstance(numbers, (list, tuple)) else [] if numbers is None else [numbers]:
+        if not isinstance(end, int) or isinstance(end, bool):
+            raise ValueError(f"eos_token_id={ends!r} is not allowed; it must be a token's number, or a list of them")
 
 
 def processors_of(

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..generation.call_options import check_options, new_tokens_of, return_sequences
 from ..generation.option_names import check_names
-from ..generation.sampling_settings import check_numbers, processors_of
+from ..generation.sampling_settings import check_settings, processors_of
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -86,7 +86,14 @@ class RequestReader:
         self.model, self.tokenizer, self.options = model, tokenizer, dict(options)
         if "max_new_tokens" not in options and "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
-        self._config([0], dict(options))
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise TypeError(f"tokenizer={tokenizer!r} is not allowed; it must be a tokenizer of transformers, or None")
+        try:
+            self._config([0], dict(options))
+        except (TypeError, ValueError):
+            raise
+        except Exception as error:  # of transformers, about a value that it did not expect
+            raise ValueError(f"the options cannot be used: {type(error).__name__}: {error}") from error
 
     def read(self, user_request: Any, index: int) -> Request:
         """A request from what the caller gave.
@@ -104,6 +111,8 @@ class RequestReader:
                 raise ValueError(
                     f"it must have one of {', '.join(map(repr, PROMPTS))}, and has {list(prompts) or 'none'}"
                 )
+            if unnamed := [name for name in request if not isinstance(name, str)]:
+                raise TypeError(f"{unnamed[0]!r} is not the name of an option")
             options = {**self.options, **request}
             ids = self._ids(*next(iter(prompts.items())), mask, options)
             config, new_tokens = self._config(ids, options)
@@ -112,8 +121,11 @@ class RequestReader:
             end_tokens = frozenset() if ends is None else frozenset(ends.tolist())
             name = str(index) if named is None else str(named)
             return Request(index, name, ids, config, new_tokens, own_options, end_tokens)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"request {index}: {error}") from error
+        except TypeError as error:
+            raise TypeError(f"request {index}: {error}") from error
+        except Exception as error:  # a chat template raises errors of its own kind
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"request {index}: {kind}{error}") from error
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
@@ -131,10 +143,7 @@ class RequestReader:
             ids = self._from_text(kind, prompt, options)
         if not ids:
             raise ValueError(f"{kind}={prompt!r} has no token: there is nothing to read")
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not all(0 <= token < vocabulary for token in ids):
-            wrong = next(token for token in ids if not 0 <= token < vocabulary)
-            raise ValueError(f"token {wrong} is not one of the model's {vocabulary}")
+        self._check_tokens("", ids)
         return ids
 
     def _from_text(self, kind: str, prompt: Any, options: Mapping[str, Any]) -> list[int]:
@@ -144,9 +153,13 @@ class RequestReader:
             if not isinstance(prompt, str):
                 raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
             return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence) or not prompt:
+            raise ValueError(f"messages={prompt!r} is not allowed; it must be a list of messages, at least one")
         for message in prompt:
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if not isinstance(message, Mapping) or not isinstance(content, (str, type(None))):
+            role, content = (
+                (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+            )
+            if not isinstance(role, str) or not isinstance(content, (str, type(None))):
                 raise ValueError(
                     f"messages must be dicts with a 'role' and a text as 'content' (images are not served); {message!r} is "
                     "not allowed"
@@ -168,7 +181,7 @@ class RequestReader:
         if request.get("negative_prompt_ids") is not None:
             raise ValueError("negative_prompt_ids is not allowed: it runs the model twice a step; use model.generate")
         _check_own_options(request)
-        check_numbers(request)
+        check_settings(request)
         return_sequences(model, request)
         new_tokens = new_tokens_of(model, request.get("max_new_tokens"), request, len(ids))
         request.pop("max_length", None)  # `new_tokens` has it
@@ -197,7 +210,15 @@ class RequestReader:
         tokens = torch.tensor([ids])
         model._prepare_generated_length(config, True, True, "input_ids", len(ids), tokens)
         processors_of(model, config, tokens, request, model.device)  # raises for values that are not allowed
+        keys = [key if isinstance(key, tuple) else key[0] for key in config.sequence_bias or ()]
+        self._check_tokens("sequence_bias: ", [token for key in keys for token in key])
         return config, new_tokens
+
+    def _check_tokens(self, where: str, tokens: Sequence[int]) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if not all(0 <= token < vocabulary for token in tokens):
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise ValueError(f"{where}token {wrong} is not one of the model's {vocabulary}")
 
 
 def _check_own_options(request: Mapping[str, Any]) -> None:
@@ -211,6 +232,9 @@ def _check_own_options(request: Mapping[str, Any]) -> None:
     streamer: Any = request.get("streamer")
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer={streamer!r} is not allowed; it must have the methods put and end")
+    allowed = request.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise TypeError(f"prefix_allowed_tokens_fn={allowed!r} is not allowed; it must be a function")
     for name in ("logits_processor", "stopping_criteria"):
         objects = request.get(name)
         listed = objects is None or isinstance(objects, Sequence)
@@ -226,7 +250,7 @@ def _kind(prompt: Any) -> str:
         return "prompt"
     if isinstance(prompt, torch.Tensor) or (hasattr(prompt, "dtype") and hasattr(prompt, "tolist")):
         return "input_ids"
-    if isinstance(prompt, Sequence) and prompt:
+    if isinstance(prompt, Sequence) and prompt and not isinstance(prompt, (bytes, bytearray)):
         return "messages" if isinstance(prompt[0], Mapping) else "input_ids"
     raise TypeError(
         f"{prompt!r} is not allowed: a request is a text, token ids, a list of messages, or a dict with one of "
@@ -236,9 +260,11 @@ def _kind(prompt: Any) -> str:
 
 def _flat(name: str, numbers: Any) -> list[int]:
     """A list of integers from a list, a tensor or an array, `[n]` or `[1, n]`."""
-    ids = numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
+    ids = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
+        raise TypeError(f"{name}={numbers!r} is not allowed; it must be integers [n]")
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
-        ids = list(ids[0])
-    if not all(isinstance(number, int) for number in ids):
+        ids = ids[0]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in ids):
         raise ValueError(f"{name} must be integers [n], of one request; a batch is several requests")
-    return [int(number) for number in ids]
+    return list(ids)

@@ -110,6 +110,11 @@ class RequestLoop:
     def alive(self) -> bool:
         return self.error is None and self._thread.is_alive()
 
+    def cancel_all(self) -> None:
+        """Cancel all requests that have no result yet."""
+        for ticket in list(self._tickets.values()):
+            ticket.cancel()
+
     def stop(self, patience: float = 0.0) -> None:
         """Take no more requests, let running ones continue for `patience` seconds, and cancel the rest. Frees the
         pool."""

@@ -197,6 +197,24 @@ def test_texts_messages_and_stop_strings(model):
         assert result.generated_tokens == plain.generated_tokens
 
 
+def test_messages_that_a_template_refuses_stop_no_other_request(model):
+    """A template raises errors of its own kind, and often for a system message."""
+    tokenizer = letters()
+    tokenizer.chat_template = "{{ raise_exception('no system message') if messages[0].role == 'system' else 'abc' }}"
+    wrong = [
+        ([{"role": "system", "content": "a"}], "request 1: TemplateError: no system message"),
+        ({"messages": 5}, "messages=5 is not allowed; it must be a list of messages"),
+        ({"messages": [{"content": "a"}]}, "messages must be dicts with a 'role'"),
+        ({"prompt": "abc", "stop_strings": 5}, "stop_strings=5 is not allowed"),
+    ]
+    requests = ["abc", *(request for request, _ in wrong), [{"role": "user", "content": "a"}]]
+    found = lb.generate_many(model, requests, "dense", tokenizer=tokenizer, max_new_tokens=3, do_sample=False, **FIXED)
+    assert found[0].generated_tokens == found[-1].generated_tokens
+    assert len(found[0].generated_tokens) == 3
+    for (_, message), result in zip(wrong, found[1:-1], strict=True):
+        assert message in result.error
+
+
 class Broken(LogitsProcessor):
     """Raises at its third token."""
 
@@ -454,9 +472,15 @@ REFUSED = {
     "max_new_tokens": (0, "max_new_tokens=0"),
     "logits_processor": (3, "logits_processor=3"),
     "temperature": (0.0, r"`temperature` \(=0.0\) has to be a strictly positive"),
-    "top_k": (-1, "`top_k` has to be a strictly positive integer, but is -1"),
-    "top_p": ("a", "top_p='a' is not allowed; it must be a number"),
-    "min_p": (2.0, "`min_p` has to be a float"),
+    "top_k": (-1, "top_k=-1 is not allowed; it must be an integer of 0 or more"),
+    "top_p": (1.5, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
+    "min_p": (2.0, "min_p=2.0 is not allowed; it must be a number from 0 to 1"),
+    "max_time": (float("inf"), "max_time=inf is not allowed"),
+    "eos_token_id": ([5, 1.5], r"eos_token_id=\[5, 1.5\] is not allowed"),
+    "sequence_bias": ([[[400], 1.0]], "sequence_bias: token 400 is not one of the model's 160"),
+    "prefix_allowed_tokens_fn": (5, "prefix_allowed_tokens_fn=5 is not allowed; it must be a function"),
+    "generation_config": (5, "generation_config=5 is not allowed; it must be a GenerationConfig"),
+    "watermarking_config": (5, "AttributeError: 'int' object has no attribute 'validate'"),
 }
 #: values of `num_return_sequences` that are no counts
 NO_COUNTS = (0, -1, "2", 1.5, True)
@@ -487,6 +511,11 @@ def test_bad_requests_of_a_list_are_results_with_errors(models, texts, way):
         ({"input_ids": texts[1], "num_beams": 4}, "num_beams=4"),
         ({"input_ids": texts[1], "temperature": 0.0, "do_sample": True}, "`temperature`"),
         (5, "5 is not allowed"),
+        (b"abc", "b'abc' is not allowed"),
+        ({"input_ids": 5}, "input_ids=5 is not allowed; it must be integers"),
+        ([True, 5], "input_ids must be integers"),
+        ({"input_ids": texts[1], 5: 6}, "5 is not the name of an option"),
+        ({"input_ids": texts[1], "watermarking_config": 5}, "AttributeError"),
     ]
     requests = [texts[0], *(request for request, _ in bad), texts[2]]
     results = lb.generate_many(
@@ -589,10 +618,13 @@ def test_requests_that_are_none(model, pools, requests, message):
         ({"preset": "kivi-5"}, "kivi-5"),
         ({"cache_options": {"max_cache_len": 5}}, "max_cache_len"),
         ({"streamer": Collected()}, "streamer is not allowed for all"),
+        ({"tokenizer": 5}, "tokenizer=5 is not allowed"),
+        ({"share_prefixes": "no"}, "share_prefixes='no' is not allowed; it must be True or False"),
+        ({"as_completed": 1}, "as_completed=1 is not allowed"),
     ],
 )
 def test_arguments_out_of_range(model, texts, pools, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         lb.generate_many(model, texts, **{"max_new_tokens": 3, **FIXED, **arguments})
     assert not pools
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -43,7 +42,10 @@ def folder(tmp_path_factory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="159")
-    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}1 2 3"
+    fast.chat_template = (
+        "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{{ message.content }} {% endfor %}1 2 3"
+    )
     fast.save_pretrained(path)
     model = tiny_models("llama", max_position_embeddings=100_000)[1]
     model.save_pretrained(path)
@@ -192,6 +194,23 @@ def test_stop_ends_the_row(served, expected):
         ({"extra_body": {"generation_config": "{"}}, "JSONDecodeError"),
         ({"extra_body": {"generation_config": '{"num_beams": 2, "max_new_tokens": 4}'}}, "beam"),
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url' is not served"),
+        (
+            {"extra_body": {"messages": [{"role": "system", "content": "5"}]}},
+            "messages: the chat template says TemplateError: no s",
+        ),
+        ({"content": [{"type": "text"}]}, "messages: {'type': 'text'} is not allowed"),
+        ({"extra_body": {"messages": [{"role": "user", "tool_calls": 5}]}}, "tool_calls=5 is not allowed"),
+        ({"extra_body": {"tools": [5]}}, "tools=[5] is not allowed; it must be a list of objects"),
+        ({"extra_body": {"chat_template_kwargs": 5}}, "chat_template_kwargs=5 is not allowed; it must be an object"),
+        ({"extra_body": {"generation_config": 5}}, "generation_config=5 is not allowed; it must be a text in JSON"),
+        ({"extra_body": {"stream": "yes"}}, "stream='yes' is not allowed; it must be true or false"),
+        ({"extra_body": {"n": True}}, "n=True cannot be honoured"),
+        ({"logprobs": True, "top_logprobs": 30}, "logprobs"),
+        ({"top_p": 1.5}, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
+        ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias: 'a' is not allowed"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias of 5=1000 is not allowed"),
+        ({"logit_bias": {"400": 1}}, "token 400 is not one of the model's 160"),
+        ({"extra_body": {"generation_config": '{"watermarking_config": 5, "max_new_tokens": 4}'}}, "AttributeError"),
         ({"content": ""}, None),
     ],
 )
@@ -232,6 +251,29 @@ def test_a_client_that_leaves_frees_its_row(served, expected):
         assert set(pool.map(lambda _: served.text(), range(ROWS))) == {expected(PROMPT)}
 
 
+def test_logit_bias(served):
+    """Of whole numbers, as OpenAI's documentation shows it; in both routes."""
+    bias = {"77": 100}
+    assert served.chat(logit_bias=bias, max_tokens=3).choices[0].message.content == "77 77 77"
+    assert served.text(logit_bias=bias, max_tokens=3) == "77 77 77"
+
+
+def test_a_body_that_no_row_could_hold(served, expected):
+    with pytest.raises(openai.APIStatusError) as refused:
+        served.text(prompt="5 " * 6_000_000)
+    assert refused.value.status_code == 413
+    assert "more than a row may hold" in refused.value.body["detail"]
+    assert served.text() == expected(PROMPT)
+
+
+def test_a_second_server_on_the_port_ends_before_it_loads_a_model(served, folder, monkeypatch):
+    from hf_lowbit_kv.requests.server import openai_server
+
+    monkeypatch.setattr(openai_server, "OneModel", lambda **_: pytest.fail("a model is loaded"))
+    with pytest.raises(ValueError, match=f"port={served.port} cannot be listened to: Address already in use"):
+        openai_server.serve(str(folder), "dense", "127.0.0.1", served.port)
+
+
 def status(served, route: str, method: str, body: bytes | None = None) -> int:
     address = f"http://127.0.0.1:{served.port}{route}"
     request = urllib.request.Request(address, body, {"content-type": "application/json"}, method=method)
@@ -253,12 +295,20 @@ def test_other_routes(served):
 
 
 def test_sigterm_in_the_middle(served):
-    """Answers get their time, are cut off then, and the port is free. The last test of this server."""
+    """Answers get their time, clients of all others are told, and the port is free. The last test of this server."""
     stream = iter(served.chat(max_tokens=ENDLESS, stream=True))
     next(stream)
-    served.process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(Exception):  # it is cut off, or told that it was cancelled
-        list(stream)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(served.text, prompt="5 " * 3000, max_tokens=ENDLESS)
+        time.sleep(0.3)  # its prompt is being read
+        served.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError) as cut_off:
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as cancelled:
+            whole.result()
+    assert "the server is stopping" in cut_off.value.body
+    assert "the server is stopping" in cancelled.value.body["detail"]
+    assert cancelled.value.status_code == 503
     assert served.process.wait(timeout=30) == 0
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -25,6 +25,8 @@ from .stop_text import StopText, cut
 
 #: attributes of a request's generation configuration for fields that transformers does not have
 SEED, MAY_SHORTEN = "_lowbit_seed", "_lowbit_may_shorten"
+#: what a client is told whose request was cancelled
+CANCELLED = "the request was cancelled: the client left, or the server is stopping"
 
 
 class PoolStreamer(DirectStreamer):
@@ -63,8 +65,9 @@ class PoolStreamer(DirectStreamer):
 
     def complete(self, result: Result) -> None:
         """The result has arrived."""
-        if result.error is not None:
-            super()._enqueue(_StreamError(result.error.replace('"', "'")))
+        error = result.error or (CANCELLED if result.finish_reason == "cancelled" and not self._stop.reached else None)
+        if error is not None:
+            super()._enqueue(_StreamError(error.replace('"', "'")))
         elif rest := self._stop.end():
             super()._enqueue(rest)
         super().end()
@@ -119,7 +122,7 @@ class PoolGenerateManager(BaseGenerateManager):
             raise HTTPException(500, result.error)
         stopped = streamer is not None and streamer.stopped
         if result.finish_reason == "cancelled" and not stopped:
-            raise HTTPException(503, "the request was cancelled: the client left, or the server is stopping")
+            raise HTTPException(503, CANCELLED)
         ids = (
             result.generated_tokens[: streamer.total_tokens]
             if streamer is not None and stopped
