@@ -40,7 +40,7 @@ from hf_lowbit_kv.storage.transforms import hadamard
 
 from .baseline_formats import Clipped, Quest
 from .option_defaults import BASELINE_BITS, BASELINE_NAMES
-from .perplexity import mean_row, position_edges, score
+from .perplexity import as_rows, score
 from .texts import Text
 
 #: share of the identity in both of WUSH's matrices (its section 5.1)
@@ -290,11 +290,8 @@ def run(
     measured = score(
         factories, texts, model, tokenizer, context, start, windows=windows, progress=progress is True, parallel=True
     )
-    edges = position_edges(start, context)
-    return [
-        {"preset": name, "bits_of_page": bits_of_page(factories[name]())} | mean_row(of, edges)
-        for name, of in measured.items()
-    ]
+    rows = as_rows(measured, factories, model, context, start)
+    return [row | {"bits_of_page": bits_of_page(factories[row["preset"]]())} for row in rows]
 
 
 def bits_of_page(cache: LowBitCache) -> float:

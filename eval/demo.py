@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.machine.cache_argument import as_argument
 
+from .cache_sizes import sizes
 from .local_models import essay
 
 
@@ -51,7 +53,8 @@ def compare(
 
     Returns:
         The full-precision continuation, and one row for each preset: `preset, text, agreeing_tokens` (how many tokens
-        agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full, seconds`.
+        agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full` (of the stored
+        tokens, everything counted, the window in 16 bits; see `sizes`), `seconds`.
     """
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     report("full precision")
@@ -59,16 +62,17 @@ def compare(
     rows = []
     for preset in presets:
         report(preset)
-        cache = from_preset(preset, model, **overrides or {})
-        answer = _continue(model, tokenizer, inputs, cache, max_new_tokens)
+        factory = functools.partial(from_preset, preset, model, **overrides or {})
+        answer = _continue(model, tokenizer, inputs, cache := factory(), max_new_tokens)
+        size = sizes({preset: factory}, model, int(cache.get_seq_length()))[preset]
         rows.append(
             {
                 "preset": preset,
                 "text": answer.text,
                 "agreeing_tokens": common_prefix(answer.tokens, reference.tokens),
-                "bits_per_value": round(float(cache.bits_per_value), 4),
-                "kv_bytes": int(cache.nbytes),
-                "kv_bytes_full": int(cache.nbytes_full),
+                "bits_per_value": round(size.bits, 4),
+                "kv_bytes": size.nbytes,
+                "kv_bytes_full": size.nbytes_full,
                 "seconds": round(answer.seconds, 3),
             }
         )

@@ -68,7 +68,6 @@ class Scores:
         self._parts: dict[str, list[torch.Tensor]] = {
             name: [] for name in ("nll", "nll_full", "kl", "agrees", "position")
         }
-        self.bits_per_value = 0.0
 
     def add(self, logits: torch.Tensor, expected: Expected) -> None:
         """Add results. logits: `[n, vocabulary]`, of the scored cache."""
@@ -91,7 +90,6 @@ class Scores:
         for window in windows:
             for name, parts in window._parts.items():
                 whole._parts[name] += parts
-            whole.bits_per_value = window.bits_per_value
         return whole
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -168,19 +166,26 @@ def run(
     names = list(dict.fromkeys(presets))
     factories = {name: functools.partial(from_preset, name, model, **overrides) for name in names}
     scores = score(factories, texts, model, tokenizer, context, start, chunk, windows, progress, processes=processes)
+    return as_rows(scores, factories, model, context, start)
+
+
+def as_rows(
+    measured: Mapping[str, Sequence[Scores]], factories: Mapping[str, Factory], model: Any, context: int, start: int
+) -> list[dict[str, Any]]:
+    """What `score` measured, as `run` returns it. The arguments are those of `score`."""
     edges = position_edges(start, context)
     here, long = (sizes(factories, model, tokens) for tokens in (context, LONG))
     rows = []
-    for name, of in scores.items():
+    for name, of in measured.items():
         bits = {"bits_per_value": here[name].bits, "bits_per_value_32k": long[name].bits}
         positions = sum(len(each["position"]) for each in of)
-        rows.append({"preset": name} | bits | {"positions": positions} | mean_row(of, edges) | bits)
+        rows.append({"preset": name} | bits | {"positions": positions} | mean_row(of, edges))
     return rows
 
 
 def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
-    """Means over the scores of several texts, as `run` returns them."""
-    rows = [{"bits_per_value": scores.bits_per_value} | scores.means() for scores in of]
+    """Means over the scores of several texts, as `run` returns them. `sizes` tells the bits."""
+    rows = [scores.means() for scores in of]
     row: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
     row["kl_error"] = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)  # texts are independent
     buckets = zip(*(scores.by_position(edges) for scores in of))
@@ -325,12 +330,6 @@ def _score_windows(
             got = logits(model, cache, low, high, scored)
             for row, known in enumerate(expected):
                 scores[name][row].add(got[row, :count], known)
-    for name, cache in caches.items():
-        nbytes, bits = cache.nbytes, float(cache.bits_per_value)
-        stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters
-        bits *= (stored + (len(ids) - 1) * nbytes.parameters) / max(stored, 1)  # as if each window had its own cache
-        for of in scores[name]:
-            of.bits_per_value = bits
 
 
 @torch.no_grad()
@@ -352,7 +351,6 @@ def _score_in_one_pass(
     task: Any,
 ) -> None:
     """Like `_score_windows`, but with one forward pass for each cache. exact: logits of the full-precision cache."""
-    context = ids.shape[1]
     labels = ids[:, start + 1 :]
     for name, factory in factories.items():
         cache = factory()
@@ -365,7 +363,6 @@ def _score_in_one_pass(
                 known = labels[row, here]
                 expected = Expected(exact[row, here][: len(known)], known, start + first)
                 of.add(got[row, here][: len(known)], expected)
-            of.bits_per_value = _stored_bits_per_value(cache, context)
 
 
 #: pages that are encoded and decoded in one operation
@@ -383,20 +380,6 @@ def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
         if layer.spec.reading.name != "separate":
             raise ValueError(f"reading {layer.spec.reading.name!r} is not offered in one pass; use parallel=False")
         layer.step = functools.partial(_step_of_text, layer, tuple(bounds))
-
-
-def _stored_bits_per_value(cache: Any, tokens: int) -> float:
-    """The value of `cache.bits_per_value` after one row of `tokens` tokens."""
-    stored = values = 0
-    for layer in cache.packed_layers:
-        spec, store = layer.spec, layer.store
-        dims = store.head_dim_k, store.head_dim_v
-        paged = spec.paged_after(max(tokens - spec.sink, 0))
-        pages = -(-paged // spec.page_size)
-        each = pages * sum(spec.part_bytes(*dims, store.dtype)) + (tokens - paged) * sum(dims) * store.dtype.itemsize
-        stored += store.num_heads * each + sum(record.nbytes for record in store.state.parameters)
-        values += store.num_heads * tokens * sum(dims)
-    return 8 * stored / values if values else 0.0
 
 
 def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tensor:

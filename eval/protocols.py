@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL
-from hf_lowbit_kv.eval.perplexity import check_window, mean_row, position_edges, score
+from hf_lowbit_kv.eval.perplexity import as_rows, check_window, score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
 NAMES = ("wikitext", "kivi")
@@ -74,8 +74,8 @@ def wikitext(
 
     Returns:
         The full-precision cache first, then one dict for each preset and residual: `protocol`, `preset`, `sink`,
-        `residual`, `ppl`, `ppl_full`, `kl`, `kl_error`, `top1`, `bits_per_value` (at 2048 tokens, everything counted),
-        `windows`, `text`.
+        `residual`, `ppl`, `ppl_full`, `kl`, `kl_error`, `top1`, `bits_per_value` (at 2048 tokens, everything counted,
+        the window in 16 bits; see `sizes`), `windows`, `text`.
 
     Raises:
         ValueError: an unknown preset, `sink` or `residual` among the overrides, or a text or a model's context that is
@@ -93,10 +93,9 @@ def wikitext(
     }
     measured = score(factories, [text], model, tokenizer, CONTEXT, 0, CHUNK, windows, progress, batch=batch_size)
     rows: list[dict[str, Any]] = []
-    for name, scores in measured.items():
-        preset, residual = settings[name]
-        row = mean_row(scores, position_edges(0, CONTEXT))
-        count = len(scores[0]["nll"]) // (CONTEXT - 1)
+    for row in as_rows(measured, factories, model, CONTEXT, 0):
+        preset, residual = settings[row["preset"]]
+        count = row["positions"] // (CONTEXT - 1)
         shown = {"protocol": "wikitext", "text": text.name, "windows": count, "sink": SINK}
         if not rows:
             full = {"ppl": row["ppl_full"], "ppl_full": row["ppl_full"], "kl": 0.0, "kl_error": 0.0, "top1": 1.0}

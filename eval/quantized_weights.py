@@ -25,7 +25,7 @@ from hf_lowbit_kv.eval.local_models import (
     default_dtype,
     default_texts,
 )
-from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
+from hf_lowbit_kv.eval.perplexity import as_rows, score
 from hf_lowbit_kv.eval.provenance import (
     append_record,
     default_records,
@@ -95,15 +95,15 @@ def measure(
     model: Any, reference: Any, tokenizer: Any, weights: str, presets: Any, context: int, start: int
 ) -> list[dict[str, Any]]:
     """One row for each preset with these weights: `weights`, `meaning`, `preset`, `ppl`, `ppl_reference`, `kl` (from
-    `reference` with its full-precision cache, nats), `kl_error`, `top1`, `weight_bytes`, `bits_per_value`."""
+    `reference` with its full-precision cache, nats), `kl_error`, `top1`, `weight_bytes`, `bits_per_value` (at `context` tokens,
+    the window in 16 bits; see `sizes`)."""
     factories = {preset: functools.partial(from_preset, preset, model) for preset in presets}
     texts = default_texts()
     measured = score(factories, texts, model, tokenizer, context, start, parallel=True, reference=reference)
     rows = []
-    for preset, scores in measured.items():
-        row = mean_row(scores, position_edges(start, context))
+    for row in as_rows(measured, factories, model, context, start):
         kept = {key: row[key] for key in ("ppl", "kl", "kl_error", "top1", "bits_per_value")}
-        about = {"weights": weights, "meaning": WEIGHT_QUANTIZATIONS[weights].meaning, "preset": preset}
+        about = {"weights": weights, "meaning": WEIGHT_QUANTIZATIONS[weights].meaning, "preset": row["preset"]}
         rows.append(about | kept | {"ppl_reference": row["ppl_full"], "weight_bytes": stored_bytes(model)})
     return rows
 

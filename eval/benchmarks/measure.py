@@ -29,6 +29,7 @@ from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.calibration_files.calibration_lookup import bundled_folder, needs_of
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.bootstrap import block_means
+from hf_lowbit_kv.eval.cache_sizes import sizes
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.preset_search import fitting_presets
@@ -216,9 +217,12 @@ def _measure(
     for group in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
         content = [TEXTS[text]() for text in group]
         measured = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(group), parallel=True)
+        sizes_of = sizes(factories, model, CONTEXT)
         for preset, scores in measured.items():
+            bits = {"bits_per_value": sizes_of[preset].bits}
             for text, one in zip(group, scores, strict=True):
-                yield preset, text, mean_row([one], edges) | {"kl_blocks": block_means(one["kl"]).tolist()}
+                blocks = {"kl_blocks": block_means(one["kl"]).tolist()}
+                yield preset, text, bits | mean_row([one], edges) | blocks
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hf_lowbit_kv.calibration.steps_shown import LogLines
 from hf_lowbit_kv.eval.baselines import BASELINES, bits_of_page, calibrated, check_names
 from hf_lowbit_kv.eval.benchmarks.measure import CHUNK, CONTEXT, START, TEXTS, setting
 from hf_lowbit_kv.eval.bootstrap import block_means
+from hf_lowbit_kv.eval.cache_sizes import sizes
 from hf_lowbit_kv.eval.local_models import load_model, varied_texts
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command
@@ -42,13 +43,14 @@ def main(
     model, tokenizer = load_model(None, torch.float32, device)
     calibration = [read_text(path).content for path in varied_texts()]
     factories = calibrated(model, tokenizer, calibration, names, progress=LogLines())
+    sizes_of = sizes(factories, model, CONTEXT)
     common = setting() | {"device": device_name(model.device), "backend": "torch"} | provenance(commit)
     for each in text or TEXTS:
         measured = score(
             factories, [TEXTS[each]()], model, tokenizer, CONTEXT, START, CHUNK, progress=False, parallel=True
         )
         for name, (scores,) in measured.items():
-            row = mean_row([scores], position_edges(START, CONTEXT))
+            row = {"bits_per_value": sizes_of[name].bits} | mean_row([scores], position_edges(START, CONTEXT))
             subject = {"baseline": name, "text": each, "bits_of_page": bits_of_page(factories[name]())}
             append_record(out, subject | row | {"kl_blocks": block_means(scores["kl"]).tolist()} | common)
             console.print(f"{each}: {name}, KL {row['kl']:.5f}")

@@ -169,8 +169,8 @@ def _print_demo(prompt: str, reference: Continuation, rows: list[dict[str, Any]]
     ]
     print_table(f"Against the full-precision cache in {dtype}", cells, numbers_from=1)
     console.print(
-        f"stored bits: a number of keys and values, with the window in {dtype}. KV MB: all that the cache has allocated, "
-        "unused memory too. smaller: full MB / KV MB",
+        "stored bits: of a number of keys and values. KV MB: what the tokens take packed; full MB: what they take in 16 bits. "
+        "Everything counted, the window in 16 bits. smaller: full MB / KV MB",
         highlight=False,
     )
 

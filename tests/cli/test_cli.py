@@ -163,7 +163,10 @@ def test_demo_as_json(run, tiny_model):
     assert rows["dense"]["agreeing_tokens"] == 8  # the tokens of the full-precision cache
     assert len(rows["dense"]["text"].split()) == 8
     assert rows["kivi-2"]["bits_per_value"] < rows["kv4-sink"]["bits_per_value"] < rows["dense"]["bits_per_value"]
-    assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 4 * (300 + 8 - 1)  # layers, K and V, heads, ...
+    assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 2 * (300 + 8 - 1)  # layers, K and V, heads, ...
+    assert rows["dense"]["bits_per_value"] == 16  # though this model is in float32
+    for row in rows.values():
+        assert row["kv_bytes"] / row["kv_bytes_full"] == pytest.approx(row["bits_per_value"] / 16, rel=1e-4)
 
 
 def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
@@ -187,7 +190,7 @@ def test_demo_shows_text_and_table(run, tiny_model):
     assert "full precision" in out
     assert "4/4" in out
     assert "stored bits" in out
-    assert "smaller: full MB / KV MB" in " ".join(out.split())
+    assert "the window in 16 bits. smaller: full MB / KV MB" in " ".join(out.split())
     assert "2/2 dense" in err  # progress, one line a cache where there is no terminal
 
 

@@ -182,6 +182,11 @@ def test_a_run_puts_them_beside_presets(model):
     assert found["wush-2"]["bits_of_page"] == 2.25
     assert found["oscar-2"]["bits_of_page"] == 2.5
     assert 0 < found["wush-4"]["kl"] < found["wush-2"]["kl"]
+    # 32 sink and 184 newest tokens of 600 are in 16 bits, though this model is in float32
+    spec = lb.get_preset("kivi-4-sink").spec()
+    assert found["kivi-4-sink"]["bits_per_value"] == spec.bits_per_value(600, 64)
+    assert found["kivi-4-sink"]["bits_per_value_32k"] == spec.bits_per_value(32768, 64)
+    assert found["wush-4"]["bits_per_value"] < 16
 
 
 def test_names_are_checked_first(model):

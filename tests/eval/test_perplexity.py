@@ -122,7 +122,6 @@ def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
             torch.testing.assert_close(at_once["kl"], chunked["kl"], rtol=0.02, atol=2e-6)
             torch.testing.assert_close(at_once["nll"], chunked["nll"], rtol=1e-3, atol=1e-4)
             assert torch.equal(at_once["position"], chunked["position"])
-            assert at_once.bits_per_value == pytest.approx(chunked.bits_per_value, rel=0.02)
 
 
 def test_overrides_reach_the_cache(model, texts):

@@ -76,6 +76,7 @@ def test_wikitext(run, folder, tmp_path, monkeypatch, context):
     for row in (dense, dense_128):
         assert row["ppl"] == pytest.approx(truth, rel=1e-4)
         assert row["kl"] < 1e-6
+        assert row["bits_per_value"] == 16  # though this model is in float32
     assert kv4["kl"] > kv4_128["kl"] > 1e-6
     assert kv4["bits_per_value"] < kv4_128["bits_per_value"] < 16
 

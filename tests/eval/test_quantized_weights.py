@@ -72,6 +72,7 @@ def test_rows_and_table(models, monkeypatch):
     rows = script.measure(quantized, plain, Numbers(), "torchao-int8", ["dense", "kv4"], CONTEXT, START)
     dense, kv4 = rows
     assert 0 < dense["kl"] < kv4["kl"]
+    assert 16 == dense["bits_per_value"] > kv4["bits_per_value"]  # though these models are in float32
     assert dense["weight_bytes"] == stored_bytes(quantized) < stored_bytes(plain)
     cells = [list(column.cells) for column in script.table(rows).columns]
     assert cells[0] == ["torchao-int8"] * 2
