@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationMixin
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
 from ..machine.toolchain import why_gpu_launches_nothing
+from ..machine.transformers_release import GENERATE_KEEPS_MASKS
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
 from ..storage.paged_store import PagedStore
@@ -39,13 +37,6 @@ def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[
         "dtype": key_states.dtype,
         "device": key_states.device,
     }
-
-
-@functools.cache
-def generate_keeps_masks() -> bool:
-    """Whether transformers' `generate` hands a mask to its steps even if no prompt has padding. Release 5.17 does. Newer
-    ones drop a mask of ones; they note its length in `_mask_length`."""
-    return "_mask_length" not in inspect.unwrap(GenerationMixin.generate).__code__.co_names
 
 
 class Progress(NamedTuple):
@@ -349,7 +340,7 @@ class LowBitLayer(CacheLayerMixin):
     def _expect_steps(self, chunk: Chunk) -> None:
         """Let the backend compile the kernels of the steps behind this first prompt while it is read."""
         assert self.store is not None
-        ops.expect_steps(chunk, self.store, self.backend, chunk.mask is not None or generate_keeps_masks())
+        ops.expect_steps(chunk, self.store, self.backend, chunk.mask is not None or GENERATE_KEEPS_MASKS)
 
     def reads_any_prompt(self) -> bool:
         """Whether a first prompt may come whose attention is not causal: nothing is stored, and streams are keys and values."""
