@@ -11,6 +11,7 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .low_bit_layer import LayerView
+from .pass_checks import another_text
 
 
 def lowbit_attention(
@@ -41,6 +42,7 @@ def lowbit_attention(
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
+    layer.check_positions(query, kwargs.get("position_ids"), attention_mask)
     allowed = _allowed_in_prompt(module, key, attention_mask)
     if allowed is not None:  # a token attends to itself unless it is padding
         real = allowed.diagonal(dim1=-2, dim2=-1)[:, 0].expand(query.shape[0], -1)
@@ -156,13 +158,21 @@ def lowbit_mask(
     if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
         return None
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
-    return chunk.clone(memory_format=torch.contiguous_format)
+    chunk = chunk.clone(memory_format=torch.contiguous_format)
+    if q_length > 1 and not torch.compiler.is_compiling():
+        setattr(chunk, _MADE_HERE, True)
+    return chunk
 
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
     """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all
     that a preallocated cache has room for, or what `lowbit_mask` returned."""
     columns = mask.shape[1]
+    if tokens > 1 and not torch.compiler.is_compiling():
+        offset = int(offset)  # a prompt may wait for the device
+        # `generate` reads a prompt that is as long as what is stored whole (see `cut_prompt`)
+        if columns == tokens == offset and not getattr(mask, _MADE_HERE, False):
+            raise ValueError(another_text(columns, offset))
     if columns == tokens:
         return mask
     if isinstance(offset, torch.Tensor) and columns > tokens:
@@ -171,7 +181,8 @@ def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) 
     if columns < offset + tokens:
         raise ValueError(
             f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
-            f"(padding counted) and of the {tokens} that came in"
+            f"(padding counted) and of the {tokens} that came in. A prompt must be the whole text so far and go on behind it; "
+            "call cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]
 

@@ -149,6 +149,7 @@ class LowBitCache(Cache, PushToHubMixin):
             check_layer(index, specs[index], sizes[index], layer_tensors[index])
             heads, tensors = sizes[index].heads, layer_tensors[index]
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
+        layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first

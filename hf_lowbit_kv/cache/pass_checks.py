@@ -1,4 +1,4 @@
-"""Checks of forward passes: tokens that came to a full cache, and interrupted passes.
+"""Checks of forward passes: tokens that came to a full cache, interrupted passes, and prompts of another text.
 
 Operations count tokens without room on the device (`LayerState.lost`). A decode step must not wait for the device. So
 the CPU queues a copy of the count, and looks at the copy when it has arrived, usually a step later.
@@ -61,6 +61,31 @@ class Ledger:
 
 class OverrunError(RuntimeError):
     """A preallocated cache had no room for some tokens, and they are lost."""
+
+
+def another_text(tokens: int, seen: int) -> str:
+    """The message for a prompt of `tokens` tokens that is not longer than what the cache holds."""
+    return (
+        f"a prompt of {tokens} tokens came in, and the cache holds {seen} already: a prompt must be the whole text so far and "
+        "go on behind it. Call cache.reset() to begin another text; lb.generate without a cache begins one itself"
+    )
+
+
+def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
+    """The number of tokens of a prompt that is not longer than what the cache holds, told by the positions of the part
+    that transformers' `generate` reads of it. `None`: another chunk. Waits for the device.
+
+    `generate` skips the tokens that the cache holds: of a prompt of `n` tokens it reads `ids[:, -(n - seen):]`. If `n` is
+    not more than `seen`, this slice has the last `2 n - seen` tokens, or all if both are equal. Their positions begin
+    with `seen - n` and end with `n - 1`. Those of a text that goes on begin with `seen`.
+
+    Args:
+        position_ids: `[B or 1, S]`, S of at least 2, of rows without padding.
+    """
+    tokens = position_ids.shape[1]
+    first, last = position_ids[0, :: tokens - 1].tolist()
+    whole = last + 1
+    return whole if (first, whole - first) == (seen - whole, tokens) else None
 
 
 def _message(capacity: int, lost: int) -> str:

@@ -29,6 +29,7 @@ from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefill import read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
+from .stored_text import check_continued, remember_text
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
@@ -59,6 +60,8 @@ class _EnabledCall(NamedTuple):
     """of `generate`, the prompt as `input_ids`"""
     kept: list[PrefixCall]
     """what is to be stored when it ends"""
+    caches: list[LowBitCache]
+    """those whose text is to be remembered when it ends"""
 
 
 #: the one that runs in this thread
@@ -229,12 +232,14 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
         )
     with contextlib.ExitStack() as stack:
-        call = _EnabledCall(self, stack, _named(args, kwargs), [])
+        call = _EnabledCall(self, stack, _named(args, kwargs), [], [])
         token = _call.set(call)
         try:
             out = original(self, "generate")(*args, **kwargs)
             for kept in call.kept:
                 kept.end(out if isinstance(out, torch.Tensor) else out.sequences)
+            for cache in call.caches:
+                remember_text(cache, out, call.arguments)
             return out
         finally:
             _call.reset(token)
@@ -244,22 +249,26 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
-    chosen_by_user = cache_in(model_kwargs) is not None or generation_config.cache_implementation is not None
-    stack = vars(self).get(_ENABLED)
+    given = cache_in(model_kwargs)
+    chosen_by_user = given is not None or generation_config.cache_implementation is not None
+    stack, call = vars(self).get(_ENABLED), _call.get()
+    if call is not None and call.model is not self:
+        call = None
+    if call is not None and isinstance(given, LowBitCache):
+        whole = check_continued(given, call.arguments)
+        given.text = None
+        if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's
+            call.caches.append(given)
     if chosen_by_user or generation_config.use_cache is False or not stack:
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
-    enabled, call = stack[-1], _call.get()
+    enabled = stack[-1]
     # if the class's `generate` was called, nobody would undo the overrides for steps
-    if (
-        call is None
-        or call.model is not self
-        or generation_mode not in _ONE_TOKEN
-        or recording.graphs_for(self.device) is None
-    ):
+    if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
         growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
-        if call is not None and call.model is self and generation_mode in _ONE_TOKEN:
+        if call is not None and generation_mode in _ONE_TOKEN:
+            call.caches.append(growing)
             _take_prefix(enabled, call, growing, generation_config)
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
@@ -269,6 +278,7 @@ def _prepare_cache_for_generation(
         compile_ahead(self, rows)
     call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache
+    call.caches.append(cache)
     _take_prefix(enabled, call, cache, generation_config)
     if generation_config.prefill_chunk_size is None:  # with a size, transformers reads the chunks itself
         read_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)

@@ -173,7 +173,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**{**arguments, **reading})
     cache.check_overrun()
-    remember_text(cache, out, call)
+    remember_text(cache, out, call.prompt)
     if kept_prefix is not None:
         kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out

@@ -8,7 +8,23 @@ from typing import Any
 import torch
 
 from ..cache.low_bit_cache import LowBitCache
-from .call_options import Call
+from ..cache.pass_checks import another_text
+
+
+def check_continued(cache: LowBitCache, inputs: Mapping[str, Any]) -> bool:
+    """Raise if the arguments of a `generate` call are not a text that goes on behind the tokens of its cache. Returns
+    whether they are a whole text: transformers also takes the new tokens alone, with a mask for all, and those are not
+    compared."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return False
+    if isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+        return False
+    seen = int(cache.packed_layers[0].get_seq_length())
+    if 0 < seen >= ids.shape[1]:
+        raise ValueError(another_text(ids.shape[1], seen))
+    check_text(cache, inputs, seen)
+    return True
 
 
 def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None:
@@ -33,9 +49,10 @@ def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None
     )
 
 
-def remember_text(cache: LowBitCache, out: Any, call: Call) -> None:
-    """Keep the ids that the cache holds now, for the next turn."""
+def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any]) -> None:
+    """Keep the ids that the cache holds now, for the next turn. out: of `generate`, with a row for each row of the
+    cache."""
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.text = None
-    if call.prompt.get("input_ids") is not None and call.prompt.get("inputs_embeds") is None:
+    if prompt.get("input_ids") is not None and prompt.get("inputs_embeds") is None:
         cache.text = sequences[:, : int(cache.packed_layers[0].get_seq_length())].clone()

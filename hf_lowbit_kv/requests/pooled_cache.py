@@ -48,6 +48,7 @@ class PooledLayer(LowBitLayer):
         vars(self).update(vars(like))
         self.store, self.batch_size, self.length = store, store.batch_size, RowLength(capacity)
         self._forget()
+        self.first_packed = False  # the pool knows which texts its rows hold
         self.expected: list[int] = []
 
     def _expect_steps(self, chunk: Chunk) -> None:

@@ -200,6 +200,74 @@ def test_a_prompt_without_a_token_behind_what_is_stored(model, max_cache_len):
     assert torch.equal(model.generate(prompt, **options), text)
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_prompt_that_is_not_longer_than_what_is_stored(model, padding, max_cache_len):
+    """generate cuts the stored length off the prompt, also where that leaves no more than a wrong part of it."""
+    cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len, **SMALL_PAGES)
+
+    def begun(tokens, seed):
+        ids, mask = left_padded(2, tokens, seed=seed)
+        mask = torch.ones_like(mask)
+        mask[0, :padding] = 0
+        return {
+            "attention_mask": mask,
+            "max_new_tokens": 5,
+            "do_sample": False,
+            "past_key_values": cache,
+            "inputs": ids,
+        }
+
+    text = model.generate(**begun(40, 1))
+    for tokens in (30, 43, 44):
+        with pytest.raises(ValueError, match=r"44 .*whole text so far and go on behind it.*[Cc]all cache\.reset\(\)"):
+            model.generate(**begun(tokens, 2))
+        assert int(cache.get_seq_length()) == 44
+    more = begun(50, 1) | {"inputs": torch.cat([text, left_padded(2, 5)[0]], 1)}
+    continued = model.generate(**more)
+    assert torch.equal(continued[:, :45], text)
+    assert int(cache.get_seq_length()) == 54
+    cache.reset()
+    assert torch.equal(model.generate(**begun(40, 1)), text)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_chunk_as_long_as_what_is_stored(model, compiles):
+    """It has padding, so its mask is as long as what is stored. For a compiled step transformers makes the mask twice."""
+    ids, mask = left_padded(2, 40)
+    mask[1, :30], mask[0, 20:23] = 0, 0
+    cache = lb.from_preset("dense", model, max_cache_len=60)
+    with torch.no_grad():
+        model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        for layer in cache.layers:
+            layer.is_compileable = compiles
+        model(**model.prepare_inputs_for_generation(ids, 20, cache, mask, is_first_iteration=True, use_cache=True))
+    assert int(cache.get_seq_length()) == 40
+
+
+def test_a_text_that_goes_on_behind_much_padding(model):
+    """The positions of its 4 tokens, 8 to 11, are those that a prompt of 12 tokens would have there."""
+    ids, mask = left_padded(1, 24)
+    mask[:, :12] = 0
+    cache = lb.from_preset("dense", model)
+    options = {"do_sample": False, "past_key_values": cache}
+    text = model.generate(ids[:, :16], attention_mask=mask[:, :16], max_new_tokens=5, **options)
+    text = torch.cat([text[:, :20], ids[:, 20:]], 1)
+    assert int(cache.get_seq_length()) == 20
+    assert torch.equal(model.generate(text, attention_mask=mask, max_new_tokens=2, **options)[:, :24], text)
+    assert int(cache.get_seq_length()) == 25
+
+
+@pytest.mark.parametrize("first", [0, 5, 100])
+def test_positions_of_the_callers_own(model, first):
+    cache = lb.from_preset("dense", model)
+    with torch.no_grad():
+        for tokens in (20, 7):
+            positions = torch.arange(first, first + tokens)[None]
+            model(torch.full((1, tokens), 5), position_ids=positions, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 27
+
+
 def test_attention_implementation_changed_mid_way():
     """Padding is not stored, and a mask of another implementation counts it. (`test_one_way_in.py` has rows without.)"""
     model, _ = tiny_models("llama")

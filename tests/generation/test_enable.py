@@ -93,6 +93,64 @@ def test_what_the_caller_asks_for_wins(model):
         assert cache_of(model, use_cache=False) is None
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_another_text_than_the_cache_holds_is_refused(model, monkeypatch, recorded):
+    """Also one that is longer, which transformers answers as if it began with what is stored."""
+    if recorded:
+        in_place_of_graphs(monkeypatch)
+    ids, mask = left_padded(2, 60)
+    other = left_padded(2, 90, seed=1)[0]
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, **GREEDY}
+
+    def goes_on(ids, cache, **more):
+        everything = torch.cat([mask, torch.ones(2, ids.shape[1] - 60, dtype=mask.dtype)], 1)
+        return model.generate(ids, attention_mask=everything, past_key_values=cache, **options | more)
+
+    with lb.enable(model, "dense"):
+        out = model.generate(ids, attention_mask=mask, **options)
+        cache = out.past_key_values
+        stored = int(cache.get_seq_length())
+        with pytest.raises(ValueError, match=r"a prompt of 60 tokens came in, and the cache holds 63 already"):
+            goes_on(ids, cache)
+        with pytest.raises(
+            ValueError, match=r"inputs do not begin with the text that past_key_values holds: token 0 of row"
+        ):
+            goes_on(other, cache)
+        assert int(cache.get_seq_length()) == stored
+        text = torch.cat([out.sequences, other[:, :5]], 1)
+        more = torch.ones(2, text.shape[1], dtype=mask.dtype)
+        more[:, :60] = mask
+        want = model.generate(text, attention_mask=more, **options).sequences
+        assert torch.equal(goes_on(text, cache).sequences, want)
+        # what was written then is part of the text too
+        changed = torch.cat([want, other[:, :2]], 1)
+        changed[1, 69] = 3 + changed[1, 69] % 5
+        with pytest.raises(ValueError, match="token 69 of row 1"):
+            goes_on(changed, cache)
+        cache.crop(-1 * (int(cache.get_seq_length()) - 69))
+        goes_on(changed, cache)
+
+
+def test_the_new_tokens_alone_with_a_mask_for_all(model):
+    """They are not compared. Neither is a text that beams have written."""
+    ids, mask = left_padded(2, 60)
+    everything = torch.cat([mask, torch.ones(2, 4, dtype=mask.dtype)], 1)
+    with lb.enable(model, "dense"):
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
+        assert int(out.past_key_values.get_seq_length()) == 63
+        last = out.sequences[:, -1:]
+        alone = model.generate(
+            last, attention_mask=everything, past_key_values=out.past_key_values, max_new_tokens=3, **GREEDY
+        )
+        whole = model.generate(out.sequences, attention_mask=everything, max_new_tokens=3, **GREEDY)
+        assert torch.equal(alone[:, 1:], whole[:, 64:])
+        assert out.past_key_values.text is None
+        cache = lb.from_preset("dense", model)
+        options = {"past_key_values": cache, "max_new_tokens": 4, **GREEDY}
+        model.generate(ids, attention_mask=mask, num_beams=2, num_return_sequences=2, **options)
+        assert cache.text is None
+
+
 def test_nested_blocks_restore_the_outer_one(model):
     with lb.enable(model, "kivi-2"):
         with lb.enable(model, "kv8"):
