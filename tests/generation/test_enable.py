@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -83,6 +84,17 @@ def test_prompt_lookup_gets_a_growing_cache(model, graphs):
         got = model.generate(ids, max_new_tokens=12, prompt_lookup_num_tokens=3, **GREEDY)
     assert torch.equal(got, model.generate(ids, max_new_tokens=12, **GREEDY))
     assert not graphs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_assistant_calls_with_its_cache_again_and_again(model, packed):
+    """Its cache is cropped between calls, and each call's text begins with what is left."""
+    ids = left_padded(1, 60)[0].repeat(1, 3)
+    assistant = tiny_models("llama", num_hidden_layers=1)[0]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
+    with lb.enable(model, "dense"), lb.enable(assistant, "dense") if packed else contextlib.nullcontext():
+        got = model.generate(ids, assistant_model=assistant, **options)
+        assert torch.equal(got, model.generate(ids, **options))
 
 
 def test_what_the_caller_asks_for_wins(model):
