@@ -34,6 +34,17 @@ class Shape(NamedTuple):
             )
         return cls(name, *(int(number) for number in match.groups()))
 
+    def words(self) -> str:
+        """The shape for readers. 4 query heads for each KV head and head_dim 128 are not said."""
+        said = [f"batch {self.batch}"]
+        lengths = [tokens for tokens in (self.shortest, self.tokens) if tokens is not None]
+        said.append(" to ".join(f"{x // 1024}k" if x >= 1024 else str(x) for x in lengths) + " tokens")
+        if (each := self.heads // self.kv_heads) != 4:
+            said.append(f"{each} query heads for each KV head")
+        if self.head_dim is not None:
+            said.append(f"head_dim {self.head_dim}")
+        return ", ".join(said)
+
     @property
     def ragged(self) -> bool:
         return self.shortest is not None

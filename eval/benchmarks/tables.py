@@ -477,27 +477,51 @@ def _decode_table(newest: dict[tuple, Record]) -> str:
 
 def _steps(records: list[Record]) -> str:
     """Decode steps on all shapes, from the records that have decode steps."""
-    newest = _last((r for r in records if r.get("step_behind_ratio")), "gpu", "shape", "preset", "backend")
-    shapes = [name for name in decode_shapes.SHAPES if any(key[1] == name for key in newest)]
-    if not shapes:
+    cuda = (r for r in records if r.get("step_behind_ratio") and r["backend"] == "cuda")
+    newest = _last(cuda, "gpu", "shape", "preset")
+    if not newest:
         return ""
-    order = {name: i for i, name in enumerate(PRESETS)}
-    rows = []
-    for gpu, preset, backend in sorted({(key[0], key[2], key[3]) for key in newest}, key=lambda x: (x[0], order[x[1]])):
-        cells = [newest.get((gpu, shape, preset, backend)) for shape in shapes]
-        shown = [f"{r['step_behind_ratio']:.2f}, {1e3 * r['step_behind_ms']:.0f} us" if r else "" for r in cells]
-        rows.append([gpu.removeprefix("NVIDIA "), f"`{preset}`", *shown])
+    tables = [
+        _step_tables({key[1:3]: r for key, r in newest.items() if key[0] == gpu}, gpu) for gpu in _gpus(newest.values())
+    ]
     return f"""
 
 ### Decode steps
 
 A step as a model takes it: attention, and the token is stored; directly behind another kernel, so that nothing is in a cache.
 How many times faster than the fastest of PyTorch's 16-bit attention (which stores nothing) in the same place, and
-microseconds. Below 1 PyTorch's attention is faster. CUDA kernels. `eval/benchmarks/decode_shapes.py` has the shapes.
+microseconds. Below 1 PyTorch's attention is faster. CUDA kernels. Where nothing else is said: 4 query heads for each KV head,
+head_dim 128. `eval/benchmarks/decode_shapes.py` has the shapes.
 
-{_table(["GPU", "preset", *(f"`{shape}`" for shape in shapes)], rows)}
+{BLANK_LINE.join(tables)}
 
 {_commits(newest.values())}"""
+
+
+def _step_tables(newest: dict[tuple, Record], gpu: str) -> str:
+    """Two tables of one GPU's steps, by shape and preset: presets on the usual shapes; other shapes, each in a row,
+    because there are more of them than fit beside each other."""
+    order = {name: i for i, name in enumerate(PRESETS)}
+
+    def presets_on(shapes: Sequence[str]) -> list[str]:
+        return sorted({preset for shape, preset in newest if shape in shapes}, key=lambda name: order[name])
+
+    def cell(shape: str, preset: str) -> str:
+        record = newest.get((shape, preset))
+        return f"{record['step_behind_ratio']:.2f}, {1e3 * record['step_behind_ms']:.0f} us" if record else ""
+
+    measured = [name for name in decode_shapes.SHAPES if any(key[0] == name for key in newest)]
+    usual = [name for name in measured if name in SHAPES]
+    others = [name for name in measured if name not in SHAPES]
+    tables = []
+    if usual:
+        rows = [[f"`{preset}`", *(cell(shape, preset) for shape in usual)] for preset in presets_on(usual)]
+        tables.append(_table(["preset", *(SHAPES[shape] for shape in usual)], rows))
+    if others:
+        shown = presets_on(others)
+        rows = [[decode_shapes.SHAPES[shape].words(), *(cell(shape, preset) for preset in shown)] for shape in others]
+        tables.append(_table(["other shapes", *(f"`{preset}`" for preset in shown)], rows))
+    return f"#### {gpu.removeprefix('NVIDIA ')}\n\n{BLANK_LINE.join(tables)}"
 
 
 def _milliseconds(record: Record) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hf_lowbit_kv.eval.benchmarks import decode_shapes
 from hf_lowbit_kv.eval.benchmarks.tables import benchmarks_page
 
 
@@ -51,8 +52,17 @@ def test_steps_of_all_shapes_have_a_table(tmp_path):
     path = tmp_path / "decode-nvidia-h200.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in (usual, common | steps)))
     text = benchmarks_page(tmp_path).split("### Decode steps")[1]
-    assert "| GPU | preset | `dim256_b4_32k` |" in text
-    assert "| H200 | `kivi-2` | 3.22, 44 us |" in text
+    assert "#### H200" in text
+    assert "| other shapes | `kivi-2` |" in text
+    assert "| batch 4, 32k tokens, 2 query heads for each KV head, head_dim 256 | 3.22, 44 us |" in text
+
+
+def test_shapes_in_words():
+    words = {name: shape.words() for name, shape in decode_shapes.SHAPES.items()}
+    assert len(set(words.values())) == len(words)
+    assert words["gqa_b1_128k"] == "batch 1, 128k tokens"
+    assert words["ragged_b64_512_8k"] == "batch 64, 512 to 8k tokens"
+    assert words["dim96_b8_32k"] == "batch 8, 32k tokens, head_dim 96"
 
 
 def test_no_column_of_the_page_is_mostly_empty():
