@@ -93,9 +93,10 @@ def _tables(stores: Sequence[PagedStore]) -> list[tuple[np.ndarray, np.ndarray]]
 def _planned(store: PagedStore, table: np.ndarray, paged: np.ndarray, capacity: int | None) -> _ForkPlan:
     size, direct = store.spec.page_size, store.spec.direct
     full = paged // size
-    width = max(int(full.max()) + direct, 1, store.spec.pages_for(capacity or 0))
+    width = max(int(full.max(initial=0)) + direct, 1, store.spec.pages_for(capacity or 0))
     shared = np.arange(width) < full[:, None]
-    new_pages = int((~shared).sum())
+    own = ~shared
+    new_pages = max(int(own.sum()), 0 if shared.any() else 1)  # without rows, too, a store has a block
     ids = table[:, :width][shared[:, : table.shape[1]]]
     named = np.zeros(store.num_pages, dtype=bool)
     named[ids] = True
@@ -114,7 +115,7 @@ def _planned(store: PagedStore, table: np.ndarray, paged: np.ndarray, capacity: 
             number += count
         first += count
     blocks, places, entries = (np.zeros(shared.shape, dtype=np.int64) for _ in range(3))
-    places[~shared] = entries[~shared] = np.arange(new_pages)
+    places[own] = entries[own] = np.arange(own.sum())
     places[shared], blocks[shared], entries[shared] = pages[1:, ids]
 
     open_pages = []

@@ -278,6 +278,16 @@ def test_a_fork_before_the_first_token_and_in_inference_mode(model):
     assert torch.equal(_read(model, empty, ids), _read(model, again, ids))  # writes to what was made inside
 
 
+def test_a_fork_of_no_rows(model):
+    cache = filled(model)
+    cache.batch_select_indices(torch.zeros(0, dtype=torch.int64))
+    for fork in (*cache.fork(2), cache.fork()[0].fork()[0]):
+        assert fork.packed_layers[0].batch_size == 0
+        fork.reset()
+        ids, _ = left_padded(1, 80)
+        assert torch.equal(_read(model, fork, ids), _read(model, filled_nothing(model, None), ids))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -85,6 +85,14 @@ def test_kept_prompts_go_on(models, text, tmp_path):
     expected = logits_of(model, cache, text)
     assert torch.equal(logits_of(model, fork, text), expected)
     assert torch.equal(logits_of(model, again, text), expected)
+    # counts of a preallocated cache are on both GPUs
+    fixed = lb.from_preset("kivi-4-sink", model, max_cache_len=1500)
+    with torch.no_grad():
+        model(text, past_key_values=fixed)
+    forks = fixed.fork(2)
+    assert [str(layer.length.seen.device) for layer in forks[1].packed_layers] == ["cuda:0", "cuda:1"]
+    wanted = logits_of(model, fixed, text)
+    assert all(torch.equal(logits_of(model, each, text), wanted) for each in forks)
     # files do not depend on where the layers are
     one = lb.LowBitCache.from_pretrained(tmp_path, models[0])
     torch.testing.assert_close(logits_of(models[0], one, text), expected, rtol=0, atol=0)
