@@ -9,6 +9,7 @@ The memory for a token is measured: the model reads a few hundred tokens of the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -150,7 +151,11 @@ class Reader:
 
     def __init__(self, model: Any, cache: LowBitCache, ids: torch.Tensor, mask: torch.Tensor):
         self.model, self.cache, self.ids, self.mask = model, cache, ids, mask
-        self.positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @functools.cached_property
+    def positions(self) -> torch.Tensor:
+        """Of each token, padding not counted. Most prompts are read whole, and need none."""
+        return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property
     def seen(self) -> int:
@@ -267,8 +272,10 @@ def read_prompt(
         if padding is not None and bool((ids == padding).any()):
             return changes  # transformers may take these for padding
         mask = torch.ones_like(ids)
-    # transformers repeats each row for its sequences in the same order
-    reader = Reader(model, cache, ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0))
+    rows = ids, mask
+    if sequences > 1:  # transformers repeats each row for its sequences in the same order
+        rows = ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
+    reader = Reader(model, cache, *rows)
     if size is None or size == AUTO:
         known = memory_of(model)
         if isinstance(known, str):
