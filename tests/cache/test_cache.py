@@ -97,6 +97,19 @@ def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, resid
     assert _history(cache)[1].shape[1] == 93
 
 
+def test_a_second_crop_may_reach_into_the_pages(model):
+    """32 tokens are not packed for certain. The first crop takes 20 of them."""
+    cache, fresh = (cache_of(model, ("dense", "dense"), page_size=32, residual=32) for _ in range(2))
+    ids, text = left_padded(1, 100)[0], torch.randint(3, 160, (1, 40))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for _ in range(2):
+            cache.crop(-20)
+        model(ids[:, :60], past_key_values=fresh)
+        found, want = (model(text, past_key_values=each).logits for each in (cache, fresh))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
 def test_crop_counts_padding_that_was_dropped(model):
     """A cropped chunk with padding takes from each row what that row got."""
     ids, mask = left_padded(3, 60)

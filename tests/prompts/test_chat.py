@@ -59,6 +59,8 @@ def test_turns_undo_and_edited_messages(model, template):
         assert chat.send(text) == want
     assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * 3]
     chat.undo()
+    assert chat.send(text) == want  # all of it is stored
+    chat.undo()
     assert len(chat.messages) == 5
     text = words(30, 9)
     assert _fresh(model, chat, text, template) == chat.send(text)
