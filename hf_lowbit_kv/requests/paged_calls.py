@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from ..generation.enable import also_override, enabled_for
 from ..generation.overriding import original
+from ..generation.sampling_settings import check_settings
 from ..presets import get_preset
 from .pool_models import empty_caches
 
@@ -122,6 +123,7 @@ def _check_config(config: Any, preset: str) -> None:
 
 
 def _check_generation(model: Any, config: Any) -> None:
+    check_settings({"generation_config": config})
     for name, allowed in _WITHOUT.items():
         if getattr(config, name, None) not in allowed:
             raise ValueError(

@@ -195,6 +195,7 @@ def test_memory_is_given_back(models, ours, monkeypatch):
         ({"num_beams": 2}, "num_beams=2"),
         ({"stop_strings": ["a"]}, "stop_strings="),
         ({"max_time": 1.0}, "max_time="),
+        ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 is not allowed"),
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
         ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
     ],
