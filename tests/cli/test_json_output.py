@@ -84,7 +84,8 @@ def arguments(model_folder, tmp_path, monkeypatch):
 def test_one_document_on_standard_output(run, arguments, name, tmp_path, monkeypatch):
     if name == "serve":
         uvicorn = pytest.importorskip("uvicorn")
-        monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
+        monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+        monkeypatch.setattr("hf_lowbit_kv.requests.server.openai_server.bind", lambda host, port: [])
     if name in ("eval lm-eval", "eval protocol"):
         pytest.importorskip("lm_eval.models.huggingface")
         write_task(tmp_path)

@@ -198,9 +198,11 @@ class Server:
         import uvicorn
         from starlette.testclient import TestClient
 
+        from hf_lowbit_kv.requests.server import openai_server
+
         ready = queue.SimpleQueue()
 
-        def run(server: Any) -> None:
+        def run(server: Any, sockets: Any) -> None:
             ready.put(server.config.app)
             self.ended.wait()
 
@@ -211,6 +213,7 @@ class Server:
                 ready.put(error)
 
         self.patch.setattr(uvicorn.Server, "run", run)
+        self.patch.setattr(openai_server, "bind", lambda host, port: [])  # nobody listens
         self.thread = threading.Thread(target=command, daemon=True)
         self.thread.start()
         app = ready.get(timeout=60)
