@@ -318,6 +318,23 @@ def test_sigterm_in_the_middle(served):
 # ---- parts ------------------------------------------------------------------------------------------------------------
 
 
+def test_addresses_that_the_machine_does_not_have(monkeypatch):
+    """One of several may be missing, for example without IPv6; not all of them."""
+    from hf_lowbit_kv.requests.server import openai_server
+
+    def known(*hosts):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    known("203.0.113.1", "127.0.0.1")  # the first belongs to documentation
+    (only,) = openai_server.bind("localhost", 0)
+    assert only.getsockname()[0] == "127.0.0.1"
+    only.close()
+    known("203.0.113.1")
+    with pytest.raises(ValueError, match="host='localhost', port=0 cannot be listened to: Cannot assign"):
+        openai_server.bind("localhost", 0)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_stop_texts_in_pieces(size):
     text, stops = "ab<en<end>cd<end>", ["<end>", "xyz"]

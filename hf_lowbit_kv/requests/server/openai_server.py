@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import signal
 import socket
@@ -102,22 +103,39 @@ async def _whole_body(receive: Any, most_bytes: int) -> list[Any] | None:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at this address that do not listen yet, so that clients are refused while the model is loaded."""
+    """Sockets at all addresses of the host that this machine has. They do not listen yet, so that clients are refused while
+    the model is loaded."""
     sockets: list[socket.socket] = []
     try:
-        for family, kind, _, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            sockets.append(socket.socket(family, kind))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sockets[-1].bind(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        missing: OSError | None = None
+        for family, kind, _, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_bound(family, kind, address))
+            except OSError as error:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise
+                missing = error  # "localhost" is often an IPv6 address too, where the machine has no IPv6
+        if missing is not None and not sockets:
+            raise missing
     except OSError as error:
         for each in sockets:
             each.close()
         raise _not_free(host, port, error) from None
     return sockets
+
+
+def _bound(family: int, kind: int, address: Any) -> socket.socket:
+    made = socket.socket(family, kind)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def listen(sockets: list[socket.socket], host: str, port: int) -> None:
