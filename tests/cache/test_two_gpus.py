@@ -2,6 +2,7 @@
 are those of one GPU."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from cases import FORMATS, cache_of, tiny_models
 from chat_cases import tokenizer_of, words
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.generation import recording
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -56,7 +58,8 @@ def test_logits_are_those_of_one_gpu(models, text, formats, size, backend):
 
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink", "kitty-pro"])
-def test_calls_write_the_text_of_one_gpu(models, text, preset):
+def test_calls_write_the_text_of_one_gpu(models, text, preset, monkeypatch):
+    monkeypatch.setattr(recording, "_told", weakref.WeakKeyDictionary())  # each model is told once
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     expected = lb.generate(models[0], text, preset=preset, step="eager", **options)
     with pytest.warns(UserWarning, match="its weights are on several devices"):

@@ -9,6 +9,7 @@ import torch
 from kernel_cases import Case
 
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.triton_kernels import prompt
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 
@@ -54,6 +55,6 @@ def check_long_chunk(case: Case, launch, monkeypatch) -> None:
         raise AssertionError("Triton's kernels were called")
 
     monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
-    monkeypatch.setattr(launch.prompt, "attend", refused)
+    monkeypatch.setattr(prompt, "attend", refused)
     assert case.groups * case.tokens > launch.FUSED_ROWS["cuda"]
     kernels.check_attend(fragment(case))
