@@ -16,7 +16,7 @@ from hf_lowbit_kv.formats.affine import FP16_MAX, pack_words, quantize, unpack_w
 from hf_lowbit_kv.formats.base import Tensors
 from hf_lowbit_kv.formats.static import PLANES, STEP
 
-from .option_defaults import BASELINE_BITS
+BITS = (2, 3, 4)
 
 
 class _TokenIntegers(Format):
@@ -30,8 +30,8 @@ class _TokenIntegers(Format):
         return True
 
     def _check_bits(self) -> None:
-        if self.bits not in BASELINE_BITS:
-            raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BASELINE_BITS}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         scales = [(name, torch.float16, (page_size, 1)) for name in self.scales]

@@ -38,8 +38,7 @@ from hf_lowbit_kv.presets import SINK_TOKENS
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard
 
-from .baseline_formats import Clipped, Quest
-from .option_defaults import BASELINE_BITS, BASELINE_NAMES
+from .baseline_formats import BITS, Clipped, Quest
 from .perplexity import as_rows, score
 from .texts import Text
 
@@ -178,12 +177,12 @@ class Baseline(NamedTuple):
 #: all baselines by name. "wush" has the quantizer of the paper's perplexities. "wush-clipped" has that of the paper's
 #: benchmarks, which is OSCAR's
 BASELINES: dict[str, Baseline] = {}
-for _bits in BASELINE_BITS:
+for _bits in BITS:
     _clipped = Clipped(_bits, KEPT[0]), Clipped(_bits, KEPT[1])
     BASELINES[f"wush-{_bits}"] = Baseline("wush", Quest(_bits), Quest(_bits))
     BASELINES[f"wush-clipped-{_bits}"] = Baseline("wush", *_clipped)
     BASELINES[f"oscar-{_bits}"] = Baseline("oscar", *_clipped)
-assert tuple(BASELINES) == BASELINE_NAMES
+DEFAULT = ("wush-2", "oscar-2")
 
 
 def check_names(names: Sequence[str]) -> list[str]:

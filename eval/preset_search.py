@@ -19,7 +19,6 @@ from hf_lowbit_kv.calibration_files.calibration_file import Calibration
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .cache_sizes import Factory, Size, sizes
-from .option_defaults import RESIDUALS, SINKS, TRANSFORMS
 from .perplexity import mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
@@ -164,6 +163,13 @@ def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = Non
 
 
 #: key and value formats that are combined with each transform and sink by default
+PAIRS = ("int2-channel/int2-token", "int4-channel/int2-token", "int4-channel/int4-token", "int8-token/int8-token",
+         "boosted2-r0.125/int2-token", "boosted2-r0.25/int2-token")  # fmt: skip
+TRANSFORMS = ("none", "hadamard")
+SINKS = (0, 32)
+RESIDUALS = (128,)
+
+
 def parse_pair(text: str) -> tuple[str, str]:
     """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` if there are not exactly two."""
     keys, slash, values = text.partition("/")

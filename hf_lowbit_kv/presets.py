@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .default_preset import DEFAULT_PRESET as DEFAULT_PRESET
 from .formats import parse_format
 from .formats.boosted import SCORES
 from .storage.paged_store import LayerSpec
@@ -55,6 +54,8 @@ PresetName = Literal[
     "mla",
 ]
 
+#: default of `generate` and `enable`
+DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has

@@ -27,6 +27,7 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import bootstrap
+from hf_lowbit_kv.eval.baseline_formats import BITS
 from hf_lowbit_kv.eval.baselines import BASELINES
 from hf_lowbit_kv.eval.benchmarks import (
     bench_batch,
@@ -38,7 +39,6 @@ from hf_lowbit_kv.eval.benchmarks import (
     weights_table,
 )
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
-from hf_lowbit_kv.eval.option_defaults import BASELINE_BITS
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 from hf_lowbit_kv.presets import PRESETS
@@ -237,7 +237,7 @@ def baselines_table(rows: list[PresetRow], path: Path = measure_baselines.OUT, a
     newest = {(record["baseline"], record["text"]): record for record in read_records(path)}
     own = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
     body = []
-    for nbits in BASELINE_BITS:
+    for nbits in BITS:
         for name in (name for name in BASELINES if name.endswith(f"-{nbits}")):
             if any((name, text) in newest for text in COLUMN_TEXTS):
                 page = [sum(fmt.bits_per_value(dim) for fmt in BASELINES[name][1:]) / 2 for dim in (HEAD_DIM, 128)]

@@ -1,18 +1,17 @@
-"""The command `hf-lowbit-kv`. Results go to standard output, progress and errors to standard error.
-
-Modules of this folder import torch, transformers and most of the package in the functions that run a command, so that help
-and wrong options are answered at once.
-"""
+"""The command `hf-lowbit-kv`. Results go to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..eval.demo import Continuation, compare, default_prompt
+from ..formats.installed import load_installed
+from ..presets import Preset, get_preset, preset_names
 from .evaluation_commands import eval_app, recommend
 from .every_command import add_command
 from .serve_command import serve
@@ -29,12 +28,9 @@ from .shared_options import (
     print_json,
     print_table,
     progress,
+    refuse_several_processes,
     resolve_presets,
 )
-
-if TYPE_CHECKING:
-    from ..eval.demo import Continuation
-    from ..presets import Preset
 
 app = typer.Typer(
     help="Low-bit KV caches for transformers: see what fits and runs here, calibrate a model, measure presets, serve.",
@@ -71,10 +67,14 @@ def main(args: list[str] | None = None) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     global _traceback_wanted
     _traceback_wanted = traceback
+    load_installed()
+    if context.invoked_subcommand != "eval":  # `eval` checks its own commands
+        refuse_several_processes(str(context.invoked_subcommand))
 
 
 def presets(
@@ -83,8 +83,6 @@ def presets(
     as_json: JsonOption = False,
 ) -> None:
     """List the presets and their bits per number. The bits include scales and the 16-bit window."""
-    from ..presets import get_preset, preset_names
-
     rows = [_preset_row(get_preset(name), tokens, head_dim) for name in preset_names()]
     if as_json:
         print_json(rows)
@@ -126,8 +124,6 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Let a model continue a text, with the full-precision cache and with each preset. Compare the texts."""
-    from ..eval.demo import compare, default_prompt
-
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(SHOWN)])
     if prompt is not None and not prompt.strip():

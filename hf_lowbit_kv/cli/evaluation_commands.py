@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
-from ..eval import option_defaults
+from ..calibration.calibration_cost import cost
+from ..calibration.steps_shown import LogLines
+from ..eval import baselines as other_methods
+from ..eval import data_parallel, preset_search
+from ..eval import needle as task
+from ..eval.chunked_reader import FULL
+from ..eval.layer_errors import run as measure_layers
+from ..eval.local_models import calibration_texts, default_texts, varied_texts
+from ..eval.perplexity import CHUNK, run
+from ..eval.preset_search import Budget, plot
+from ..eval.preset_search import recommend as measure
+from ..eval.texts import Text, dataset_text, read_text
 from ..machine.byte_sizes import parse_size
+from ..presets import get_preset
+from . import missing_calibrations
 from .every_command import add_command, need
 from .protocol_command import protocol
 from .shared_options import (
@@ -32,12 +46,9 @@ from .shared_options import (
     print_table,
     progress,
     ran_on,
+    refuse_several_processes,
     resolve_presets,
 )
-
-if TYPE_CHECKING:
-    from ..eval.preset_search import Budget
-    from ..eval.texts import Text
 
 
 def layers(
@@ -56,9 +67,6 @@ def layers(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the error of attention in each layer by itself, and how uneven its channels are."""
-    from ..eval.layer_errors import run as measure_layers
-    from ..eval.local_models import default_texts
-
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
     names = names or all_presets(loaded, changes)
@@ -110,12 +118,6 @@ def lm_eval(
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
-    import torch
-
-    from ..eval import data_parallel
-    from ..eval.chunked_reader import FULL
-    from ..presets import get_preset
-
     need("eval", "lm_eval")
     names = [name for name in _options_of_lm_eval(preset) if name != FULL]
     for name in names:
@@ -186,8 +188,6 @@ def needle(
     as_json: JsonOption = False,
 ) -> None:
     """Hide a fact in a text, at several depths and lengths. Does the model find it with each preset?"""
-    from ..eval import needle as task
-
     names = resolve_presets(preset)
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
@@ -240,11 +240,6 @@ def perplexity(
     as_json: JsonOption = False,
 ) -> None:
     """Compare each preset with the full-precision cache: perplexity, KL divergence, top-1 agreement."""
-    from ..eval import data_parallel
-    from ..eval.local_models import default_texts
-    from ..eval.perplexity import CHUNK, run
-    from ..eval.texts import dataset_text
-
     names = resolve_presets(preset)
     if start >= context - 1:
         raise ValueError(
@@ -293,8 +288,8 @@ def baselines(
         typer.Option(
             "--baseline",
             "-b",
-            help=f"Several by commas: {', '.join(option_defaults.BASELINE_NAMES)}.",
-            show_default=", ".join(option_defaults.DEFAULT_BASELINES),
+            help=f"Several by commas: {', '.join(other_methods.BASELINES)}.",
+            show_default=", ".join(other_methods.DEFAULT),
         ),
     ] = None,
     preset: Annotated[
@@ -329,15 +324,9 @@ def baselines(
 
     Both follow their papers (arXiv 2609.38121, 2605.17757); neither is the authors' code. The command calibrates them first.
     """
-    from ..calibration.steps_shown import LogLines
-    from ..eval import baselines as other_methods
-    from ..eval.local_models import default_texts, varied_texts
-    from ..eval.preset_search import fitting_presets
-    from ..eval.texts import read_text
-
-    chosen = other_methods.check_names(_split(",".join(baseline or option_defaults.DEFAULT_BASELINES)))
+    chosen = other_methods.check_names(_split(",".join(baseline or other_methods.DEFAULT)))
     if not chosen:
-        raise ValueError(f"--baseline is empty; allowed: {', '.join(option_defaults.BASELINE_NAMES)}")
+        raise ValueError(f"--baseline is empty; allowed: {', '.join(other_methods.BASELINES)}")
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     texts: list[Path] = text or default_texts()
     paths = calibration_text or varied_texts()
@@ -345,7 +334,7 @@ def baselines(
         raise ValueError(f"{str(min(same))!r} is calibrated on and measured; give different texts")
     loaded, tokenizer = load(model, device, dtype)
     if not names:
-        fitting = fitting_presets(loaded, changes)[0]
+        fitting = preset_search.fitting_presets(loaded, changes)[0]
         names = [name for name in fitting if name.startswith("eigen-")]
     rows = other_methods.run(
         chosen,
@@ -409,16 +398,16 @@ def _print_positions(rows: list[dict[str, Any]]) -> None:
 
 def sweep(
     formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = ",".join(
-        option_defaults.PAIRS
+        preset_search.PAIRS
     ),
     transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = ",".join(
-        option_defaults.TRANSFORMS
+        preset_search.TRANSFORMS
     ),
     sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = ",".join(
-        map(str, option_defaults.SINKS)
+        map(str, preset_search.SINKS)
     ),
     residual: Annotated[str, typer.Option(help="Newest tokens in 16 bits, separated by commas.")] = ",".join(
-        map(str, option_defaults.RESIDUALS)
+        map(str, preset_search.RESIDUALS)
     ),
     text: TextOption = None,
     model: ModelOption = None,
@@ -432,9 +421,6 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Measure bits and KL of every combination of formats, transforms and windows."""
-    from ..eval import preset_search
-    from ..eval.local_models import default_texts
-
     pairs = [preset_search.parse_pair(each) for each in _split(formats)]
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
     if out is not None:
@@ -448,9 +434,7 @@ def sweep(
         pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **cache_options
     )
     if out is not None:
-        preset_search.plot(
-            rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name"
-        )
+        plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
         Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)
     if as_json:
         print_json(rows)
@@ -521,10 +505,6 @@ def recommend(
 
     Presets that need a calibration take part if the model has one, or with --calibrate.
     """
-    from ..eval.local_models import default_texts
-    from ..eval.preset_search import Budget
-    from ..eval.preset_search import recommend as measure
-
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
     if bits is not None and bits <= 0:
@@ -578,11 +558,6 @@ def _calibrate_first(
 ) -> None:
     """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
     out."""
-    from ..calibration.calibration_cost import cost
-    from ..calibration.steps_shown import LogLines
-    from ..eval.local_models import calibration_texts
-    from . import missing_calibrations
-
     if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
         return
     console, shown = Console(stderr=True), ", ".join(lacking)
@@ -601,23 +576,26 @@ def _calibrate_first(
 
 
 eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)
+#: measurements that several processes can share
+SHARED = ("perplexity", "lm-eval")
+
+
+@eval_app.callback()
+def _check_processes(context: typer.Context) -> None:
+    if context.invoked_subcommand not in SHARED:
+        refuse_several_processes(f"eval {context.invoked_subcommand}")
+
+
 MEASURING = "for the bundled model and texts, if you give no --model or --text"
-add_command(
-    eval_app,
-    "eval perplexity",
-    perplexity,
-    extra="eval",
-    extra_for=f"{MEASURING}, --dataset, several processes",
-    shared=True,
-)
-add_command(eval_app, "eval baselines", baselines, extra="eval", extra_for=MEASURING)
-add_command(eval_app, "eval layers", layers, extra="eval", extra_for=MEASURING)
-add_command(eval_app, "eval sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
-add_command(eval_app, "eval needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
+add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
+add_command(eval_app, "baselines", baselines, extra="eval", extra_for=MEASURING)
+add_command(eval_app, "layers", layers, extra="eval", extra_for=MEASURING)
+add_command(eval_app, "sweep", sweep, extra="eval", extra_for=f"{MEASURING}, and --out")
+add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
 # options that these commands do not know are passed to lm-eval
 add_command(
     eval_app,
-    "eval protocol",
+    "protocol",
     protocol,
     extra="eval",
     extra_for="always",
@@ -625,10 +603,9 @@ add_command(
 )
 add_command(
     eval_app,
-    "eval lm-eval",
+    "lm-eval",
     lm_eval,
     extra="eval",
     extra_for="always",
-    shared=True,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )

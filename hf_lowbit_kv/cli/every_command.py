@@ -1,5 +1,4 @@
-"""Parts of every command: `--import FILE` for formats and presets of the user, a line of help on extras, and the import of
-the package."""
+"""Parts of every command: `--import FILE` for formats and presets of the user, and a line of help on extras."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .shared_options import refuse_several_processes
-
 #: imported files -> names of their modules
 _imported: dict[Path, str] = {}
 
@@ -27,8 +24,6 @@ def import_files(paths: list[Path] | None) -> list[Path]:
     Raises:
         ValueError: a file is not a Python file. ImportError: a file raises; the message says where.
     """
-    if paths:
-        prepare()
     for path in paths or []:
         if path.suffix != ".py":
             raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
@@ -79,32 +74,18 @@ def add_command(
     *,
     extra: str | None = None,
     extra_for: str = "",
-    shared: bool = False,
     **options: Any,
 ) -> None:
     """Add a command to the application, with `--import`, which runs before other options are read.
 
     Args:
-        name: the words of the command; the last one is its name in the application.
         extra: the project's extra that the command may need, for the help text. extra_for: why the command needs the
             extra.
-        shared: whether several processes that a launcher starts can share its work. If not, they are refused.
         options: those of `typer.Typer.command`.
     """
     needs = "Needs no extra packages." if extra is None else f"Needs {_install(extra)} ({extra_for})."
     text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
-    app.command(name.split()[-1], help=text, **options)(_prepared(command, None if shared else name))
-
-
-def prepare() -> None:
-    """Import what a command may need: the package, and the formats of installed packages. Help and wrong options need
-    neither, and torch alone takes seconds."""
-    script = sys.modules.get("hf_lowbit_kv_command")
-    if script is not None:
-        script.import_package()
-    from ..formats.installed import load_installed
-
-    load_installed()
+    app.command(name, help=text, **options)(_with_import(command))
 
 
 def need(extra: str, *modules: str) -> None:
@@ -117,14 +98,9 @@ def _install(extra: str) -> str:
     return f"pip install 'hf-lowbit-kv[{extra}]'"
 
 
-def _prepared(command: Callable[..., Any], alone: str | None) -> Callable[..., Any]:
-    """The command with `--import`. alone: its name, if it runs in one process only."""
-
+def _with_import(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*args: Any, import_: list[Path] | None = None, **options: Any) -> Any:
-        prepare()
-        if alone is not None:
-            refuse_several_processes(alone)
         return command(*args, **options)
 
     signature = inspect.signature(command, eval_str=True)

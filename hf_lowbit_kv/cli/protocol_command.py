@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from ..eval import protocols
 from .every_command import need
 from .shared_options import (
     CalibrationOption,
@@ -52,10 +54,6 @@ def protocol(
 
     With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
-    import torch
-
-    from ..eval import protocols
-
     names, changes = resolve_presets(preset), parse_overrides(None, calibration)
     if name not in protocols.NAMES:
         raise ValueError(f"--name {name!r} is not offered; allowed: {', '.join(protocols.NAMES)}")

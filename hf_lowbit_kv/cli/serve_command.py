@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..default_preset import DEFAULT_PRESET
+from ..eval.local_models import bundled_model
+from ..presets import DEFAULT_PRESET, get_preset
+from ..requests.memory_budget import memory_in_bytes
+from ..requests.paged_calls import check_version
 from .every_command import need
 from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides, print_json
 
@@ -36,11 +39,6 @@ def serve(
 
     The server is transformers' own. It writes many answers at once, and prompts that begin alike share packed pages.
     """
-    from ..eval.local_models import bundled_model
-    from ..presets import get_preset
-    from ..requests.memory_budget import memory_in_bytes
-    from ..requests.paged_calls import check_version
-
     need("serve", "accelerate", "fastapi", "uvicorn", "openai")
     check_version()
     get_preset(preset)

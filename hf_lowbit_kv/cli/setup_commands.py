@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..planning.weight_kinds import WEIGHT_KINDS
+from ..cache.packed_layers import packed_sizes
+from ..calibration.calibrate import calibrate as run
+from ..calibration.calibration_target import add_to_file, try_file, try_user_files
+from ..calibration.steps_shown import LogLines
+from ..calibration_files.calibration_file import Calibration
+from ..calibration_files.calibration_lookup import user_file
+from ..calibration_files.model_description import describe_model
+from ..doctor import doctor as examine
+from ..eval.local_models import calibration_texts, model_name
+from ..planning.fits import fits as memory_fits
+from ..planning.model_shapes import WEIGHT_KINDS
+from ..presets import preset_names
 from .shared_options import (
     DeviceOption,
     DtypeOption,
@@ -31,8 +42,6 @@ def doctor(
     as_json: JsonObjectOption = False,
 ) -> None:
     """Say what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""
-    from ..doctor import doctor as examine
-
     diagnosis = examine(device)
     print(json.dumps(diagnosis, indent=2) if as_json else diagnosis, end="\n" if as_json else "")
     if not diagnosis.ok:
@@ -90,14 +99,6 @@ def calibrate(
 
     If the file exists, the command adds to it: calibrations of other presets stay.
     """
-    from ..cache.packed_layers import packed_sizes
-    from ..calibration.calibrate import calibrate as run
-    from ..calibration.calibration_target import add_to_file, try_file, try_user_files
-    from ..calibration.steps_shown import LogLines
-    from ..calibration_files.calibration_lookup import user_file
-    from ..calibration_files.model_description import describe_model
-    from ..eval.local_models import calibration_texts, model_name
-
     names = resolve_presets(preset or ["vecinfer-2"])
     paths = text or calibration_texts()
     texts = [_read(path) for path in paths]
@@ -147,8 +148,6 @@ def share(
     as_json: JsonObjectOption = False,
 ) -> None:
     """Upload a calibration to the hub, with a card that names its model and texts."""
-    from ..calibration_files.calibration_file import Calibration
-
     rows = []
     if measured is not None:
         try:
@@ -182,9 +181,6 @@ def fits(
 
     The count includes weights, cache, reading a prompt, and CUDA.
     """
-    from ..planning.fits import fits as memory_fits
-    from ..presets import preset_names
-
     names = resolve_presets(preset) or None
     count = len(names or preset_names())
     with progress(count, after=2.0, logged=False) as begin:  # slowest: makes a cache of each preset on the meta device

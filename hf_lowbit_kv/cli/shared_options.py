@@ -9,8 +9,9 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -18,8 +19,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-if TYPE_CHECKING:
-    import torch
+from ..calibration_files.calibration_file import Calibration
+from ..eval.data_parallel import process_count
+from ..eval.local_models import AUTO, load_model, model_name
+from ..eval.preset_search import fitting_presets
+from ..eval.provenance import device_name
+from ..presets import get_preset
 
 _INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -62,8 +67,6 @@ JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON obj
 
 def resolve_presets(options: list[str] | None) -> list[str]:
     """Checked names of presets, from repeated and comma-separated options. Empty if there are no options."""
-    from ..presets import get_preset
-
     names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
@@ -72,8 +75,6 @@ def resolve_presets(options: list[str] | None) -> list[str]:
 
 def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
     """The listed presets that serve the model. Prints the other presets, with reasons, to standard error."""
-    from ..eval.preset_search import fitting_presets
-
     names, reasons = fitting_presets(model, overrides)
     for name, reason in reasons.items():
         Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -100,28 +101,17 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = {
                 int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
             }
-    if calibration is None:
-        return overrides
-    from ..calibration_files.calibration_file import Calibration
-
-    return {"calibration": Calibration.load(calibration), **overrides}
+    return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
-    import torch
-
-    from ..eval.local_models import load_model
-
     check_dtype(dtype)
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
 
 
 def ran_on(model: Any, name: str | None) -> str:
     """What a measurement ran on, for the title of its table: model, dtype and device. name: the value of `--model`."""
-    from ..eval.local_models import model_name
-    from ..eval.provenance import device_name
-
     return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"
 
 
@@ -133,10 +123,6 @@ def check_dtype(name: str | None) -> None:
 
 def check_device(name: str | None) -> torch.device | str | None:
     """The device with this name, or `"auto"`. Raises `ValueError` if torch cannot use it."""
-    import torch
-
-    from ..eval.local_models import AUTO
-
     if name == AUTO:
         return name
     try:
@@ -154,11 +140,6 @@ def device_of_process(name: str | None) -> str | None:
     Raises:
         ValueError: there are several processes, and `--device` names one GPU for all of them, or is `auto`.
     """
-    import torch
-
-    from ..eval.data_parallel import process_count
-    from ..eval.local_models import AUTO
-
     count = process_count()
     if count == 1 or name == "cpu":
         return name
@@ -173,8 +154,6 @@ def device_of_process(name: str | None) -> str | None:
 
 def refuse_several_processes(command: str) -> None:
     """Raise `ValueError` if a launcher has started several processes, because each would do all the work."""
-    from ..eval.data_parallel import process_count
-
     if (count := process_count()) > 1:
         raise ValueError(
             f"`{command}` runs in one process, and WORLD_SIZE={count}: start it without accelerate launch or torchrun. "

@@ -329,6 +329,6 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
         command.calibrate(["vecinfer-2"], [text], out=text)
     calibration.save(out)
     monkeypatch.setattr(command, "load", lambda *_: (tiny_models("llama", head_dim=128)[0], Tokenizer()))
-    monkeypatch.setattr(calibrating, "calibrate", lambda *_, **__: pytest.fail("calibrates first"))
+    monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("calibrates first"))
     with pytest.raises(ValueError, match=r"x\.safetensors' was made for another model"):
         command.calibrate(["vecinfer-2"], [text], out=out)

@@ -176,7 +176,7 @@ def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
         asked.append(names)
         raise ValueError("enough")
 
-    monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
+    monkeypatch.setattr(cli, "compare", compare)
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
     assert asked[0] == list(cli.SHOWN)

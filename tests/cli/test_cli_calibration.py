@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
-from hf_lowbit_kv.calibration import calibrate as calibrating
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.cli import app, main
@@ -81,7 +80,7 @@ def calibrate(monkeypatch, text, model):
 
     def call(made=lambda: pytest.fail("calibrates first"), **options):
         monkeypatch.setattr(command, "load", lambda *_: (model, None))
-        monkeypatch.setattr(calibrating, "calibrate", lambda *_, **__: made())
+        monkeypatch.setattr(command, "run", lambda *_, **__: made())
         command.calibrate(["vecinfer-2"], [text], **options)
 
     return call

@@ -60,7 +60,9 @@ def test_the_attention_is_computed_on_the_spot(found, monkeypatch):
 
 def test_the_command(capsys, monkeypatch, found):
     for result, code in ((found, 0), (doctor.Diagnosis(found | {"ok": False}), 1)):
-        monkeypatch.setattr(sys.modules["hf_lowbit_kv.doctor"], "doctor", lambda device, result=result: result)
+        monkeypatch.setattr(
+            sys.modules["hf_lowbit_kv.cli.setup_commands"], "examine", lambda device, result=result: result
+        )
         for option in ([], ["--json"]):
             with pytest.raises(SystemExit) as stop:
                 cli.main(["doctor", *option])
