@@ -19,7 +19,7 @@ SMALL = [
     Case(keys="int8-token", values="int8-token", sink=0, residual=0, lengths=(33, 64)),
     Case(keys="int2-channel-g32", values="int2-token-g32", page_size=64, residual=64, lengths=(140, 1), heads=1),
     Case(keys="fp8", values="fp8", lengths=(70, 33), heads=1, sink=0, residual=0),
-    Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True),
+    Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True, heads=1),
     Case(groups=3, softcap=20.0, head_dim=80, head_dim_v=96, lengths=(33, 100), tokens=9, heads=1),
     Case(keys="int4-token", values="dense", lengths=(31, 64), tokens=20, sink=0, residual=0, padded=True, heads=1),
     Case(keys="int8-token-g64", values="int4-token-g32", head_dim=128, head_dim_v=64, lengths=(65, 3), groups=1),
