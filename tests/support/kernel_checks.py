@@ -117,8 +117,9 @@ def _check_attend(case: Case, seed: int) -> None:
     assert error <= 2 * error_plain + 1e-6
 
 
-def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
-    """Store chunks (0: a single unmasked token) and compare every byte after each; then read all back."""
+def check_store(case: Case, chunks: list[int], seed: int = SEED) -> bool:
+    """Store chunks (0: a single unmasked token) and compare every byte after each; then read all back. Returns whether a token
+    was stored in a page."""
     gen = generator(case, seed)
     ref, dev = store_for(case, "cpu"), store_for(case, DEVICE)
     length = 0
@@ -126,7 +127,9 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         tokens, mask = max(chunk, 1), None
         k, v = random_tokens(case, tokens, gen)
         if chunk and case.padded:
-            mask = random_mask(torch.randint(0, tokens + 1, (len(case.lengths),), generator=gen), tokens, gen)
+            real = torch.randint(0, tokens + 1, (len(case.lengths),), generator=gen)
+            real[0] = tokens - tokens // 8  # enough for a page
+            mask = random_mask(real, tokens, gen)
             for x in (k, v):
                 x.masked_fill_(~mask[:, None, :, None], float("inf"))
         length += tokens
@@ -143,6 +146,7 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> None:
         strict=True,
     ):
         assert torch.equal(a, b.cpu())
+    return bool(ref.state.paged.any())
 
 
 def check_full_rows(case: Case, seed: int = SEED) -> None:

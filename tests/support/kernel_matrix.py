@@ -76,9 +76,9 @@ SMALL_STORES = [
     (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
-    (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37)), [40, 0]),
-    (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, ties=True), [40, 0]),
-    (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37)), [40, 0]),
+    (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37), residual=5), [45, 0]),
+    (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, residual=5, ties=True), [45, 0]),
+    (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37), residual=5), [55, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
     (Case(keys="static-4-n", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70]),
     (Case(keys="int4-token", values="trellis-2", heads=1, lengths=(5,), head_dim=80, outliers=True), [70, 0]),
@@ -86,7 +86,7 @@ SMALL_STORES = [
     (Case(keys="int6-token", values="int5-token", heads=1, residual=0, sink=3, outliers=True), [30, 0, 40]),
     (Case(keys="int5-channel-g32", values="int6-channel", heads=1, head_dim=80, lengths=(5,)), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
-    (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [37, *[0] * 30]),
+    (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [60, *[0] * 9]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
     (
         Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
@@ -99,7 +99,7 @@ CODEBOOK_STORES = [
     (Case(keys="vq-d8b12", values="vq-d4b10", lengths=(5,), heads=1), [70]),
     (Case(keys="vq-d2b7", values="vq-d8b12", lengths=(5,), heads=1, outliers=True, dtype=torch.bfloat16), [70]),
     (Case(keys="vq-d2b8", values="vq-d2b3", lengths=(5,), heads=1, ties=True), [70]),
-    (Case(keys="vq-d2b12", values="vq-d4b6", lengths=(5,), heads=1, ties=True, head_dim=128), [40]),
+    (Case(keys="vq-d2b12", values="vq-d4b6", lengths=(5,), heads=1, ties=True, head_dim=128), [70]),
 ]
 
 #: head size, dtype, transform: what kernels apply by themselves

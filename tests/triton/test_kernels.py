@@ -71,7 +71,7 @@ def test_small_lookups(case):
 @needs_interpreter
 @pytest.mark.parametrize(("case", "chunks"), SMALL_STORES, ids=str)
 def test_small_store(case, chunks):
-    check_store(case, chunks)
+    assert check_store(case, chunks), "the chunks are too short for a page"
 
 
 @needs_interpreter
