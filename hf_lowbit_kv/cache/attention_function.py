@@ -11,7 +11,6 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .low_bit_layer import LayerView
-from .pass_checks import another_text
 
 
 def lowbit_attention(
@@ -166,13 +165,10 @@ def lowbit_mask(
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
     """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all
-    that a preallocated cache has room for, or what `lowbit_mask` returned."""
+    that a preallocated cache has room for, of the chunk alone, or what `lowbit_mask` returned."""
     columns = mask.shape[1]
     if tokens > 1 and not torch.compiler.is_compiling():
         offset = int(offset)  # a prompt may wait for the device
-        # `generate` reads a prompt that is as long as what is stored whole (see `cut_prompt`)
-        if columns == tokens == offset and not getattr(mask, _MADE_HERE, False):
-            raise ValueError(another_text(columns, offset))
     if columns == tokens:
         return mask
     if isinstance(offset, torch.Tensor) and columns > tokens:

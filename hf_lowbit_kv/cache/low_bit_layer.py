@@ -21,7 +21,7 @@ from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
-from .pass_checks import another_text, cut_prompt
+from .pass_checks import another_text, cut_prompt, padded_prompt
 from .token_counts import FixedLength, Length, Padding, fork_lengths
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
@@ -313,8 +313,8 @@ class LowBitLayer(CacheLayerMixin):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def check_positions(self, chunk: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """Raise `ValueError` if a chunk belongs to a prompt that is not longer than what is stored (see `cut_prompt`). Waits
-        for the device, once a pass.
+        """Raise `ValueError` if a chunk belongs to a prompt that is not longer than what is stored (see `cut_prompt` and
+        `padded_prompt`). Waits for the device, once a pass.
 
         Args:
             chunk: queries `[B, Hq, S, D]`. position_ids: what the model hands to its layers. mask: the chunk's padding.
@@ -322,14 +322,15 @@ class LowBitLayer(CacheLayerMixin):
         tokens = chunk.shape[2]
         if not self.first_packed or tokens == 1 or torch.compiler.is_compiling() or self.length.at_least == 0:
             return
-        # with padding, positions may mean anything; `lowbit_mask` looks at the mask, which generate keeps then
-        if mask is not None or not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2:
-            return
-        if position_ids.shape[1] != tokens:
+        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != tokens:
             return
         seen = self.length.at_least
-        if (whole := cut_prompt(position_ids, seen)) is not None and not self._holds_padded_rows():
+        if mask is None and (whole := cut_prompt(position_ids, seen)) is not None and not self._holds_padded_rows():
             raise ValueError(another_text(whole, seen))
+        if tokens == seen and (mask is None or mask.dim() == 2):
+            assert self.store is not None
+            if padded_prompt(position_ids, mask, self.store.state.length[:, 0]):
+                raise ValueError(another_text(tokens, seen))
 
     def step(self, chunk: Chunk) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, S, Hq, D]`."""

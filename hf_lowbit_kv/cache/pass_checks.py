@@ -88,6 +88,25 @@ def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     return whole if (first, whole - first) == (seen - whole, tokens) else None
 
 
+def padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
+    """Whether a chunk with as many columns as the cache has, some of them padding, is a prompt of its own. Waits for the
+    device.
+
+    `generate` reads such a prompt whole (see `cut_prompt`), and counts the positions of a row from its first token on. In
+    a chunk that goes on they count what the row has stored, too. Rows that have stored nothing, or get nothing, say
+    neither.
+
+    Args:
+        position_ids: `[B or 1, S]`. mask: the chunk's padding, bool `[B, S]`; `None`: it has none. stored: tokens of each
+            row, int `[B]`.
+    """
+    if mask is None:
+        mask = torch.ones(1, position_ids.shape[1], dtype=torch.bool, device=position_ids.device)
+    new = mask.sum(1)
+    last = torch.where(mask, position_ids.to(mask.device), -1).amax(1)
+    return bool(((last == new - 1) & (new > 0) & (stored.to(mask.device) > 0)).any())
+
+
 def _message(capacity: int, lost: int) -> str:
     return (
         f"max_cache_len={capacity} was too small: {lost} tokens of a row came when it was full and are lost, so what was "

@@ -245,6 +245,30 @@ def test_a_chunk_as_long_as_what_is_stored(model, compiles):
     assert int(cache.get_seq_length()) == 40
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 60])
+@pytest.mark.parametrize("padding", [(0, 0), (3, 25), (20, 0)])
+@pytest.mark.parametrize("own_positions", [False, True])
+def test_the_mask_of_a_chunk_as_long_as_what_is_stored(model, own_positions, padding, max_cache_len):
+    """It reads as the mask of all tokens does, with positions that the caller counts and with the model's."""
+    ids, _ = left_padded(2, 40)
+    mask = torch.ones_like(ids)
+    for row, columns in enumerate(padding):
+        mask[row, :columns] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def read(whole):
+        cache = lb.from_preset("dense", model, max_cache_len=max_cache_len)
+        for start, stop in ((0, 20), (20, 40)):
+            own = {"position_ids": positions[:, start:stop]} if own_positions else {}
+            columns = mask[:, :stop] if whole else mask[:, start:stop]
+            with torch.no_grad():
+                out = model(ids[:, start:stop], attention_mask=columns, past_key_values=cache, **own)
+        return out.logits
+
+    real = mask[:, 20:].bool()
+    assert torch.equal(read(False)[real], read(True)[real])
+
+
 def test_a_text_that_goes_on_behind_much_padding(model):
     """The positions of its 4 tokens, 8 to 11, are those that a prompt of 12 tokens would have there."""
     ids, mask = left_padded(1, 24)
