@@ -157,10 +157,7 @@ def lowbit_mask(
     if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
         return None
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
-    chunk = chunk.clone(memory_format=torch.contiguous_format)
-    if q_length > 1 and not torch.compiler.is_compiling():
-        setattr(chunk, _MADE_HERE, True)
-    return chunk
+    return chunk.clone(memory_format=torch.contiguous_format)
 
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
