@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .. import __version__
 from ..eval.demo import Continuation, compare, default_prompt
 from ..formats.installed import load_installed
 from ..presets import Preset, get_preset, preset_names
@@ -65,10 +66,19 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-lowbit-kv {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     global _traceback_wanted
     _traceback_wanted = traceback

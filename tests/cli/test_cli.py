@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -143,6 +144,10 @@ def test_errors_are_explained(run, args, code, message):
     assert (found, out) == (code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
+
+
+def test_version(run):
+    assert run("--version") == (0, f"hf-lowbit-kv {importlib.metadata.version('hf-lowbit-kv')}\n", "")
 
 
 def test_a_missing_package_is_named(run, monkeypatch):
