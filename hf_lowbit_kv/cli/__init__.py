@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .. import __version__
 from ..eval.demo import Continuation, compare, default_prompt
 from ..formats.installed import load_installed
 from ..presets import Preset, get_preset, preset_names
@@ -68,7 +68,7 @@ def main(args: list[str] | None = None) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"hf-lowbit-kv {__version__}")
+        print(f"hf-lowbit-kv {importlib.metadata.version('hf-lowbit-kv')}")
         raise typer.Exit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import re
@@ -14,6 +13,7 @@ from cases import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import hf_lowbit_kv
 from hf_lowbit_kv import cli, preset_names
 from hf_lowbit_kv.cli import missing_calibrations
 from hf_lowbit_kv.cli.shared_options import parse_overrides
@@ -147,7 +147,7 @@ def test_errors_are_explained(run, args, code, message):
 
 
 def test_version(run):
-    assert run("--version") == (0, f"hf-lowbit-kv {importlib.metadata.version('hf-lowbit-kv')}\n", "")
+    assert run("--version") == (0, f"hf-lowbit-kv {hf_lowbit_kv.__version__}\n", "")
 
 
 def test_a_missing_package_is_named(run, monkeypatch):
