@@ -526,8 +526,11 @@ def contents_of_forks(layers: Sequence[LowBitLayer], max_cache_len: int | None, 
     lengths = fork_lengths([layer.length for layer in layers], max_cache_len, n)
     out = []
     for of_fork, counts in zip(stores, lengths, strict=True):
-        given = iter(of_fork)
+        stores_left = iter(of_fork)
         out.append(
-            [(None if layer.store is None else next(given), count) for layer, count in zip(layers, counts, strict=True)]
+            [
+                (None if layer.store is None else next(stores_left), count)
+                for layer, count in zip(layers, counts, strict=True)
+            ]
         )
     return out

@@ -249,16 +249,16 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
-    given = cache_in(model_kwargs)
-    chosen_by_user = given is not None or generation_config.cache_implementation is not None
+    from_user = cache_in(model_kwargs)
+    chosen_by_user = from_user is not None or generation_config.cache_implementation is not None
     stack, call = vars(self).get(_ENABLED), _call.get()
     if call is not None and call.model is not self:
         call = None
-    if call is not None and isinstance(given, LowBitCache):
-        whole = check_continued(given, call.arguments)
-        given.text = None
+    if call is not None and isinstance(from_user, LowBitCache):
+        whole = check_continued(from_user, call.arguments)
+        from_user.text = None
         if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's
-            call.caches.append(given)
+            call.caches.append(from_user)
     if chosen_by_user or generation_config.use_cache is False or not stack:
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)

@@ -107,9 +107,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
     the model is loaded."""
     sockets: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         missing: OSError | None = None
-        for family, kind, _, _, address in dict.fromkeys(found):
+        for family, kind, _, _, address in dict.fromkeys(addresses):
             try:
                 sockets.append(_bound(family, kind, address))
             except OSError as error:
@@ -126,16 +126,16 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _bound(family: int, kind: int, address: Any) -> socket.socket:
-    made = socket.socket(family, kind)
+    bound = socket.socket(family, kind)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
     except BaseException:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound
 
 
 def listen(sockets: list[socket.socket], host: str, port: int) -> None:
