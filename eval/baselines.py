@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_lowbit_kv import formats
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.method_caches import from_preset
@@ -33,7 +34,6 @@ from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, l
 from hf_lowbit_kv.calibration.steps_shown import Report, say, steps_shown
 from hf_lowbit_kv.calibration.window_reading import attend_in_full
 from hf_lowbit_kv.formats.registered import register_format
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import SINK_TOKENS
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 #: a function that makes an empty cache
 Factory = Callable[[], Any]

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.formats import Dense
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: name of transformers' own full-precision cache in tables, records and options
 FULL = "full"

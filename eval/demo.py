@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, GenerationConfig
 
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.method_caches import from_preset
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 from .cache_sizes import sizes
 from .local_models import essay

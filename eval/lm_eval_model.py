@@ -41,6 +41,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval import local_models
@@ -55,7 +56,6 @@ from hf_lowbit_kv.eval.local_models import (
 )
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
 from hf_lowbit_kv.formats.installed import load_installed
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
 #: arguments for transformers' loader. Arguments that neither lm-eval nor the loader knows go to `from_preset`

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_lowbit_kv.machine.folders import cache_root
+from hf_lowbit_kv.folders import cache_root
 
 #: name of the bundled model, which `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"

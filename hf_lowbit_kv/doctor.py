@@ -19,8 +19,15 @@ from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
 from .cache.method_caches import from_preset
 from .generation import decoding_loop
-from .machine.toolchain import INSTALL_TRITON, accelerator, install_bindings, install_nvrtc, version, why_no_launcher
 from .presets import get_preset, preset_names
+from .triton_kernels.toolchain import (
+    INSTALL_TRITON,
+    accelerator,
+    install_bindings,
+    install_nvrtc,
+    version,
+    why_no_launcher,
+)
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
 #: the checked attention: preset, stored tokens, and the largest relative error allowed against the reference

@@ -18,6 +18,7 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.calibration import gradients
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
@@ -29,7 +30,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.planning.fits import CUDA_BYTES
 
 #: number of texts, and tokens of each: more than a calibration reads

@@ -16,9 +16,9 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import cache_in
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.machine.cache_argument import cache_in
 from hf_lowbit_kv.planning.cache_memory import CHUNK
 from hf_lowbit_kv.planning.fits import GB
 from hf_lowbit_kv.planning.model_shapes import shape_of

@@ -26,6 +26,9 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import cache_contents, saved_cache
+from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.checked_tensors import read_tensors
+from hf_lowbit_kv.cache.model_fingerprint import fingerprint_of
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
 from hf_lowbit_kv.eval.provenance import (
     append_record,
@@ -35,9 +38,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.cache_argument import as_argument
-from hf_lowbit_kv.machine.checked_tensors import read_tensors
-from hf_lowbit_kv.machine.model_fingerprint import fingerprint_of
 
 console = wide_console()
 NEW_TOKENS = 64

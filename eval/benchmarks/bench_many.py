@@ -35,12 +35,12 @@ import typer
 from rich.table import Table
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
 from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
-from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers

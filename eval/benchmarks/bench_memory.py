@@ -26,6 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.provenance import (
     append_record,
     device_name,
@@ -34,7 +35,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:

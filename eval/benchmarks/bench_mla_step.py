@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.provenance import (
     append_record,
     device_name,
@@ -32,7 +33,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.storage.step import Chunk
 
 #: DeepSeek-V2-Lite (its published configuration)

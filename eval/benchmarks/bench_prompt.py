@@ -24,6 +24,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
@@ -35,7 +36,6 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 STOCK = "DynamicCache"
 

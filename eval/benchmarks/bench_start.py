@@ -38,12 +38,12 @@ def measure(
     from transformers import LogitsProcessor
 
     import hf_lowbit_kv as lb
+    from hf_lowbit_kv.cache.cache_argument import NAME
     from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b, weight_bytes
     from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
     from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
     from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
     from hf_lowbit_kv.eval.provenance import device_name, provenance
-    from hf_lowbit_kv.machine.cache_argument import NAME
 
     import_s = time.time() - started
     where = torch.device(device)

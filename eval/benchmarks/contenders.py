@@ -16,10 +16,10 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import Progress
 from hf_lowbit_kv.eval.benchmarks.packed_layer import fill, random_parameters
 from hf_lowbit_kv.generation.compiling import compile_config
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.presets import get_preset
 
 #: number of tokens that a filled cache still has room for

@@ -13,8 +13,8 @@ from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, append_fault, attend_error, build, rewind, step_fault
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, sets_needed, time_behind, time_interleaved
-from hf_lowbit_kv.machine.determinism import fixed_order
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.triton_kernels.determinism import fixed_order
 
 #: names of the two trees in timings
 OURS, AGAINST = "ours", "against"

@@ -18,8 +18,8 @@ from hf_lowbit_kv.backends.operations import storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, build
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import modules, nvrtc
 
 

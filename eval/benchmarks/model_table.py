@@ -26,6 +26,7 @@ import typer
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names, tiny_model
 from hf_lowbit_kv.eval.benchmarks.tiny_vision import (
@@ -38,7 +39,6 @@ from hf_lowbit_kv.eval.benchmarks.tiny_vision import (
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.generation.fused_pieces import Piece
 from hf_lowbit_kv.generation.piece_finder import find_pieces
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 PAGE = RESULTS.parents[1] / "docs" / "models.md"
 #: most seconds for one architecture, and most parameters of its small model

@@ -18,11 +18,11 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.formats import Format
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import NONE
+from hf_lowbit_kv.triton_kernels import determinism
 
 #: numbers encoded in one call when pages are filled
 SLAB = 2**26

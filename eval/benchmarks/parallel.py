@@ -33,12 +33,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.generation import recording
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 PRESETS = ("dense", "kv8", "kivi-4-sink", "kivi-2", "eigen-2")
 MODES = ("eager", "recorded")

@@ -24,13 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.benchmarks.bench_prompt import STOCK
 from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, run_command, wide_console
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 #: kinds of kernels by name; the first matching pattern counts
 KINDS = (

@@ -35,12 +35,12 @@ from rich.table import Table
 from transformers import AutoConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import NAME, as_argument
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
 from hf_lowbit_kv.eval.benchmarks.packed_layer import random_parameters
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, run_command, wide_console
 from hf_lowbit_kv.generation import recording
-from hf_lowbit_kv.machine.cache_argument import NAME, as_argument
 
 LAYERS = 4
 PRESETS = ("kivi-4-sink", "kitty-pro", "vecinfer-2", "eigen-2", "snapmla")

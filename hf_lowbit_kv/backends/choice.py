@@ -22,7 +22,10 @@ import torch
 
 from ..formats import bricks, fragment
 from ..formats.registered import without_kernels
-from ..machine.toolchain import (
+from ..storage import reference
+from ..storage.layer_spec import LayerSpec
+from ..storage.step import Operations
+from ..triton_kernels.toolchain import (
     INSTALL_TRITON,
     install_bindings,
     install_nvrtc,
@@ -30,9 +33,6 @@ from ..machine.toolchain import (
     why_gpu_launches_nothing,
     why_no_launcher,
 )
-from ..storage import reference
-from ..storage.layer_spec import LayerSpec
-from ..storage.step import Operations
 from . import cpu
 
 VARIABLE = "HF_LOWBIT_KV_BACKEND"

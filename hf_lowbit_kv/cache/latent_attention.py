@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from ..machine.staleness import Seen
 from ..storage.model_sides import ModelSide, StreamSizes, causal_attention
 from ..storage.readings import READINGS
+from ..storage.staleness import Seen
 
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")

@@ -20,7 +20,6 @@ from transformers.utils import PushToHubMixin
 from ..backends import operations as ops
 from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
-from ..machine.model_fingerprint import fingerprint_of
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
 from ..storage.layer_spec import LayerSpec, check_count
@@ -30,6 +29,7 @@ from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import one_of
 from .implementation import warn_if_dense
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
+from .model_fingerprint import fingerprint_of
 from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (

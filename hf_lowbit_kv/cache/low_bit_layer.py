@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ..backends import operations as ops
-from ..machine.toolchain import why_gpu_launches_nothing
-from ..machine.transformers_release import GENERATE_KEEPS_MASKS
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
 from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
+from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .pass_checks import another_text, cut_prompt, padded_prompt
 from .token_counts import FixedLength, Length, Padding, fork_lengths
+from .transformers_release import GENERATE_KEEPS_MASKS
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
 Contents = tuple[PagedStore | None, Length]

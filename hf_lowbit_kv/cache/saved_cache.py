@@ -19,12 +19,12 @@ import torch
 import xxhash
 
 from ..calibration_files import calibration_lookup
-from ..machine.checked_tensors import read_tensors, write_tensors
-from ..machine.model_fingerprint import difference, fingerprint_of
-from ..machine.staleness import digest
 from ..storage.layer_spec import LayerSpec
+from ..storage.staleness import digest
 from ..storage.stored_tokens import StoredTokens
 from .cache_contents import CacheContents, LayerContents
+from .checked_tensors import read_tensors, write_tensors
+from .model_fingerprint import difference, fingerprint_of
 from .own_layer_contents import OwnContents
 
 FILE_NAME = "lowbit_cache.json"

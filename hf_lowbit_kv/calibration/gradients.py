@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..machine.cache_argument import as_argument
+from ..cache.cache_argument import as_argument
 from .calibration_windows import longest_window
 from .calibrators import PAGE
 from .recomputed_layers import recomputed_layers

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..machine.determinism import deterministic
+from ..triton_kernels.determinism import deterministic
 
 #: most points used for a centroid
 MOST_POINTS = 256

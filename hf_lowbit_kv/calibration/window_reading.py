@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..cache.cache_argument import as_argument
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..machine.cache_argument import as_argument
 from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..machine.folders import cache_root
-from ..machine.staleness import ReadOnce, converted
+from ..folders import cache_root
 from ..presets import get_preset, preset_names
+from ..storage.staleness import ReadOnce, converted
 from .calibration_file import Calibration, find_file, opened
 from .model_description import describe_model, difference
 

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ..byte_sizes import parse_size
 from ..calibration.calibration_cost import cost
 from ..calibration.steps_shown import LogLines
 from ..eval import baselines as other_methods
@@ -22,7 +23,6 @@ from ..eval.perplexity import CHUNK, run
 from ..eval.preset_search import Budget, plot
 from ..eval.preset_search import recommend as measure
 from ..eval.texts import Text, dataset_text, read_text
-from ..machine.byte_sizes import parse_size
 from ..presets import get_preset
 from . import missing_calibrations
 from .every_command import add_command, need

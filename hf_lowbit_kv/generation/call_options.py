@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..machine.toolchain import why_gpu_launches_nothing
 from ..storage.layer_spec import check_count
+from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .sampling_settings import check_sampling
 
 #: how a decoding step may run

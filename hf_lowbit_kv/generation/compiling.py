@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import CompileConfig, GenerationConfig
 
+from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..machine.cache_argument import as_argument
 from .call_options import Call, setting
 from .kept_caches import capacity
 

@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..machine.cache_argument import cache_in
+from ..cache.cache_argument import cache_in
 from .overriding import original, overridden
 from .process_wide import ProcessWide
 

@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..cache.cache_argument import NAME, cache_in
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
-from ..machine.cache_argument import NAME, cache_in
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
 from .call_options import check_fuse

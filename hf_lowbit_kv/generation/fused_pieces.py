@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..machine.toolchain import why_gpu_launches_nothing
+from ..triton_kernels.toolchain import why_gpu_launches_nothing
 
 #: kinds of pieces, in the order of `summary()`
 KINDS = ("norms", "rotary", "gate", "products")

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 
 from ..backends import choice
+from ..cache.cache_argument import as_argument
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import generates, unwrap
 from ..calibration_files.calibration_lookup import Borrowed
-from ..machine.cache_argument import as_argument
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.layer_spec import check_count
 from . import compiling, recording

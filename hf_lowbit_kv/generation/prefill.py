@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.own_layers import SLIDING
 from ..cache.served_models import tp_size
-from ..machine.cache_argument import as_argument
 from .call_options import return_sequences, setting
 
 #: value of `prefill_chunk_size`: the largest chunks that fit

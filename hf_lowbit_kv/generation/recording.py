@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..cache.cache_argument import cache_in
 from ..cache.low_bit_layer import LowBitLayer
-from ..machine.cache_argument import cache_in
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
 from .cuda_graphs import Graph
 from .cuda_graphs import graphs_for as graphs_for

@@ -14,13 +14,13 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.own_layers import RECURRENT, own_layers, tensors_of
 from ..calibration.calibrators import calibrator_for
 from ..formats.records import size
-from ..machine.cache_argument import as_argument
 from ..presets import get_preset
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..machine.byte_sizes import parse_size, parse_tokens
+from ..byte_sizes import parse_size, parse_tokens
 from ..presets import DEFAULT_PRESET, get_preset, preset_names
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
 from ..cache.low_bit_cache import LowBitCache
-from ..machine.byte_sizes import parse_size
-from ..machine.model_fingerprint import digest_of, fingerprint_of
-from ..machine.staleness import digest
+from ..cache.model_fingerprint import digest_of, fingerprint_of
+from ..storage.staleness import digest
 from .kept_prompt import KeptPrompt, Segment, contents_for, pages_in_common, take_prompt, usable
 from .prompt_folder import PromptFolder
 

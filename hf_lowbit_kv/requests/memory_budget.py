@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
-from ..machine.byte_sizes import parse_size
 from .slot_memory import StoredLayer
 
 #: default for the share of the free memory that a pool takes

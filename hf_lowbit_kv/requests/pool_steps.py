@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..generation import recording
 from ..generation.fusing import MOST_FUSED_ROWS, compile_ahead, compiling
-from ..machine.cache_argument import as_argument
 from .pooled_cache import PooledCache
 from .row_pool import Row, RowPool
 from .slot_memory import StoredLayer

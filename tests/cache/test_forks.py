@@ -12,7 +12,7 @@ from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, one_of_ea
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 DENSE = {"key_format": "dense", "value_format": "dense"}

@@ -8,7 +8,7 @@ from cases import left_padded, random_parameters, tiny_models
 from mla_cases import tiny_models as mla_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 #: presets whose formats and windows differ most; the others run in `make test-all`
 FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-4", "kv8")

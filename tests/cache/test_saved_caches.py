@@ -19,10 +19,10 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache import saved_cache
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import model_description
 from hf_lowbit_kv.formats import bricks, fragment
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 LENGTHS = [(None, None), (None, 500), (400, None), (400, 500)]
 

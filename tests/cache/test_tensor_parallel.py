@@ -15,7 +15,7 @@ from ranks import raised, run_ranks
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
 
 #: eigen-2 has a matrix for each KV head, of which a rank needs its own

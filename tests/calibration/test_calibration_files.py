@@ -18,7 +18,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
-from hf_lowbit_kv.machine import staleness
+from hf_lowbit_kv.storage import staleness
 
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 

@@ -14,7 +14,7 @@ import torch
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import cli
 from hf_lowbit_kv.backends import cpu
-from hf_lowbit_kv.machine import toolchain
+from hf_lowbit_kv.triton_kernels import toolchain
 
 doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 

@@ -32,8 +32,8 @@ from kernel_matrix import (
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")

@@ -18,9 +18,9 @@ from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_h
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
 pytestmark = [

@@ -12,9 +12,9 @@ from cuda_cases import fragment
 from emulated import emulated
 from kernel_cases import Case, filled, generator, random_step, random_tokens, relative_error
 
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points
 
 pytestmark = pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ on x86-64")

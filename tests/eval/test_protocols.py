@@ -11,8 +11,8 @@ from cases import tiny_models
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_lowbit_kv import cli
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval import protocols
-from hf_lowbit_kv.machine.cache_argument import as_argument
 
 pytestmark = [
     # importing lm-eval and what it needs warns about itself

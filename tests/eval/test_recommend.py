@@ -11,9 +11,9 @@ from number_text import TEXT, Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets
+from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.eval.cache_sizes import Size, sizes
 from hf_lowbit_kv.eval.preset_search import Budget, fitting_presets, recommend, within
-from hf_lowbit_kv.machine.byte_sizes import parse_size
 from hf_lowbit_kv.requests.memory_budget import memory_in_bytes
 
 

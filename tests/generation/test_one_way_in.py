@@ -13,7 +13,7 @@ from generation_cases import GREEDY, growing, ours
 from transformers import DynamicCache, StoppingCriteria
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 pytestmark = pytest.mark.host
 CHANGED = r"stored under attn_implementation='lowbit_kv', and the model has 'sdpa' now.*slow.*go on with lb\.generate"

@@ -13,9 +13,9 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import cache_in
 from hf_lowbit_kv.generation import prefill
 from hf_lowbit_kv.generation.prefill import GRANULE, Need
-from hf_lowbit_kv.machine.cache_argument import cache_in
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 TOKENS = 900

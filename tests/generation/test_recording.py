@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import decoding_loop, recording
-from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates

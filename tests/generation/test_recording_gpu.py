@@ -12,8 +12,8 @@ from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import recording
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.presets import get_preset, preset_names
+from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = [
     pytest.mark.gpu,

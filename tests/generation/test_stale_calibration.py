@@ -18,7 +18,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup, model_description
 from hf_lowbit_kv.generation import kept_caches
-from hf_lowbit_kv.machine import staleness
+from hf_lowbit_kv.storage import staleness
 
 pytestmark = pytest.mark.host
 

@@ -13,7 +13,7 @@ from wrapped_linears import Adapted, Int8Linear
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import latent_attention
-from hf_lowbit_kv.machine.staleness import Seen
+from hf_lowbit_kv.storage.staleness import Seen
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates

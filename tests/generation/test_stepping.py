@@ -17,9 +17,9 @@ from generation_cases import GREEDY, ours
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import NAME, as_argument
 from hf_lowbit_kv.generation import decoding_loop
 from hf_lowbit_kv.generation.overriding import original, overridden
-from hf_lowbit_kv.machine.cache_argument import NAME, as_argument
 
 pytestmark = pytest.mark.host
 
@@ -91,7 +91,7 @@ sys.path.insert(0, sys.argv[1])
 from cases import tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import decoding_loop as stepping, recording
-from hf_lowbit_kv.machine.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 model = tiny_models("llama")[0]
 ids = torch.arange(1, 40)[None]

@@ -18,7 +18,7 @@ from transformers.generation import utils
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import compiled_layers, recording, sync_watch
-from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = [
     pytest.mark.host,

@@ -29,11 +29,11 @@ from kernel_cases import (
     store_for,
 )
 
-from hf_lowbit_kv.machine import determinism
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
+from hf_lowbit_kv.triton_kernels import determinism
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

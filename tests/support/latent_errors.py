@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
-from hf_lowbit_kv.machine.cache_argument import as_argument
 from hf_lowbit_kv.storage import reference
 
 #: a small trained model; its tokens are bytes

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ...machine.toolchain import why_no_launcher
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
@@ -25,6 +24,7 @@ from ...storage.reference import restored, transformed_with
 from ...storage.step import Chunk, Operations
 from ...storage.transforms import Transform
 from ..config import FUSED_ROWS
+from ..toolchain import why_no_launcher
 from .arguments import ProjectArgs, TransformArgs, address, append_args, factors
 from .decode_kernel import aligned, attend_kernel, check_dtype, count, inside_for, kernel_for, launches
 from .geometry import (

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...machine.determinism import fixed_order
-from ...machine.toolchain import why_no_launcher
 from ...storage.paged_store import LayerState, LayerStore
 from ...storage.step import Chunk
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
+from ..determinism import fixed_order
+from ..toolchain import why_no_launcher
 from .arguments import AttendArgs, Factors, StepArgs, address, factors, place_layer, tables
 from .geometry import grid_size, rows_of_teams
 from .modules import AttendKernel, attend_module, properties

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from ...machine.folders import VARIABLE, cache_root
+from ...folders import VARIABLE, cache_root
 
 logger = logging.getLogger("hf_lowbit_kv")
 #: older name of the environment variable, which set the directory of kernels only

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from ...formats import Dense, Fp8, bricks
-from ...machine.toolchain import why_no_launcher
 from ...storage import reference
 from ...storage.paged_store import LayerSpec, LayerStore
 from ...storage.step import Chunk, Operations
 from .. import prompt
+from ..toolchain import why_no_launcher
 from .arguments import address
 from .cuda_entry_points import read
 from .decode_kernel import aligned, launches

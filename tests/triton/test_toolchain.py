@@ -18,8 +18,8 @@ from cases import SMALL_PAGES, tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.machine import toolchain
 from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.triton_kernels import toolchain
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_lowbit_kv.calibration import kmeans
 from hf_lowbit_kv.eval.benchmarks import packed_layer
-from hf_lowbit_kv.machine import determinism
+from hf_lowbit_kv.triton_kernels import determinism
 
 
 @pytest.fixture

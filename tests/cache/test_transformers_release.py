@@ -9,8 +9,8 @@ from generation_cases import GREEDY
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import low_bit_layer
-from hf_lowbit_kv.machine.cache_argument import as_argument
-from hf_lowbit_kv.machine.transformers_release import GENERATE_KEEPS_MASKS
+from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.transformers_release import GENERATE_KEEPS_MASKS
 
 pytestmark = pytest.mark.host
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from hf_lowbit_kv.machine import staleness
+from hf_lowbit_kv.storage import staleness
 
 
 def test_a_stamp_is_trusted_once_the_clock_has_moved_on(tmp_path):

@@ -12,7 +12,7 @@ from generation_cases import GREEDY
 from transformers import LlamaForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.machine import cache_argument
+from hf_lowbit_kv.cache import cache_argument
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")]
 

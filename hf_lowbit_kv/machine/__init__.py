@@ -1,1 +1,0 @@
-"""Facts about this machine: compilers and drivers, folders of kept files, changed files and tensors."""
