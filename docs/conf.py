@@ -16,7 +16,7 @@ exclude_patterns: list[str] = []
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 # pages also link files of the checkout that are no pages (records, notebooks); a test looks those up
-suppress_warnings = ["myst.xref_missing", "myst.header"]  # logs skip levels of headings
+suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

@@ -20,7 +20,7 @@ TRANSFORM_ROWS = 4
 DEFAULT_PROCESSORS = 132
 
 #: a backend attends directly to packed pages for up to this many query rows of a KV head (tokens x heads of its group);
-#: `prompt.py` serves longer chunks. Near here both take equally long on an H200 (docs/dev/log/kernels.md); for `cuda`
+#: `prompt.py` serves longer chunks. Near here both take equally long on an H200; for `cuda`
 #: the limit is a bit lower
 FUSED_ROWS = {"triton": 128, "cuda": 256}
 #: largest size in bytes of the buffer that `prompt.py` unpacks into, and of the results that it carries from stretch to
@@ -53,7 +53,7 @@ def processors(device: torch.device) -> int:
 
 
 #: for one or a few tokens with at most 16 query rows of a KV head. Each row of the table holds up to a width of a plane
-#: of values. Measured on an H200 at head size 128 (docs/dev/log/kernels.md). One warp suits 16 channels; more warps
+#: of values. Measured on an H200 at head size 128. One warp suits 16 channels; more warps
 #: would compute a product twice. Registers are limited so that 12 programs fit on a multiprocessor; with more than 8
 #: query rows the kernel would spill. Nothing here needs more than 48 KiB of shared memory, so all devices from sm80 on
 #: use the same table.
@@ -69,7 +69,7 @@ DECODE_FINER_KEYS = (
     (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
 )
 #: the same if keys or values gather from shared memory. Two warps, because within one warp Triton gathers by shuffles.
-#: Chosen from the machine code (docs/dev/log/kernels.md): the fewest registers without spilling
+#: Chosen from the machine code: the fewest registers without spilling
 DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
 
 

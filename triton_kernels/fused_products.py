@@ -31,7 +31,6 @@ class Tiles(NamedTuple):
 
 
 #: tiles for one row, and for several: the fastest of five to seven candidates on one H200, for 4096 inputs
-#: (docs/dev/log/generation.md)
 ONE_ROW, MORE_ROWS = Tiles(16, 256, 4, 4), Tiles(16, 128, 2, 6)
 #: the same for two weights that are read side by side
 ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(4, 1024, 4, 3), Tiles(32, 256, 4, 3)

@@ -1,4 +1,4 @@
-"""Reads pages of `formats.static` in the layouts of `formats.static_fragment`. `fragment` does this for other formats."""
+"""Reads pages of `formats.static` in the layouts `fragment-1` and `fragment-1t`. `fragment` does this for other formats."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ after its compiled tokens agree with the eager tokens of the same cache (`agreem
 - `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next. CPU work, waiting and
   sampling are included. `mean_ms`: mean over a whole page of steps, packing included.
 - `device_ms`: GPU time of a step, by kind of work. `kernels`: the most expensive kernels (name, ms, launches). Two
-  compilations of a model differ, because the tiles of products are searched again each time
-  (docs/dev/log/generation.md).
+  compilations of a model differ, because the tiles of products are searched again each time.
 - `limit_ms`: time to read weights and stored bytes once, at the bandwidth measured in the same run.
 - `prefill_s`: seconds to read a prompt of this length with this cache, if measured.
 - `peak_bytes`: the allocator's peak in a step, without the caches of other contenders.

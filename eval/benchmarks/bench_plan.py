@@ -148,7 +148,7 @@ PLAN = (
         "docs/dev/calibrated-presets.md, docs/dev/own-formats.md",
         memory=40,
     ),
-    Entry("prefill", "bench_prefill", "", 5, "docs/dev/log/kernels.md", memory=40),
+    Entry("prefill", "bench_prefill", "", 5, "docs/dev/reading-prompts.md", memory=40),
     _decode("decode-table", _TABLE, f"{_LONG} {_WIDE}", 12, "docs/benchmarks.md", _BOTH),
     Entry("decode-matrix", "bench_decode", "--matrix --rounds 10", 8, "docs/benchmarks.md: decode steps", memory=40),
     _decode("decode-rotated", "kivi-2-hadamard kitty-hadamard", f"{_LONG} {_WIDE}", 3, "docs/benchmarks.md", _BOTH),

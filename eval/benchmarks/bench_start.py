@@ -110,9 +110,7 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
         str(time.time()),
         *arguments,
     ]
-    # the old name of the first variable is still read, so it must not be inherited
-    inherited = {name: value for name, value in os.environ.items() if name != "HF_LOWBIT_KV_CACHE_DIR"}
-    done = subprocess.run(command, env={**inherited, **places}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

@@ -70,7 +70,7 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
 
     Args:
         chunk: q absorbed queries `[B, Hq, S, rank + rope]`; k, v the chunk's content and RoPE part `[B, 1, S, width]`.
-        layer: a layer without a window, with its content in `fp8`.
+        store: of a layer without a window, with its content in `fp8`.
 
     Returns:
         `[B, S, Hq, rank]`.

@@ -102,7 +102,7 @@ def describe(config: Any) -> str:
 
 
 def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
-    """Why foreign code received our keys and values: another model runs, or the architecture computes with them. what:
+    """Why foreign code received our keys and values: another model runs, or the architecture computes with them. use:
     the operation that failed, e.g. "cannot be indexed". model_side: that of the layer, if known."""
     module = _running_module(sys._getframe(1))
     if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):

@@ -16,7 +16,7 @@ class ModelRef:
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
 
     def get(self, use: str) -> Any:
-        """The model. Raises `ValueError` if there is none; what: the action that is then impossible."""
+        """The model. Raises `ValueError` if there is none. use: the action that is then impossible."""
         model = None if self._model is None else self._model()
         if model is None:
             raise ValueError(

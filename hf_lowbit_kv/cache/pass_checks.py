@@ -42,7 +42,7 @@ class Ledger:
         return True
 
     def takes_back(self, layer: int) -> None:
-        """Undo `begin`: the layer did not read the pass's tokens."""
+        """Undo `begins`: the layer did not read the pass's tokens."""
         self.waiting.discard(layer)
 
     def packed(self, taken: int, tokens: int) -> None:

@@ -202,7 +202,7 @@ class Static(Format):
     (`planes`), packed as in `affine`; with `page_mean`, `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8
     `[page_size / 2]`: k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them,
-    see `static_fragment`.
+    see `fragment`.
     """
 
     weighed: ClassVar[bool] = True

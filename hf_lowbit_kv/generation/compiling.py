@@ -22,12 +22,11 @@ from .kept_caches import capacity
 #: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
 COMPILED_STEPS = 64
 
-#: how inductor compiles the step (times: docs/dev/log/generation.md); transformers itself sets only the first of these
+#: how inductor compiles the step; transformers itself sets only the first of these
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
     # for one row, products with weights become reductions, and inductor searches for their tiles. It starts from the
     # best of several configurations; from a single one the search may end at twice the time
-    # (docs/dev/log/generation.md)
     "coordinate_descent_tuning": True,
     "max_autotune_pointwise": True,
     # reductions that read the same activations (q, k, v) in one launch

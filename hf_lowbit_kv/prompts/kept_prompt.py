@@ -63,8 +63,8 @@ class KeptPrompt:
 
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: pages in order; for each segment, how many of its pages belong to this text. own: transformers' own
-            layers, one row.
+        segments: pages in order; for each segment, how many of its pages belong to this text. own_layers: contents of
+            transformers' own layers, one row.
     """
 
     seed: str

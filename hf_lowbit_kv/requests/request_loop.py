@@ -83,7 +83,7 @@ class RequestLoop:
         """Take a request.
 
         Args:
-            given: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's
+            options: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's
                 thread.
 
         Raises:

@@ -1,6 +1,6 @@
 """Random sequences of operations on a cache, in every format: what it holds and answers is what `sequence_truth` says.
 
-`SEQUENCES=n` runs n of them for each kind; `docs/dev/log/sequences.md` tells of a long run.
+`SEQUENCES=n` runs n of them for each kind.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from hf_lowbit_kv.triton_kernels.cuda import kernel_store, nvrtc
 
 KERNEL = b"a kernel"
-NAME, OLD_NAME = "HF_LOWBIT_KV_CACHE", "HF_LOWBIT_KV_CACHE_DIR"
+NAME = "HF_LOWBIT_KV_CACHE"
 
 
 class Compiler:
@@ -63,9 +62,7 @@ def compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, found))
     monkeypatch.setattr(nvrtc, "source", lambda name, headers=(): "source of " + name)
     monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
-    monkeypatch.delenv(OLD_NAME, raising=False)
     kernel_store._warn.cache_clear()
-    kernel_store._warn_of_old_name.cache_clear()
     return found
 
 
@@ -89,7 +86,6 @@ def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(kernel_store.VARIABLE, "")
-    monkeypatch.setenv(OLD_NAME, "")
     kernel()
     assert kernel_store.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
@@ -110,70 +106,6 @@ def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
         assert local_models.bundled_model().parent == root
 
 
-def files(folder):
-    return sorted(path.name for path in folder.rglob("*") if path.is_file())
-
-
-def test_kernels_of_the_old_name_are_used(compiler, monkeypatch, tmp_path):
-    """Alone it names the place as it did, so no kernel is compiled again; a warning says once how to go on."""
-    old = tmp_path / "old"
-    monkeypatch.setenv(NAME, str(old))
-    kernel()
-    (name,) = files(old)
-    monkeypatch.delenv(NAME)
-    monkeypatch.setenv(OLD_NAME, str(old))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    message = f"{OLD_NAME} is the old name of {NAME}: set {NAME}={old} instead"
-    with pytest.warns(FutureWarning, match=re.escape(message)) as caught:
-        assert [kernel(), kernel()] == [KERNEL, KERNEL]
-    assert len(caught) == 1
-    assert compiler.compiled == 1
-    nvrtc.binary("append.cu", (), "sm_90")
-    assert len(files(old / "kernels")) == 2
-    assert not (tmp_path / "cache").exists()
-    monkeypatch.setenv(NAME, str(old))  # what the message says
-    for value in ("", str(old)):  # both names for one place
-        monkeypatch.setenv(OLD_NAME, value)
-        assert kernel() == KERNEL
-    assert (compiler.compiled, name in files(old)) == (2, True)
-
-
-def test_the_new_name_wins_and_takes_over_what_is_used(compiler, monkeypatch, tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    monkeypatch.setenv(NAME, str(old))
-    kernel()
-    monkeypatch.setenv(NAME, str(new))
-    monkeypatch.setenv(OLD_NAME, str(old))
-    with pytest.warns(FutureWarning, match=re.escape(f"kernels in {old / 'kernels'} are still used")):
-        assert kernel() == KERNEL
-    nvrtc.binary("append.cu", (), "sm_90")
-    assert compiler.compiled == 2
-    assert kernel_store.cache_directory() == new / "kernels"
-    assert (len(files(old)), len(files(new))) == (1, 2)
-    monkeypatch.delenv(OLD_NAME)
-    assert kernel() == KERNEL
-    assert compiler.compiled == 2
-
-
-def test_kernels_of_the_old_name_that_are_unusable(compiler, monkeypatch, tmp_path, caplog):
-    old, new = tmp_path / "old", tmp_path / "new"
-    monkeypatch.setenv(NAME, str(old))
-    kernel()
-    (file,) = (old / "kernels").iterdir()
-    whole = file.read_bytes()
-    monkeypatch.setenv(NAME, str(new))
-    monkeypatch.setenv(OLD_NAME, str(old))
-    file.write_bytes(whole[:-1])
-    with pytest.warns(FutureWarning):
-        assert kernel() == KERNEL
-    assert (compiler.compiled, "is not the kernel that was kept there" in caplog.text) == (2, True)
-    file.write_bytes(whole)
-    (new / "kernels" / file.name).unlink()
-    (old / "kernels").chmod(0o755)
-    assert kernel() == KERNEL
-    assert (compiler.compiled, "its mode is 0755" in caplog.text) == (3, True)
-
-
 def test_a_fresh_process_of_the_benchmark_finds_no_other_kernels(monkeypatch, tmp_path):
     from hf_lowbit_kv.eval.benchmarks import bench_start
 
@@ -184,14 +116,12 @@ def test_a_fresh_process_of_the_benchmark_finds_no_other_kernels(monkeypatch, tm
         return SimpleNamespace(returncode=0, stdout=bench_start._MARK + "{}", stderr="")
 
     monkeypatch.setenv(NAME, str(tmp_path / "mine"))
-    monkeypatch.setenv(OLD_NAME, str(tmp_path / "old"))
     monkeypatch.setattr(bench_start.subprocess, "run", run)
     bench_start.in_a_fresh_process(tmp_path / "fresh", [])
     (env,) = seen
     for name in (NAME, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
         assert Path(env[name]).parent == tmp_path / "fresh"
         assert Path(env[name]).is_dir()
-    assert OLD_NAME not in env
 
 
 @pytest.mark.parametrize(
@@ -222,7 +152,7 @@ def test_a_folder_that_users_share(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_store, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
     assert [kernel(), kernel()] == [KERNEL, KERNEL]
     assert compiler.compiled == 2
-    assert files(tmp_path / f"kernels-{os.getuid()}") == [file.name]
+    assert [path.name for path in (tmp_path / f"kernels-{os.getuid()}").iterdir()] == [file.name]
 
 
 def test_no_directory(compiler, tmp_path, caplog):

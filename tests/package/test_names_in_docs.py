@@ -1,7 +1,4 @@
-"""Names in the docs: files, modules, classes and functions of ours that a page names in backticks are there.
-
-History may name what is gone, so docs/dev/log is not read.
-"""
+"""Names in the docs: files, modules, classes and functions of ours that a page names in backticks are there."""
 
 from __future__ import annotations
 

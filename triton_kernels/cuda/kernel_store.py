@@ -14,14 +14,11 @@ import logging
 import os
 import stat
 import tempfile
-import warnings
 from pathlib import Path
 
 from ...folders import VARIABLE, cache_root
 
 logger = logging.getLogger("hf_lowbit_kv")
-#: older name of the environment variable, which set the directory of kernels only
-OLD_VARIABLE = "HF_LOWBIT_KV_CACHE_DIR"
 DIGITS = 64
 #: a larger file is damaged and is not read: kernels have about 100 kB
 MOST_BYTES = 2**26
@@ -29,29 +26,10 @@ MOST_BYTES = 2**26
 
 def cache_directory() -> Path:
     """The directory where kernels are kept. It need not exist."""
-    return _directories()[0]
-
-
-def _directories() -> list[Path]:
-    """The directory where kernels are kept, followed by others where they are looked for."""
-    directory, old = cache_root() / "kernels", os.environ.get(OLD_VARIABLE)
+    directory = cache_root() / "kernels"
     if (owner := _owner(directory)) is not None and owner != os.getuid():
         directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the folder, but not kernels
-    if not old or Path(old) / "kernels" == directory:
-        return [directory]
-    alone = not os.environ.get(VARIABLE)
-    _warn_of_old_name(old, None if alone else directory)
-    return [Path(old) / "kernels"] if alone else [directory, Path(old) / "kernels"]
-
-
-@functools.cache
-def _warn_of_old_name(old: str, directory: Path | None) -> None:
-    message = f"{OLD_VARIABLE} is the old name of {VARIABLE}"
-    if directory is None:
-        message += f": set {VARIABLE}={old} instead. Compiled kernels stay there until then"
-    else:
-        message += f", which is set too: kernels in {Path(old) / 'kernels'} are still used, and copied to {directory}. Unset it"
-    warnings.warn(message, FutureWarning, stacklevel=2)
+    return directory
 
 
 def _owner(directory: Path) -> int | None:
@@ -100,17 +78,7 @@ def _warn(directory: Path, reason: str) -> None:
 
 def load(name: str) -> bytes | None:
     """The kernel kept under a file name, or `None` if there is no undamaged file."""
-    directory, *others = _directories()
-    if (kernel := _load(directory, name)) is not None:
-        return kernel
-    for other in others:
-        if (kernel := _load(other, name)) is not None:
-            keep(name, kernel)
-            return kernel
-    return None
-
-
-def _load(directory: Path, name: str) -> bytes | None:
+    directory = cache_directory()
     path = directory / name
     try:
         if not directory.exists() or not _usable(directory):

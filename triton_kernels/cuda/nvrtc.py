@@ -219,6 +219,6 @@ class Module:
 
 @functools.cache
 def load(name: str, defines: tuple[tuple[str, str], ...], device: torch.device, arch_specific: bool = False) -> Module:
-    """The file `name` compiled with these macros and loaded on `device` (with an index), once for each process. own: use
-    instructions that only this architecture has (`sm_90a`)."""
+    """The file `name` compiled with these macros and loaded on `device` (with an index), once for each process.
+    arch_specific: use instructions that only this architecture has (`sm_90a`)."""
     return Module(name, defines, device, arch_specific)

@@ -37,7 +37,7 @@ struct Octet {
 // Groups of channels, all of one size.
 template <int D, class... W> struct Columns {
   static constexpr int GROUPS = sizeof...(W), SIZE = D / GROUPS, EACH = SIZE / 8;
-  static_assert(SIZE % 8 == 0, "formats.static_fragment.validate");
+  static_assert(SIZE % 8 == 0, "formats.static.validate");
 
   // Octet n, in order. Behind the last octet only `at` has a meaning.
   static __device__ __forceinline__ constexpr Octet octet(int n) {

@@ -9,7 +9,7 @@
 
 template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
-  static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static_fragment.validate");
+  static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static.validate");
   static constexpr int PER_TILE = HIGH / 2,
                        LOW_AT = D / 16 * PER_TILE;  // words of 16 channels; first word of the lower plane
   static constexpr int WORDS = LOW_AT + (W::LOW ? D / 32 : 0),
