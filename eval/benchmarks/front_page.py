@@ -19,7 +19,7 @@ from hf_lowbit_kv.presets import DEFAULT_PRESET
 MODEL, CONTEXT, MEMORY = "Qwen/Qwen3-8B", 65536, "24GB"
 #: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller
 #: cache and more equal tokens
-PLAIN = ("kv8", "kv6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
+PLAIN = ("int8", "int6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
 CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
 SHAPE = "gqa_b8_32k"
 PICTURE = "docs/front.png"

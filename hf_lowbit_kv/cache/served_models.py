@@ -89,7 +89,7 @@ def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: di
     if reading == "latent":
         raise ValueError(
             f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
-            "one, e.g. from_preset('fp8', model), from_preset('kv8', model) or KIVICache(model)"
+            "one, e.g. from_preset('fp8', model), from_preset('int8', model) or KIVICache(model)"
         )
     raise ValueError(
         f"model_type={config.model_type!r} caches a latent (MLA), and this preset is for keys and values; use "
