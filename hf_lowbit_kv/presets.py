@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .formats import parse_format
+from .formats import Format, parse_format
 from .formats.boosted import SCORES
 from .storage.paged_store import LayerSpec
 from .storage.readings import parse_reading
@@ -218,6 +218,38 @@ def register_preset(
     preset.spec()  # raises if a part is not allowed
     _PLAIN[name] = PRESETS[name] = preset
     return preset
+
+
+def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
+    """The name of a listed preset with these keys and the values of `spec`, with its sink if there is one; `None`: there
+    is no such preset."""
+    values = spec.value_format.with_layout("planar-1")
+    specs = {name: preset.spec() for name, preset in PRESETS.items()}
+    near = [name for name, each in specs.items() if each.formats == (key_format, values)]
+    return min(near, key=lambda name: (specs[name].sink != spec.sink, not specs[name].untransformed), default=None)
+
+
+def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:
+    """Why a cache whose layers have these specs is not one of `preset`, or `None` if it is. name: the preset that it
+    was made as; its window may then differ.
+
+    Names are not enough: a cache of an older release may store something else under the same name.
+    """
+    wanted = get_preset(preset).spec()
+    plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
+    if name == preset:
+        wanted_parts = _parts(wanted)
+        if any(_parts(spec) == wanted_parts for spec in plain):
+            return None
+    elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
+        return None
+    stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
+    asked = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
+    return f"preset={name!r} ({stored}), not of preset={preset!r} ({asked})"
+
+
+def _parts(spec: LayerSpec) -> tuple:
+    return spec.formats, spec.key_transform, spec.value_transform
 
 
 def preset_names() -> list[str]:
