@@ -42,19 +42,29 @@ def warn_of_key_biases(model: Any, specs: Mapping[int, LayerSpec], sizes: Mappin
     Returns:
         Whether some biases are not in memory yet, and should be looked at later.
     """
-    spoiled = {
-        index: spec
-        for index, spec in specs.items()
-        if spec.reading.name == "separate" and spec.key_format.for_biased_keys != spec.key_format
-    }
-    if not spoiled or not isinstance(model, torch.nn.Module) or model in _warned:
+    if not isinstance(model, torch.nn.Module) or model in _warned:
         return False
-    if (ratios := _ratios(model, sizes)) is None:
+    if (spoiled := spoiled_layers(model, specs, sizes)) is None:
         return True
-    if large := {index: ratio for index, ratio in ratios.items() if ratio >= LARGE and index in spoiled}:
+    if spoiled:
         _warned.add(model)
-        warnings.warn(_text(model, large, spoiled), stacklevel=4)
+        warnings.warn(_text(model, spoiled, specs), stacklevel=4)
     return False
+
+
+def spoiled_layers(
+    model: torch.nn.Module, specs: Mapping[int, LayerSpec], sizes: Mapping[int, tuple]
+) -> dict[int, float] | None:
+    """The layers whose keys the model's biases spoil in these specs, and how many times too large a bias is there.
+    `None`: some biases are not in memory yet."""
+    able = [index for index, spec in specs.items() if needs_small_biases(spec)]
+    ratios = _ratios(model, sizes) if able else {}
+    return None if ratios is None else {index: ratios[index] for index in able if ratios.get(index, 0.0) >= LARGE}
+
+
+def needs_small_biases(spec: LayerSpec) -> bool:
+    """Whether large key biases would spoil the keys of a layer."""
+    return spec.reading.name == "separate" and spec.key_format.for_biased_keys != spec.key_format
 
 
 def _ratios(model: torch.nn.Module, sizes: Mapping[int, tuple]) -> dict[int, float] | None:
