@@ -155,11 +155,9 @@ class FitTable(Sequence[Fit]):
         """The table's cells as text, heading by heading."""
         best = self.recommended
         for fit in self._fits:
+            signs = ("*", fit.calibrated), ("!", fit.biased), ("+", fit is best)
             yield {
-                "preset": fit.preset
-                + (" *" if fit.calibrated else "")
-                + (" !" if fit.biased else "")
-                + (" +" if fit is best else ""),
+                "preset": " ".join([fit.preset, *(sign for sign, holds in signs if holds)]),
                 "weights": f"{fit.weights / GB:.2f}",
                 "cache": f"{fit.cache / GB:.2f}",
                 "chunk": f"{fit.chunk / GB:.2f}",
