@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.planning.fits import FULL, GB, fits
 from hf_lowbit_kv.presets import DEFAULT_PRESET
@@ -48,7 +48,7 @@ def _speeds(path: Path) -> dict[str, float]:
     """For each preset, how many times faster than 16-bit attention its newest measured decode step is. The step
     includes storing, and follows another kernel, as in a model."""
     speeds = {}
-    for record in read_records(path):
+    for record in current_records(path):
         if (
             record.get("shape") != SHAPE
             or record.get("backend", "cuda") != "cuda"
