@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .formats import parse_format
+from .formats import Format, parse_format
 from .formats.boosted import SCORES
 from .storage.paged_store import LayerSpec
 from .storage.readings import parse_reading
@@ -23,14 +23,9 @@ PresetName = Literal[
     "kivi-2-sink",
     "kivi-2-hadamard",
     "kivi-2-hadamard-sink",
-    "bitdecoding-kc-4",
-    "bitdecoding-kc-2",
-    "bitdecoding-kt-4",
-    "kv8",
-    "kv6",
-    "kv5",
-    "kv4",
-    "kv4-hadamard",
+    "int8",
+    "int6",
+    "int5",
     "k4v2",
     "k2v4",
     "k8v4",
@@ -54,6 +49,9 @@ PresetName = Literal[
     "mla",
 ]
 
+#: presets as in the papers, for comparisons: every function takes their names, but lists leave them out. Their formats
+#: are those of a listed preset, or keys have a range per token, which large key biases spoil
+PAPER_PRESETS = ("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard")
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: sink tokens of a `*-sink` preset
@@ -113,14 +111,15 @@ _PLAIN = {
         Preset("bitdecoding-kc-4", "int4-channel", "int4-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kc-2", "int2-channel", "int2-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kt-4", "int4-token", "int4-token", "BitDecoding, keys per token"),
+        Preset("int8", "int8-channel", "int8-token", "8 bits: keys per channel, values per token"),
+        Preset("int6", "int6-channel", "int6-token", "6 bits: keys per channel, values per token"),
+        Preset("int5", "int5-channel", "int5-token", "5 bits: keys per channel, values per token"),
         Preset("kv8", "int8-token", "int8-token", "TurboMind"),
-        Preset("kv6", "int6-token", "int6-token", "TurboMind's scales, 6 bits"),
-        Preset("kv5", "int5-token", "int5-token", "TurboMind's scales, 5 bits"),
         Preset("kv4", "int4-token", "int4-token", "TurboMind"),
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
-        Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", reading="separate"),
+        Preset("fp8", "fp8-centered", "fp8", "FP8 (e4m3), a scale per token, keys minus a center", reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         _eigen("eigen-2", "static-44422000", "static-2-tn"),
@@ -221,6 +220,38 @@ def register_preset(
     return preset
 
 
+def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
+    """The name of a listed preset with these keys and the values of `spec`, with its sink if there is one; `None`: there
+    is no such preset."""
+    values = spec.value_format.with_layout("planar-1")
+    specs = {name: preset.spec() for name, preset in PRESETS.items()}
+    near = [name for name, each in specs.items() if each.formats == (key_format, values)]
+    return min(near, key=lambda name: (specs[name].sink != spec.sink, not specs[name].untransformed), default=None)
+
+
+def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:
+    """Why a cache whose layers have these specs is not one of `preset`, or `None` if it is. name: the preset that it
+    was made as; its window may then differ.
+
+    Names are not enough: a cache of an older release may store something else under the same name.
+    """
+    wanted = get_preset(preset).spec()
+    plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
+    if name == preset:
+        wanted_parts = _parts(wanted)
+        if any(_parts(spec) == wanted_parts for spec in plain):
+            return None
+    elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
+        return None
+    stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
+    asked = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
+    return f"preset={name!r} ({stored}), not of preset={preset!r} ({asked})"
+
+
+def _parts(spec: LayerSpec) -> tuple:
+    return spec.formats, spec.key_transform, spec.value_transform
+
+
 def preset_names() -> list[str]:
     """The presets, in the order of the documentation. All of them take the suffixes `-sink` (32 sink tokens) and
     `-hadamard` (rotated keys). Presets of Kitty also take `-variance`, `-range` or `-random` (how channels are chosen).
@@ -249,7 +280,7 @@ def get_preset(name: str) -> Preset:
         raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")
     if (preset := _derive(name)) is not None:
         return preset
-    close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(name, [*PRESETS, *PAPER_PRESETS], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "

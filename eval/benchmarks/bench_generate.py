@@ -50,7 +50,7 @@ from hf_lowbit_kv.eval.provenance import (
 
 #: contenders of a run without options: `name[:backend]/mode`
 CONTENDERS = (
-    *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned"),
+    *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "int8/tuned"),
     *("dense/recorded", "kivi-4-sink/recorded", "kivi-4-sink/unfused"),
 )
 #: largest allowed relative error of logits between compiled and eager steps in 16 bits. Fused arithmetic rounds less

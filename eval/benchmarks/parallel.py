@@ -40,7 +40,7 @@ from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.generation import recording
 
-PRESETS = ("dense", "kv8", "kivi-4-sink", "kivi-2", "eigen-2")
+PRESETS = ("dense", "int8", "kivi-4-sink", "kivi-2", "eigen-2")
 MODES = ("eager", "recorded")
 #: rows x attended tokens
 CASES = ("1x131072", "8x32768")

@@ -28,6 +28,7 @@ from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import one_of
 from .implementation import warn_if_dense
+from .key_biases import warn_of_key_biases
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_fingerprint import fingerprint_of
 from .model_ref import ModelRef
@@ -154,6 +155,7 @@ class LowBitCache(Cache, PushToHubMixin):
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first
         self.preset, self.config = preset, config
+        self._biases_to_come = warn_of_key_biases(model_or_config, specs, self.packed_sizes)
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
@@ -218,6 +220,9 @@ class LowBitCache(Cache, PushToHubMixin):
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
+            if self._biases_to_come:
+                specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
+                self._biases_to_come = warn_of_key_biases(self.model.alive(), specs, self.packed_sizes)
         if layer_idx == self._first_packed_index and self.ledger is not None:
             self.ledger.packed(taken, tokens)
         return out

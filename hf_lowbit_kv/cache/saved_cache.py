@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from ..calibration_files import calibration_lookup
+from ..presets import why_not_of
 from ..storage.layer_spec import LayerSpec
 from ..storage.staleness import digest
 from ..storage.stored_tokens import StoredTokens
@@ -224,8 +225,10 @@ def check_expected(
     path: Path,
 ) -> None:
     """Raise `ValueError` if the cache does not have the preset or the calibration that the caller expects."""
-    if preset not in (None, description["preset"]):
-        raise ValueError(f"{path} holds a cache of preset={description['preset']!r}, not of preset={preset!r}")
+    if preset is not None:
+        reason = why_not_of(preset, description["preset"], specs_in(description).values())
+        if reason is not None:
+            raise ValueError(f"{path} holds a cache of {reason}")
     if calibration is None:
         return
     specs = {index: cache.layers[index].spec for index in cache.packed_sizes}

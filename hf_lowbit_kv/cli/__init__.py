@@ -50,7 +50,7 @@ add_command(app, "share", share)
 add_command(app, "serve", serve, extra="serve", extra_for="always")
 
 #: presets of the demo, from the closest to full precision to the fewest bits
-SHOWN = ("kv8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
+SHOWN = ("int8", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink")
 _traceback_wanted = False
 
 

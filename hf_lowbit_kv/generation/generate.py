@@ -22,7 +22,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import generates, unwrap
 from ..calibration_files.calibration_lookup import Borrowed
-from ..presets import DEFAULT_PRESET, PresetName
+from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import Call, cache_of, options_of_cache, setting
@@ -220,11 +220,12 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
         )
-    if preset not in (None, cache.preset):
-        raise ValueError(
-            f"preset={preset!r} is not that of past_key_values, which has preset={cache.preset!r}: leave preset= away, or "
-            "leave past_key_values= away for a new cache"
-        )
+    if preset is not None:
+        reason = why_not_of(preset, cache.preset, [layer.spec for layer in cache.packed_layers])
+        if reason is not None:
+            raise ValueError(
+                f"past_key_values has {reason}: leave preset= away, or leave past_key_values= away for a new cache"
+            )
     if capacity(cache) < call.length:
         raise ValueError(
             f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {call.length} tokens: give the first "

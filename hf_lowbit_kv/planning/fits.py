@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..byte_sizes import parse_size, parse_tokens
+from ..cache.key_biases import has_key_biases
 from ..presets import DEFAULT_PRESET, get_preset, preset_names
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
@@ -42,6 +44,7 @@ class Fit:
         longest_context: largest number of tokens of a row that fits, with this number of rows; 0: none fits.
         most_rows: largest number of rows with this context that fits.
         calibrated: whether the preset needs a calibration of the model.
+        biased: whether the model has key biases, and the preset a range per token for keys, which large biases spoil.
     """
 
     preset: str
@@ -53,6 +56,7 @@ class Fit:
     longest_context: int
     most_rows: int
     calibrated: bool
+    biased: bool = False
 
     @property
     def total(self) -> int:
@@ -69,6 +73,13 @@ class Fit:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"total": self.total, "fits": self.fits}
+
+
+def _nearness(fit: Fit) -> tuple[bool, int, int, int]:
+    """Larger is better: no calibration, more bits in codes, more sink tokens, less metadata."""
+    spec = get_preset(fit.preset).spec()
+    codes = sum(fmt.code_bytes(128, spec.page_size, torch.float16) for fmt in spec.formats)
+    return not fit.calibrated, codes, spec.sink, -fit.cache
 
 
 class FitTable(Sequence[Fit]):
@@ -93,9 +104,9 @@ class FitTable(Sequence[Fit]):
 
     @property
     def nearest(self) -> Fit | None:
-        """The preset with the most bits that fits, of those below 16 bits. One that needs no calibration, if there is one."""
-        fitting = [fit for fit in self if fit.fits and fit.packs]
-        return max(fitting, key=lambda fit: (not fit.calibrated, fit.cache), default=None)
+        """The preset with the most bits in its codes that fits, of those below 16 bits. One that needs no calibration, if
+        there is one; none that large key biases would spoil."""
+        return max((fit for fit in self if fit.fits and fit.packs and not fit.biased), key=_nearness, default=None)
 
     @property
     def recommended(self) -> Fit | None:
@@ -129,6 +140,10 @@ class FitTable(Sequence[Fit]):
             notes.append("+: recommended")
         if any(fit.calibrated for fit in self):
             notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
+        if any(fit.biased for fit in self):
+            notes.append(
+                "!: this family has key biases, and large ones spoil keys with a range per token (docs/choose.md)"
+            )
         if self.positions is not None and self.context > self.positions:
             notes.append(
                 f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling (see the "
@@ -140,8 +155,9 @@ class FitTable(Sequence[Fit]):
         """The table's cells as text, heading by heading."""
         best = self.recommended
         for fit in self._fits:
+            signs = ("*", fit.calibrated), ("!", fit.biased), ("+", fit is best)
             yield {
-                "preset": fit.preset + (" *" if fit.calibrated else "") + (" +" if fit is best else ""),
+                "preset": " ".join([fit.preset, *(sign for sign, holds in signs if holds)]),
                 "weights": f"{fit.weights / GB:.2f}",
                 "cache": f"{fit.cache / GB:.2f}",
                 "chunk": f"{fit.chunk / GB:.2f}",
@@ -223,7 +239,7 @@ def fits(
     check_count("rows", rows, unit="rows")
     memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
     shape = shape_of(model)
-    parameters = _weights(shape, weights)
+    parameters, biases = _weights(shape, weights), has_key_biases(shape.model)
     counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}
     table = []
     for name, counter in counters.items():
@@ -240,6 +256,7 @@ def fits(
                 longest_context=largest_fitting(lambda tokens: counter.nbytes(tokens, rows) <= left),  # noqa: B023
                 most_rows=largest_fitting(lambda number: counter.nbytes(context, number) <= left),  # noqa: B023
                 calibrated=counter.calibrated,
+                biased=counter.needs_small_biases and biases,
             )
         )
     if presets is None:  # stable: of the others the order stays

@@ -381,8 +381,7 @@ def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
 def test_presets():
     assert lb.preset_names() == [
         *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
-        *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
-        *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
+        *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
         *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
         *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),

@@ -246,7 +246,7 @@ def test_adapters(model, saved, tmp_path):
 
 
 def test_another_preset_or_version(model, saved, tmp_path):
-    with pytest.raises(ValueError, match="holds a cache of preset='kivi-4', not of preset='kivi-2'"):
+    with pytest.raises(ValueError, match=r"holds a cache of preset='kivi-4' .*, not of preset='kivi-2'"):
         lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
     with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
         lb.LowBitCache.from_pretrained(saved, model, max_cache_len=10)
@@ -261,6 +261,23 @@ def test_another_preset_or_version(model, saved, tmp_path):
         (tmp_path / saved_cache.FILE_NAME).write_text(saved_cache._signed(description))
         with pytest.raises(ValueError, match=message):
             lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+def test_a_preset_is_what_it_stores(model, tmp_path):
+    """An older release may have stored something else under a preset's name, or the same under another."""
+    old = lb.LowBitCache(model, "fp8", "fp8", preset="fp8", **SMALL_PAGES)
+    with torch.no_grad():
+        model(left_padded(1, 80)[0], past_key_values=old)
+    old.save_pretrained(tmp_path / "old")
+    assert lb.LowBitCache.from_pretrained(tmp_path / "old", model).spec.key_format.name == "fp8"
+    stored, asked = "keys 'fp8', values 'fp8', sink 0", "keys 'fp8-centered', values 'fp8', sink 0"
+    with pytest.raises(ValueError, match=rf"preset='fp8' \({stored}\), not of preset='fp8' \({asked}\)"):
+        lb.LowBitCache.from_pretrained(tmp_path / "old", model, preset="fp8")
+    filled(model, "bitdecoding-kc-4", residual=128).save_pretrained(tmp_path / "same")
+    for name in ("kivi-4", "bitdecoding-kc-4"):
+        assert lb.LowBitCache.from_pretrained(tmp_path / "same", model, preset=name).preset == "bitdecoding-kc-4"
+    with pytest.raises(ValueError, match="not of preset='kivi-4-sink'"):
+        lb.LowBitCache.from_pretrained(tmp_path / "same", model, preset="kivi-4-sink")
 
 
 def _calibrations(model):

@@ -28,6 +28,7 @@ FORMATS = [
     ("static-44422000", "static-3-t"),
     ("static-64332222", "static-2-tn"),
     ("int4-token", "trellis-2"),
+    ("fp8-centered", "fp8"),
 ]
 
 #: pairs that have the paths of another, with another width, other groups or without one of its steps

@@ -41,6 +41,8 @@ class Case:
     """by how much the first token's score, with a value of 0, is above all others together"""
     value_offset: float | None = None
     """what the first channel of values is everywhere; errors are then those of the others"""
+    key_offset: float | None = None
+    """what is added to the first two channels of keys, as a large bias adds it"""
     key_size: float = 1.0
     """a factor of keys; queries are divided by it"""
     value_size: float = 1.0
@@ -88,6 +90,8 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
         if case.heavy_sink is not None:
             x *= 2.0**-5
         x *= case.value_size if out else case.key_size
+        if case.key_offset is not None and not out:
+            x[..., :2] += case.key_offset
         out.append(x.to(case.dtype).transpose(1, 2))
     if case.spread is not None:
         put_spread(case, *out, gen)

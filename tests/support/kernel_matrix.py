@@ -19,6 +19,17 @@ SMALL = [
     Case(keys="int8-token", values="int8-token", sink=0, residual=0, lengths=(33, 64)),
     Case(keys="int2-channel-g32", values="int2-token-g32", page_size=64, residual=64, lengths=(140, 1), heads=1),
     Case(keys="fp8", values="fp8", lengths=(70, 33), heads=1, sink=0, residual=0),
+    Case(keys="fp8-centered", values="fp8", lengths=(100, 33), heads=1, key_offset=300.0),
+    Case(
+        keys="fp8-centered",
+        values="fp8-centered",
+        head_dim=80,
+        tokens=5,
+        padded=True,
+        heads=1,
+        softcap=20.0,
+        sinks=True,
+    ),
     Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True, heads=1),
     Case(groups=3, softcap=20.0, head_dim=80, head_dim_v=96, lengths=(33, 100), tokens=9, heads=1),
     Case(keys="int4-token", values="dense", lengths=(31, 64), tokens=20, sink=0, residual=0, padded=True, heads=1),
@@ -76,6 +87,7 @@ SMALL_STORES = [
     (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
+    (Case(heads=1, keys="fp8-centered", values="fp8", padded=True, outliers=True, key_offset=300.0), [70, 0, 40]),
     (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37), residual=5), [45, 0]),
     (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, residual=5, ties=True), [45, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37), residual=5), [55, 0]),
@@ -117,6 +129,7 @@ GRAPHS = [
     {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
     {"keys": "fp8", "values": "fp8", "residual": 0},
     {"keys": "fp8", "values": "fp8", "residual": 128},
+    {"keys": "fp8-centered", "values": "fp8", "residual": 128},
     {**EIGEN_2, "residual": 128, "transform": "hadamard", "value_transform": "hadamard"},
 ]
 
@@ -157,7 +170,7 @@ def format_names() -> list[str]:
         f"int{bits}-{axis}{group}" for bits in (2, 4, 5, 6, 8) for axis in ("channel", "token") for group in groups
     ]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
-    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8"]
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8", "fp8-centered"]
 
 
 def matrix() -> list[Case]:
@@ -178,6 +191,7 @@ def matrix() -> list[Case]:
         ("int6-token", "int6-token"),
     ]
     pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token"), ("fp8", "fp8")]
+    pairs += [("fp8-centered", "fp8")]
     shapes = ((1, torch.float16), (3, torch.bfloat16), (8, torch.float16))
     for number, (keys, values) in enumerate(pairs):
         pair = {"keys": keys, "values": values}
@@ -236,6 +250,7 @@ def stores() -> list[tuple[Case, list[int]]]:
             ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
             ("fp8", "fp8", 0),
             ("fp8", "fp8", 128),
+            ("fp8-centered", "fp8", 128),
         ):
             case = Case(
                 keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
