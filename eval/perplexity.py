@@ -406,7 +406,8 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
                 q[:, :, low:high], keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks)
+            lacking = None if mapped.lacking is None else mapped.lacking[:, :, low:high]
+            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks, lacking)
         blocks.append(out)
     return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
 

@@ -126,9 +126,6 @@ _PLAIN = {
         _eigen("eigen-2-trellis", "static-44422000", "trellis-2"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
         _eigen("eigen-4", "static-65444333", "static-4-tn"),
-        # the first generation, whose values have a mean for each page: for calibrations made for these presets
-        _eigen("eigen-2-v1", "static-44422000", "static-2-t"),
-        _eigen("eigen-3-v1", "static-64332222", "static-3-t"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-3", "vq-d4b12", "vq-d4b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),

@@ -30,7 +30,7 @@ from .own_layer_contents import OwnContents
 
 FILE_NAME = "lowbit_cache.json"
 #: version of the description and of the tensors' names
-VERSION = 1
+VERSION = 2
 #: an unfinished file older than this (seconds) is removed
 LEFT_FOR = 86400
 _FORMAT = "hf-lowbit-kv cache"

@@ -67,7 +67,7 @@ ATTENDS = [
     ),
     *(
         Case(keys="fp8", values=other, lengths=(300, 40), heads=1, groups=5, dtype=bf16)
-        for other in ("dense", "int2-channel", "int8-token-g32", "int2-token", "vq-d4b6", "static-3-t")
+        for other in ("dense", "int2-channel", "int8-token-g32", "int2-token", "vq-d4b6", "static-3-tn")
     ),
     *(
         Case(keys=other, values="fp8", lengths=(300, 40), heads=1, groups=5)

@@ -238,10 +238,11 @@ def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case
         store.state.sink_v[:, :, 0] = 0
 
 
-def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
-    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it."""
+def plain(step: Step, state: LayerState, case: Case, lacking: torch.Tensor | None = None) -> torch.Tensor:
+    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it. lacking: see
+    `Chunk`."""
     k, v, valid = dense_view(step, state, case)
-    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks)
+    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks, lacking)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
