@@ -218,12 +218,16 @@ def register_preset(
 
 
 def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
-    """The name of a listed preset with these keys and the values of `spec`, with its sink if there is one; `None`: there
-    is no such preset."""
+    """The name of the listed preset with these keys that is nearest to `spec` in values, sink and transforms; `None`:
+    there is none."""
     values = spec.value_format.with_layout("planar-1")
+
+    def distance(name: str) -> tuple[bool, bool, bool]:
+        each = specs[name]
+        return each.value_format != values, each.sink != spec.sink, not each.untransformed
+
     specs = {name: preset.spec() for name, preset in PRESETS.items()}
-    near = [name for name, each in specs.items() if each.formats == (key_format, values)]
-    return min(near, key=lambda name: (specs[name].sink != spec.sink, not specs[name].untransformed), default=None)
+    return min((name for name in specs if specs[name].key_format == key_format), key=distance, default=None)
 
 
 def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:

@@ -2,7 +2,8 @@
 
 A bias of the key projection is a constant part of the keys. In models such as Qwen2.5 it is hundreds of times as large
 as what differs between tokens, in the channels of a few RoPE pairs. A range or a scale per token then spends its codes
-on these channels (`Format.for_biased_keys`). Formats with a range or a center per channel do not.
+on these channels, and so does a codebook (`Format.for_biased_keys`). Formats with a range or a center per channel do
+not.
 """
 
 from __future__ import annotations
@@ -134,8 +135,7 @@ def _text(model: torch.nn.Module, large: Mapping[int, float], specs: Mapping[int
     instead = f"preset {name!r}" if name is not None else f"key_format={better.name!r}"
     named = [f"{index} ({ratio:.0f} times)" for index, ratio in sorted(large.items())]
     return (
-        f"{type(model).__name__} has key biases that key_format={spec.key_format.name!r} does not survive: its range or "
-        f"scale belongs to a token, and in layer{'s' if len(named) > 1 else ''} {', '.join(named)} a bias is that many "
-        f"times as large as what differs between tokens. Texts will be wrong. Take {instead}, which stores keys per channel "
-        "in as many bits"
+        f"{type(model).__name__} has key biases that key_format={spec.key_format.name!r} does not survive: in "
+        f"layer{'s' if len(named) > 1 else ''} {', '.join(named)} a bias is that many times as large as what differs between "
+        f"tokens, and takes the codes of all channels. Texts will be wrong. Take {instead}, whose keys survive"
     )

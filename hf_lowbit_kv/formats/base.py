@@ -63,8 +63,8 @@ class Format(Parametrized, ABC):
 
     @property
     def for_biased_keys(self) -> Format:
-        """The format of as many bits to take for keys with large biases: itself if a channel with a large constant part
-        costs the other channels nothing."""
+        """The format to take for keys with large biases instead: itself if a channel with a large constant part costs the
+        other channels nothing; otherwise one of about as many bits."""
         return self
 
     @property
