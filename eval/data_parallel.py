@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..generation.recording import forget_all
+
 Item = TypeVar("Item")
 #: how long a process waits for the results of others. Parts differ in length, so the limit is far longer than any run.
 #: If a process dies, the launcher ends the run
@@ -83,4 +85,5 @@ def join() -> Processes:
 def leave() -> None:
     """Leave the group of processes, if there is one, without waiting for the others."""
     if process_count() > 1 and torch.distributed.is_initialized():
+        forget_all()  # recorded steps hold the communicator
         torch.distributed.destroy_process_group()
