@@ -30,9 +30,11 @@ from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
 from .option_names import check_names
+from .overriding import overridden
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_text, remember_text
+from .whole_reading import keeping_cache
 
 
 def generate(
@@ -154,11 +156,13 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     # inside inference mode, transformers would make layers that cannot be emptied outside it
     with (
         selected(inner),
+        overridden(inner, *keeping_cache(inner)),
         torch.inference_mode(False),
         torch.no_grad(),
         late_stop_check(cache, inner.device),
         compiling.compile_limit(call.step),
     ):
+        cache.positions.give_back(inner)
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
