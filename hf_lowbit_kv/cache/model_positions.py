@@ -8,6 +8,7 @@ saved, and given back to the model before the text goes on.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,13 +82,30 @@ class ModelPositions:
             setattr(module(), name, self.values.get(place))
         self._present = _last[model] = [getattr(module(), name) for _, module, name in places]
 
+    def of_rows(self, rows: list[int] | torch.Tensor) -> Values | None:
+        """The positions of these rows of the cache."""
+        if self.values is None:
+            return None
+        rows = torch.as_tensor(rows)
+        return {
+            place: value[rows.to(value.device)] if isinstance(value, torch.Tensor) else value
+            for place, value in self.values.items()
+        }
+
     def select(self, rows: torch.Tensor) -> None:
         """Row `b` gets the positions of row `rows[b]`."""
-        if self.values is not None:
-            self.values = {
-                place: value[rows.to(value.device)] if isinstance(value, torch.Tensor) else value
-                for place, value in self.values.items()
-            }
+        self.values = self.of_rows(rows)
+
+
+def joined_positions(rows: Sequence[Values | None]) -> Values | None:
+    """The positions of a cache with these rows."""
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    return {
+        place: torch.cat([row[place] for row in known]) if isinstance(value, torch.Tensor) else value
+        for place, value in known[0].items()
+    }
 
 
 def keeps_positions(model: Any) -> bool:

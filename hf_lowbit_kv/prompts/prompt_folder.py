@@ -136,4 +136,4 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     segment = Segment(pages)
     segments = [(segment, segment.count)] if segment.count else []
     header = saved_cache.header_in(description, tensors)
-    return KeptPrompt(more["seed"], torch.tensor(more["ids"]), segments, layers, contents.own_layers, header)
+    return KeptPrompt(more["seed"], torch.tensor(more["ids"]), segments, layers, contents.own_layers, header, contents.positions)
