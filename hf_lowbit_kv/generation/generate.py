@@ -25,7 +25,7 @@ from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
 from . import compiling, recording
-from .call_options import Call, cache_of, options_of_cache, setting
+from .call_options import Call, cache_of, options_of_cache, setting, warn_of_length
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
@@ -126,6 +126,7 @@ def generate(
             f"max_cache_len={max_cache_len} is too small: the prompt has {call.tokens} tokens and "
             f"max_new_tokens={call.new_tokens}"
         )
+    warn_of_length(inner, call.tokens, call.length)
     kept = kept_caches(inner)
     with kept.lock:
         if past_key_values is not None:

@@ -84,9 +84,9 @@ def generate_many(
 
     Raises:
         ValueError: an option of the call cannot be served (beams, assistants, images, unknown names), or no request of a
-            list; the model has layers that are not packed, or rotary embeddings that depend on the longest row; or there
-            is too little memory. Nothing is allocated then. If single requests cannot be served, because of their prompt
-            or their own options, they get a result with an error instead.
+            list; the model has layers that are not packed, or there is too little memory. Nothing is allocated then. If
+            single requests cannot be served, because of their prompt or their own options, they get a result with an error
+            instead.
         Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.
 
     Example:

@@ -1,5 +1,5 @@
-"""Positions that a model keeps outside of its cache (`rope_deltas`): a cache knows those of its own text, whatever the model has
-read since."""
+"""Positions that a model keeps outside of its cache (`rope_deltas`): a cache knows those of its own text, whatever the model
+has read since."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from chat_cases import tokenizer_of, words
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
-from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
+from hf_lowbit_kv.cache.cache_argument import NAME, as_argument, cache_in
 from hf_lowbit_kv.eval.benchmarks.tiny_vision import IMAGE_TOKEN, tiny_vision_model
 
-pytestmark = pytest.mark.host
 NAMES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
-OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [IMAGE_TOKEN], "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+#: positions in three dimensions, and recurrent layers
+FAST = ("qwen2_vl", "qwen3_5")
+GREEDY = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [IMAGE_TOKEN]}
+OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True, **GREEDY}
+pytestmark = [pytest.mark.host, pytest.mark.fast_if(wanted=lambda p: p.get("name", FAST[0]) in FAST)]
 SMALL = {"page_size": 32, "residual": 32}
 
 
@@ -29,7 +32,11 @@ def prompt_of(model, side, seed=2, tokens=60):
         return {"input_ids": text[None]}
     vision = model.config.vision_config
     size = side * vision.spatial_merge_size
-    width = getattr(vision, "in_channels", getattr(vision, "in_chans", 3)) * vision.temporal_patch_size * vision.patch_size**2
+    width = (
+        getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+        * vision.temporal_patch_size
+        * vision.patch_size**2
+    )
     ids = torch.cat([text[: tokens // 2], torch.full((side * side,), IMAGE_TOKEN), text[tokens // 2 :]])[None]
     return {
         "input_ids": ids,
@@ -63,7 +70,9 @@ def conversation(name):
 def read(name, prompt, **options):
     """A model that has read the prompt, and its cache."""
     model = tiny_vision_model(name)
-    return model, cache_in(lb.generate(model, **prompt, preset="dense", cache_options=SMALL, max_cache_len=256, **OPTIONS))
+    return model, cache_in(
+        lb.generate(model, **prompt, preset="dense", cache_options=SMALL, max_cache_len=256, **OPTIONS)
+    )
 
 
 def other_texts(model):
@@ -134,7 +143,7 @@ def test_files_without_positions_are_refused(name, conversation, tmp_path):
     description = json.loads(json.loads(file.read_text())["content"])
     del description["positions"]
     file.write_text(saved_cache._signed(description))
-    with pytest.raises(ValueError, match="saved without the positions that .* keeps outside of its cache"):
+    with pytest.raises(ValueError, match=r"saved without the positions that .* keeps outside of its cache"):
         lb.LowBitCache.from_pretrained(tmp_path, model)
 
 
@@ -145,19 +154,31 @@ def test_rows():
     prompt = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
     model.set_attn_implementation({"": lb.ATTENTION_NAME, "text_config": lb.ATTENTION_NAME, "vision_config": "sdpa"})
     cache = lb.from_preset("dense", model, **SMALL)
-    model.generate(**prompt, **as_argument(cache), num_return_sequences=2, do_sample=True, max_new_tokens=3, pad_token_id=0, suppress_tokens=[IMAGE_TOKEN])  # fmt: skip
+    model.generate(**prompt, **as_argument(cache), max_new_tokens=3, **GREEDY)
     deltas = model.model.rope_deltas[:, 0].tolist()
     assert len(set(deltas)) == 2
     taken = lambda: next(iter(cache.positions.values.values()))[:, 0].tolist()  # noqa: E731
+    assert taken() == deltas
+    cache.batch_repeat_interleave(2)
     assert taken() == [deltas[0], deltas[0], deltas[1], deltas[1]]
     cache.batch_select_indices([3, 0])
     assert taken() == [deltas[1], deltas[0]]
 
 
+@pytest.mark.skipif(NAME == "past_key_values", reason="this transformers does not repeat images of several rows")
+def test_sequences_of_a_row_share_its_positions():
+    model = tiny_vision_model("qwen2_vl")
+    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 2}
+    out = lb.generate(model, **prompt_of(model, 6), preset="dense", cache_options=SMALL, **options)
+    (values,) = cache_in(out).positions.values.values()
+    assert values.tolist() == model.model.rope_deltas.tolist() * 2
+
+
 def test_a_chat_beside_a_text_with_an_image():
     """A model whose turns are kept in a prefix store, because its recurrent layers cannot go back."""
     model, tokenizer = tiny_vision_model("qwen3_5"), tokenizer_of()
-    chats = [lb.Chat(model, tokenizer, "dense", max_length=512, max_new_tokens=5, cache_options=SMALL, do_sample=False, pad_token_id=0, suppress_tokens=[IMAGE_TOKEN]) for _ in range(2)]  # fmt: skip
+    options = {"max_length": 512, "max_new_tokens": 5, "cache_options": SMALL, **GREEDY}
+    chats = [lb.Chat(model, tokenizer, "dense", **options) for _ in range(2)]
     answers = []
     for chat, disturbed in zip(chats, (False, True), strict=True):
         for turn in range(3):

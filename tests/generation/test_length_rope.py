@@ -1,5 +1,5 @@
-"""Rotary embeddings that change with the length. What this package reads in parts equals the text that is read whole; what the user
-reads in parts equals transformers' cache read in the same parts, with a warning."""
+"""Rotary embeddings that change with the length. What this package reads in parts equals the text that is read whole. What the
+user reads in parts equals transformers' cache read in the same parts, with a warning."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_automatic_chunks(models, entry, padding, monkeypatch):
     prompt = masked(ids_of(170, len(padding)), padding)
     truth = theirs.generate(**copy.deepcopy(prompt), **OPTIONS)
     passes = []
-    ours.register_forward_pre_hook(lambda m, a, kw: passes.append((a or [kw["input_ids"]])[0].shape[1]), with_kwargs=True)
+    ours.register_forward_pre_hook(
+        lambda m, a, kw: passes.append((a or [kw["input_ids"]])[0].shape[1]), with_kwargs=True
+    )
     if entry == "generate":
         out = dense(ours, prompt)
     else:
@@ -125,7 +127,9 @@ def stock_of_chat(chat, theirs, tokenizer, turns):
     for turn, count in enumerate(turns):
         messages = [*chat.messages, {"role": "user", "content": words(count, turn)}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        want = theirs.generate(ids["input_ids"], attention_mask=torch.ones_like(ids["input_ids"]), max_new_tokens=6, **GREEDY)
+        want = theirs.generate(
+            ids["input_ids"], attention_mask=torch.ones_like(ids["input_ids"]), max_new_tokens=6, **GREEDY
+        )
         answer = chat.send(messages[-1]["content"])
         assert answer == tokenizer.decode(want[0, ids["input_ids"].shape[1] :], skip_special_tokens=True), turn
     return chat
@@ -152,7 +156,9 @@ def test_forks(llama):
             assert error(lb.generate(ours, **masked(ids), cache=fork, **OPTIONS), truth) < 2e-3
             continue
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"'longrope' and change beyond 100 tokens.*this fork cannot go on to 154"):
+            with pytest.raises(
+                ValueError, match=r"'longrope' and change beyond 100 tokens.*this fork cannot go on to 154"
+            ):
                 lb.generate(ours, **masked(ids), cache=fork, **OPTIONS)
             assert int(fork.get_seq_length()) == 63
         fork.reset()
@@ -163,7 +169,9 @@ def test_forks(llama):
 def test_generate_many_below_the_limit(models):
     ours, theirs = models
     requests = [ids_of(tokens, seed=tokens)[0].tolist() for tokens in (50, 70, 96)]
-    results = lb.generate_many(ours, requests, preset="dense", max_new_tokens=4, memory="50MB", prefill_chunk_size=32, **GREEDY)
+    results = lb.generate_many(
+        ours, requests, preset="dense", max_new_tokens=4, memory="50MB", prefill_chunk_size=32, **GREEDY
+    )
     for ids, result in zip(requests, results, strict=True):
         want = theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=4, **GREEDY)
         assert result.generated_tokens == want[0, len(ids) :].tolist()
@@ -183,7 +191,9 @@ def test_generate_many_refuses_requests_beyond_the_limit(models):
 def test_chunks_of_the_users_size(llama):
     ours, theirs = llama
     prompt = masked(ids_of(170))
-    stock = theirs.generate(**prompt, prefill_chunk_size=64, **as_argument(DynamicCache(config=theirs.config)), **OPTIONS)
+    stock = theirs.generate(
+        **prompt, prefill_chunk_size=64, **as_argument(DynamicCache(config=theirs.config)), **OPTIONS
+    )
     with pytest.warns(UserWarning, match=PARTS) as caught:
         out = dense(ours, prompt, prefill_chunk_size=64)
     assert len(caught) == 1
