@@ -9,13 +9,14 @@ import warnings
 import pytest
 import torch
 from cases import tiny_models
+from chat_cases import tokenizer_of, words
 from fake_graph import READS, FakeGraph
 from length_rope_cases import LIMIT, PHI, error, ids_of, phi_models
 from transformers import modeling_rope_utils
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
-from hf_lowbit_kv.generation import recording
+from hf_lowbit_kv.generation import prefill, recording
 
 pytestmark = pytest.mark.host
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -197,3 +198,56 @@ def test_caches_of_calls_do_not_warn(phi3):
     plain, _ = tiny_models("phi3", original_max_position_embeddings=4096, max_position_embeddings=4096)
     lb.from_preset("kivi-2", plain)
     lb.from_preset("kivi-2", tiny_models("llama")[0])
+
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_chunks_of_a_prompt(phi3, monkeypatch, size):
+    """The last chunk goes on after a cache that ends below the limit, which Phi would drop. Chunks of the user's size equal a
+    text read whole too: Phi would read it whole."""
+    ours, theirs = phi3
+    monkeypatch.setattr(prefill, "memory_of", lambda model: object())
+    monkeypatch.setattr(prefill.Reader, "largest_chunk", lambda *args, **kwargs: 64)
+    prompt = left_padding(ids_of(120), [0])
+    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
+    seen = []
+    hook = ours.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args or [kwargs["input_ids"]])[0].shape[1]), with_kwargs=True
+    )
+    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, prefill_chunk_size=size, **OPTIONS)
+    hook.remove()
+    assert error(out, truth) < 2e-3
+    assert seen == [64, 56, *[1] * 11]
+
+
+@pytest.mark.parametrize(("first", "then", "cached"), [(150, 150, 149), (60, 150, 0), (150, 60, 0), (150, -150, 64)])
+def test_prefixes(phi3, first, then, cached):
+    """The last text has another end than the stored one."""
+    ours, theirs = phi3
+    text, store = ids_of(150), lb.PrefixStore("100MB")
+    lb.generate(
+        ours,
+        **left_padding(text[:, :first].clone(), [0]),
+        preset="dense",
+        cache_options=SMALL,
+        prefixes=store,
+        **OPTIONS,
+    )
+    ids = text[:, :then].clone() if then > 0 else torch.cat([text[:, :110], ids_of(40, seed=8)], 1)
+    prompt = left_padding(ids, [0])
+    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
+    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, prefixes=store, **OPTIONS)
+    assert error(out, truth) < 2e-3
+    assert cache_in(out).cached_tokens == cached
+
+
+def test_chat_reads_the_conversation_whole_where_it_passes_the_limit(phi3):
+    ours, theirs = phi3
+    tokenizer = tokenizer_of()
+    chat = lb.Chat(ours, tokenizer, "dense", max_length=400, max_new_tokens=6, cache_options=SMALL, **GREEDY)
+    for turn, count in enumerate((40, 30, 20, 40)):
+        messages = [*chat.messages, {"role": "user", "content": words(count, turn)}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = left_padding(ids["input_ids"].clone(), [0])
+        truth = theirs.generate(**prompt, use_cache=False, max_new_tokens=6, **GREEDY)
+        answer = chat.send(messages[-1]["content"])
+        assert answer == tokenizer.decode(truth[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True), turn
