@@ -146,6 +146,7 @@ def test_a_further_turn_that_passes_the_limit_is_read_whole(phi3, entry):
                 out = ours.generate(**prompt, **({} if cache is None else as_argument(cache)), **OPTIONS)
         assert error(out, truth) < 2e-3, turn
         cache = cache_in(out)
+        assert isinstance(cache, lb.LowBitCache)
         text = torch.cat([out.sequences, ids_of(60, seed=2)], 1)
 
 
