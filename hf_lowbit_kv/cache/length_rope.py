@@ -166,23 +166,23 @@ class ReadLengths:
             return
         if max(layer.length.ask() + tokens, self.first or 0, self.columns or 0) <= self.rope.limit:
             return
-        if self.rope.agree(self.first_read(cache), _longest_row(cache) + tokens):
-            return
+        if not self.rope.agree(self.first_read(cache), read := _longest_row(cache) + tokens):
+            self.mix(cache, read)
+
+    def mix(self, cache: Any, read: int) -> None:
+        """The text goes on with a read length that does not agree with the stored tokens. Raises as `note` does."""
         what = (
             f"the rotary embeddings of model_type={cache.config.model_type!r} are {self.rope.name!r} and change beyond "
             f"{self.rope.limit} tokens; the cache holds tokens of a text that had {self.first_read(cache)} when it was read"
         )
         if self.forked:
-            raise ValueError(
-                f"{what}, so this fork cannot go on to {_longest_row(cache) + tokens}: reset() it and read the whole text"
-            )
+            raise ValueError(f"{what}, so this fork cannot go on to {read}: reset() it and read the whole text")
         self.mixed = True
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"{what}, and the text goes on to {_longest_row(cache) + tokens}. As with transformers' caches, stored tokens "
-                "keep their frequencies, so the answer differs from that to the text read whole. reset() the cache first to "
-                "read it whole; lb.Chat does so",
+                f"{what}, and the text goes on to {read}. As with transformers' caches, stored tokens keep their frequencies, "
+                "so the answer differs from that to the text read whole. To read it whole, reset() the cache first; lb.Chat does",
                 stacklevel=2,
             )
 

@@ -101,6 +101,8 @@ def generate(
         transformers 5.24) is the cache, which belongs to whoever holds it. Calls from several threads for one model run
         one after the other.
 
+    Warns before it reads if prompt and answer may have more tokens than the model was made for.
+
     Raises:
         ValueError: an option, the preset or the step is unknown; `max_new_tokens` is missing; the cache has no room; the
             text does not begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given;

@@ -67,11 +67,15 @@ def keeping_cache(model: Any) -> tuple[Callable, ...]:
     return () if drop_limit(model) is None else (prepare_inputs_for_generation,)
 
 
-def prepare_inputs_for_generation(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+def prepare_inputs_for_generation(
+    self: Any, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+) -> Any:
     """Override of the method in which Phi's models drop their cache once a text is longer than
     `original_max_position_embeddings`. A low-bit cache is kept instead. If its keys have other frequencies than the text has
-    now, it is emptied, and this pass reads the whole text."""
+    now, it is emptied, and this pass reads the whole text. If the call has only a part of it, the text goes on as with
+    transformers' caches, with a warning."""
     cache = cache_in(kwargs)
+    kwargs |= {"inputs_embeds": inputs_embeds}  # transformers looks for it in the signature
     if not isinstance(cache, LowBitCache):
         return original(self, PREPARE)(input_ids, **kwargs)
     read = cache.read_lengths
@@ -79,13 +83,11 @@ def prepare_inputs_for_generation(self: Any, input_ids: torch.Tensor, **kwargs: 
     columns = cache.packed_layers[0].length.at_least + (input_ids.shape[1] if new is None else new)
     columns = max(columns, input_ids.shape[1], 0 if mask is None else mask.shape[1])
     if read is not None and read.started and not _agree(read, cache, columns, mask):
-        if kwargs.get("inputs_embeds") is not None or columns > input_ids.shape[1]:
-            raise ValueError(
-                f"the text grows beyond {read.rope.limit} tokens, where this model's rotary embeddings change, so it must be "
-                "read again whole; but the call has inputs_embeds, or its newest tokens alone. Give input_ids of the whole text"
-            )
-        cache.reset()
-        kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
+        if inputs_embeds is not None or columns > input_ids.shape[1]:
+            read.mix(cache, columns)
+        elif not read.mixed or new != 1:
+            cache.reset()
+            kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
     # the method that the dropping one extends
     owner = next(cls for cls in type(self).__mro__ if PREPARE in vars(cls))
     return getattr(super(owner, self), PREPARE)(input_ids, **kwargs)
