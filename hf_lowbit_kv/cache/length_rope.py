@@ -182,7 +182,7 @@ class ReadLengths:
             self.warned = True
             warnings.warn(
                 f"{what}, and the text goes on to {read}. As with transformers' caches, stored tokens keep their frequencies, "
-                "so the answer differs from that to the text read whole. To read it whole, reset() the cache first; lb.Chat does",
+                "so the answer differs from that to the text read whole. lb.Chat reads it whole; or reset() the cache first",
                 stacklevel=2,
             )
 
