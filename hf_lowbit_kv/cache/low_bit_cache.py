@@ -29,8 +29,10 @@ from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import one_of
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
+from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_fingerprint import fingerprint_of
+from .model_positions import ModelPositions
 from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (
@@ -163,6 +165,10 @@ class LowBitCache(Cache, PushToHubMixin):
         self._first_counting_index = min(
             [packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))]
         )
+        rope = length_rope(config)
+        self.read_lengths = None if rope is None else ReadLengths(rope)
+        self.positions = ModelPositions()
+        warn_of_drop(model_or_config)
 
     #: how its latest decoding steps ran, where they were recorded; for `summary()`
     decoding_steps: str | None = None
@@ -205,6 +211,10 @@ class LowBitCache(Cache, PushToHubMixin):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_counting_index:
             self._check_whole()
+            if self.read_lengths is not None:
+                self.read_lengths.note(self, tokens)
+            if (model := self.model.alive()) is not None:
+                self.positions.note(model, rows, self._first_packed_layer.length.at_least > 0)
         new = layer is self._first_packed_layer and not layer.is_initialized
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
@@ -297,6 +307,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layer.reorder_cache(indices)
             first.storing = True  # until all layers have these rows
         first.storing, self.text = interrupted, text
+        self.positions.select(indices)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
@@ -404,6 +415,9 @@ class LowBitCache(Cache, PushToHubMixin):
         super().reset()
         self._overrun.forget()
         self.ledger, self.text, self._warned = Ledger(), None, False
+        if self.read_lengths is not None:
+            self.read_lengths.forget()
+        self.positions = ModelPositions()
 
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
@@ -428,7 +442,11 @@ class LowBitCache(Cache, PushToHubMixin):
                 raise ValueError(f"max_cache_len={max_cache_len} is not allowed: this cache grows, and its forks do")
             if (seen := int(self._first_packed_layer.get_seq_length())) > max_cache_len:
                 raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored")
-        return self._forks([{} for _ in range(n)], max_cache_len or self._first_packed_layer.length.capacity)
+        forks = self._forks([{} for _ in range(n)], max_cache_len or self._first_packed_layer.length.capacity)
+        for each in forks:
+            if each.read_lengths is not None:
+                each.read_lengths.forked = True
+        return forks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """One fork, for the same model. The model's configuration says which attention is selected, so it is not

@@ -12,6 +12,7 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.token_counts import Padding
 from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
+from .whole_reading import read_as_whole
 
 #: if a text departs from a stored one at least this many tokens behind the usable prefix, it is stored up to there too
 WORTH_AN_END = 64
@@ -55,10 +56,11 @@ class PrefixCall:
             return
         match = self.prefixes.restore(self.cache, _rows(self.ids, self.mask))
         self.cache.cached_tokens = match.tokens
-        if match.tokens and self.padded:
-            self._read_behind(match.tokens)
-        if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
-            self._store_ends(match)
+        with read_as_whole(self.model, self.mask):
+            if match.tokens and self.padded:
+                self._read_behind(match.tokens)
+            if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
+                self._store_ends(match)
 
     def end(self, sequences: torch.Tensor) -> None:
         """Store the tokens that the cache holds. sequences: int64 `[B, n]`, prompt and answer."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..byte_sizes import parse_size, parse_tokens
 from ..cache.key_biases import has_key_biases
+from ..cache.length_rope import drop_limit
 from ..presets import DEFAULT_PRESET, get_preset, preset_names
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
@@ -88,12 +89,21 @@ class FitTable(Sequence[Fit]):
 
     Attributes:
         name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
-            made for, or `None` if its configuration does not say.
+            made for, or `None` if its configuration does not say. dropped_at: tokens beyond which the model's own `generate`
+        drops its cache, or `None`.
     """
 
-    def __init__(self, rows_of_table: Sequence[Fit], name: str, context: int, rows: int, positions: int | None):
-        self._fits, self.name, self.context, self.rows, self.positions = (
-            list(rows_of_table), name, context, rows, positions,
+    def __init__(
+        self,
+        rows_of_table: Sequence[Fit],
+        name: str,
+        context: int,
+        rows: int,
+        positions: int | None,
+        dropped_at: int | None = None,
+    ):
+        self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at = (
+            list(rows_of_table), name, context, rows, positions, dropped_at,
         )  # fmt: skip
 
     def __getitem__(self, index):
@@ -148,6 +158,10 @@ class FitTable(Sequence[Fit]):
             notes.append(
                 f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling (see the "
                 "model's card)"
+            )
+        if self.dropped_at is not None and self.context > self.dropped_at:
+            notes.append(
+                f"model.generate of this model drops every cache beyond {self.dropped_at} tokens: use lb.generate or lb.enable"
             )
         return notes
 
@@ -261,7 +275,8 @@ def fits(
         )
     if presets is None:  # stable: of the others the order stays
         table[1:] = sorted(table[1:], key=lambda fit: -fit.cache if fit.fits else 0)
-    return FitTable(table, shape.name, context, rows, getattr(shape.config, "max_position_embeddings", None))
+    longest = getattr(shape.config, "max_position_embeddings", None)
+    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model))
 
 
 def _weights(shape: Shape, weights: str | None) -> int:

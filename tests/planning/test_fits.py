@@ -142,6 +142,14 @@ def test_command():
     assert "40960 positions" in shown.stdout
 
 
+@pytest.mark.parametrize(("context", "noted"), [(4096, False), (4097, True)])
+def test_a_model_that_drops_its_cache_is_noted(context, noted):
+    config = tiny_config("phi3", max_position_embeddings=131072, original_max_position_embeddings=4096)
+    table = fits(config, context, "24GB", presets=["kivi-4-sink"])
+    assert ("model.generate of this model drops every cache beyond 4096 tokens" in str(table)) == noted
+    assert ("drops every cache" in " ".join(table.notes)) == noted
+
+
 def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
     table = fits("Qwen/Qwen3-8B", "64k", "24GB")
     rows = list(table)[1:]
