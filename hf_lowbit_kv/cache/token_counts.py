@@ -53,6 +53,18 @@ class Padding:
                 padding = padding + (~mask[:, low - start : high - start]).sum(1, keepdim=True, dtype=torch.int32)
         return count - padding
 
+    def real(self, end: int) -> torch.Tensor | None:
+        """bool `[B, end]`: which of the positions before `end` were not padding; `None`: all. Waits for the device."""
+        self._noted = _put_together([(int(start), mask) for start, mask in self._noted])
+        self._singles = 0
+        if not self._noted:
+            return None
+        mask = self._noted[0][1]
+        real = torch.ones(len(mask), end, dtype=torch.bool, device=mask.device)
+        for start, mask in self._noted:
+            real[:, int(start) : int(start) + mask.shape[1]] = mask
+        return real
+
     def cut(self, end: int) -> None:
         """Forget positions from `end` on."""
         noted = [(int(start), mask) for start, mask in self._noted]
