@@ -11,7 +11,8 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .low_bit_layer import LayerView
-from .stored_masks import Seen, honour_mask
+from .stored_masks import honour_mask
+from .token_counts import Seen
 
 
 def lowbit_attention(

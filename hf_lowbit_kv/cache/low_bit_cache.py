@@ -44,7 +44,7 @@ from .own_layers import (
 from .packed_layers import packed_sides, stream_sizes
 from .pass_checks import Ledger, OverrunError, OverrunWatch
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
-from .stored_masks import Seen
+from .token_counts import Seen
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
@@ -242,10 +242,8 @@ class LowBitCache(Cache, PushToHubMixin):
             for layer in self.packed_layers:
                 layer.refresh()
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        if query_length > 1 and not torch.compiler.is_compiling():
-            asked = self.layers[layer_idx]
-            if isinstance(asked, LowBitLayer) and asked.attends_packed:
-                offset = Seen.of(self, asked)
+        if isinstance(offset, Seen):
+            offset.cache = self
         return length, offset
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):

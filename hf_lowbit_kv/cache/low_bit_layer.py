@@ -21,7 +21,7 @@ from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
 from .pass_checks import another_text, cut_prompt, padded_prompt
-from .token_counts import FixedLength, Length, Padding, fork_lengths
+from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
@@ -228,7 +228,8 @@ class LowBitLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self._check_capacity(query_length)
         if self.attends_packed:
-            return query_length, seen
+            compared = query_length > 1 and not torch.compiler.is_compiling()
+            return query_length, Seen.by(self) if compared else seen
         return int(seen) + query_length, 0
 
     def refresh(self) -> None:

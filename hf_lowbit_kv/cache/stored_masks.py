@@ -13,8 +13,8 @@ import torch
 from .own_layers import RECURRENT
 
 if TYPE_CHECKING:
-    from .low_bit_cache import LowBitCache
     from .low_bit_layer import LowBitLayer
+    from .token_counts import Seen
 
 SHOWN = "shows {}, which are not stored: padding is never stored, and tokens that an earlier mask hid are removed"
 HIDDEN = "hides {}, which are stored already: {}. reset() the cache and read the text again with this mask"
@@ -26,21 +26,6 @@ UNKNOWN = (
 )
 #: ranges of columns in a message
 MOST_RANGES = 4
-
-
-class Seen(int):
-    """Tokens that a cache has seen before a pass of several tokens. transformers takes this number from the cache to the
-    mask function, which so finds the cache."""
-
-    cache: LowBitCache
-    layer: LowBitLayer
-
-    @classmethod
-    def of(cls, cache: LowBitCache, layer: LowBitLayer) -> Seen:
-        """The count of one of the cache's packed layers. Waits for the device."""
-        new = cls(int(layer.get_seq_length()))
-        new.cache, new.layer = cache, layer
-        return new
 
 
 def honour_mask(seen: Seen, mask: torch.Tensor | None) -> bool:

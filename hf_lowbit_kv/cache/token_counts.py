@@ -8,15 +8,35 @@ both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..storage.store_forks import copies_of
 
+if TYPE_CHECKING:
+    from .low_bit_cache import LowBitCache
+    from .low_bit_layer import LowBitLayer
+
 #: first position, and a mask, bool `[B, n]`
 Noted = tuple[int | torch.Tensor, torch.Tensor]
 #: this many masks of single tokens are joined into one
 BLOCK = 128
+
+
+class Seen(int):
+    """Tokens that a packed layer has seen before a pass of several tokens. transformers takes this number from the cache
+    to the mask function, which so finds both."""
+
+    layer: LowBitLayer
+    cache: LowBitCache
+
+    @classmethod
+    def by(cls, layer: LowBitLayer) -> Seen:
+        """The count of this layer; the cache adds itself. Waits for the device."""
+        new = cls(int(layer.get_seq_length()))
+        new.layer = layer
+        return new
 
 
 class Padding:

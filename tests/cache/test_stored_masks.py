@@ -16,6 +16,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import attention_function
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
+from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
 SIZES = [None, 400]
@@ -71,6 +72,8 @@ def test_a_turn_that_ended_early(models, way, max_cache_len, prefill_chunk_size)
         ids, mask = _after_early_end(first, mask)
         again = as_argument(cache := cache_in(first))
         if prefill_chunk_size and way == "generate":
+            if RELEASE < (5, 18):
+                pytest.skip("this release reads the chunks of a filled cache from the begin")
             again["prefill_chunk_size"] = prefill_chunk_size
         second = generate(inputs=ids, attention_mask=mask, max_new_tokens=12, **options, **again)
     fresh = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
