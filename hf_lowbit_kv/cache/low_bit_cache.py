@@ -46,6 +46,7 @@ from .own_layers import (
 from .packed_layers import packed_sides, stream_sizes
 from .pass_checks import Ledger, OverrunError, OverrunWatch
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
+from .token_counts import Seen
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
@@ -250,7 +251,10 @@ class LowBitCache(Cache, PushToHubMixin):
             # transformers asks for these sizes before it runs a compiled or recorded step
             for layer in self.packed_layers:
                 layer.refresh()
-        return super().get_mask_sizes(query_length, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        if isinstance(offset, Seen):
+            offset.cache = self
+        return length, offset
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
@@ -289,6 +293,14 @@ class LowBitCache(Cache, PushToHubMixin):
             self.ledger.crop(count)
         if count and self.text is not None:
             self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
+
+    def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
+        """Remove each row's newest tokens, which a mask hides, from the packed layers. See `LowBitLayer.remove_newest`."""
+        first = self._first_packed_layer
+        interrupted, first.storing = first.storing, True  # as in `crop`
+        for layer in self.packed_layers:
+            layer.remove_newest(tokens, stored)
+        first.storing = interrupted
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""

@@ -9,7 +9,6 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.token_counts import Padding
 from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
 from .whole_reading import read_as_whole
@@ -82,13 +81,13 @@ class PrefixCall:
         for layer in self.cache.packed_layers:
             layer.length.set(begin)
             layer.taken, layer._in_tail = begin, 0
+            layer.set_stored_positions(unread[:, :begin])  # the mask of the reader
         reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
         reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
         if reader.left > 1:
             reader.read(reader.left - 1)
         for layer in self.cache.packed_layers:
-            layer._padding = Padding()
-            layer._padding.note(0, self.mask[:, : reader.seen].bool())
+            layer.set_stored_positions(self.mask[:, : reader.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
         """Store the prompt's end, and the place where the prompt parts from a stored text, which is usually the end of a

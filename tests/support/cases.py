@@ -159,6 +159,11 @@ def left_padded(batch: int, tokens: int, vocab_size: int = 160, seed: int = 0):
     return ids, mask
 
 
+def continued(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The mask `[batch, n]` of stored tokens, and of `tokens` more in each row."""
+    return torch.nn.functional.pad(mask, (0, tokens), value=1)
+
+
 def filled(model, preset="kivi-2", **options):
     """A cache of small pages that holds 80 tokens."""
     cache = lb.from_preset(preset, model, **{**SMALL_PAGES, **options})

@@ -89,6 +89,14 @@ class Crop(NamedTuple):
     tokens: int
 
 
+class Hide(NamedTuple):
+    """A chunk of so many tokens comes in, and its mask hides the newest stored tokens of rows: so many of each, repeated as
+    needed."""
+
+    hidden: tuple[int, ...]
+    tokens: int
+
+
 class Reorder(NamedTuple):
     """Numbers of rows, taken modulo their count and repeated until each row has one."""
 
@@ -141,6 +149,7 @@ def operations() -> st.SearchStrategy[list]:
         appends: 12,
         st.builds(Attend, st.one_of(st.integers(1, 3), chunk_lengths())): 2,
         st.builds(Crop, crops): 6,
+        st.builds(Hide, st.lists(crops, min_size=1, max_size=4).map(tuple), st.integers(2, 70)): 3,
         st.builds(Reorder, rows): 2,
         st.builds(Repeat, st.integers(1, 3)): 1,
         st.builds(Select, rows): 1,
