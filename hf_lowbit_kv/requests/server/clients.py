@@ -79,7 +79,7 @@ class Clients:
     async def _ask(self, scope: Any, receive: Any, send: Any, name: str) -> None:
         try:
             messages = await asyncio.wait_for(self._body(receive), SLOW)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # another class than the builtin one in Python 3.10
             await error_response(408, f"the body did not come in {SLOW:.0f} seconds", headers=CLOSE)(
                 scope, receive, send
             )
@@ -90,19 +90,24 @@ class Clients:
             return
         if messages[-1]["type"] == "http.disconnect":
             return
-        gone = asyncio.Event()
-        watch = asyncio.create_task(self._watch(receive, gone, name))
+        gone = asyncio.create_task(self._gone(receive))
 
         async def replayed() -> Any:
             if messages:
                 return messages.pop(0)
-            await gone.wait()
+            await asyncio.wait((gone,))
             return {"type": "http.disconnect"}
 
+        answer = asyncio.create_task(self.app(scope, replayed, send))
         try:
-            await self.app(scope, replayed, send)
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
+            self.manager.leave(name)
+            gone.cancel()
+            answer.cancel()
+        await asyncio.wait((answer,))
+        if not answer.cancelled():
+            answer.result()  # raises what it raised
 
     async def _body(self, receive: Any) -> list[Any] | None:
         """The messages of a body; `None` if it is longer than allowed."""
@@ -116,11 +121,10 @@ class Clients:
             messages.append(await receive())
         return messages
 
-    async def _watch(self, receive: Any, gone: asyncio.Event, name: str) -> None:
+    async def _gone(self, receive: Any) -> None:
+        """Wait until the client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
-        self.manager.leave(name)
 
 
 CLOSE = {"connection": "close"}

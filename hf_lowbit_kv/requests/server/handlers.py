@@ -50,18 +50,17 @@ class Answer:
 
     async def parts(self) -> AsyncIterator[list[Any]]:
         """The parts that have come, again and again until the end. See `AnswerStreamer`."""
-        if not self.streamed:
-            result: Result = await self.queue.get()
-            await anyio.to_thread.run_sync(self.streamer.read, result, self.alive())
         while True:
             batch = [await self.queue.get()]
             while not self.queue.empty():
                 batch.append(self.queue.get_nowait())
-            if batch[-1] is None:
-                if batch[:-1]:
-                    yield batch[:-1]
+            last = batch[-1]
+            if parts := [item for item in batch if item is not None and not isinstance(item, Result)]:
+                yield parts
+            if isinstance(last, Result):  # of an answer that is not streamed
+                await anyio.to_thread.run_sync(self.streamer.read, last, self.alive())
+            elif last is None:
                 return
-            yield batch
 
     @property
     def usage(self) -> CompletionUsage:
@@ -104,7 +103,7 @@ class _PoolHandler:
     def _begin(self, body: dict, request_id: str, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any]) -> Answer:
         """Check a request, make its prompt, and submit it."""
         self._validate_request(body)
-        if body.get("model") not in (None, self._served):
+        if body.get("model") not in (None, self._served, self.model_manager.force_model):
             message = f"model={shown(body['model'])} is not served; {self._served!r} is"
             raise Refused(404, message, "model", "model_not_found")
         config = self._build_generation_config(body, self._model.generation_config, use_cb=True)

@@ -29,8 +29,12 @@ class Refused(HTTPException):
 
 
 def not_allowed(name: str, value: Any, allowed: str) -> Refused:
-    """The error for a field whose value is not allowed."""
-    return Refused(400, f"{name}={shown(value)} is not allowed; it must be {allowed}", name)
+    """The error for a value that is not allowed.
+
+    Args:
+        name: of the field, or of a part of it: `"field: part"`.
+    """
+    return Refused(400, f"{name}={shown(value)} is not allowed; it must be {allowed}", name.partition(":")[0])
 
 
 def shown(value: Any) -> str:
