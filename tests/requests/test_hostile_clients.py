@@ -196,7 +196,7 @@ def test_a_variable_of_the_template_is_taken(here):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_error_in_a_step_ends_the_requests_of_the_step(here, monkeypatch, streamed):
     """Reading a prompt, and a step of all rows. Its message has a newline and a quote."""
-    for method in ("read", "decode"):
+    for method in ("decode", "read"):
         original, asked = getattr(here.scheduler.steps, method), []
 
         def once(*args, original=original, asked=asked):
@@ -381,7 +381,8 @@ def test_idle_connections_give_way(here, stream, monkeypatch):
 def leave(here, rng):
     """Ask for a long answer in some way, and leave in some state of it."""
     body = json.dumps(chat(" ".join(["5"] * rng.choice((3, 300, 3000))), max_tokens=ENDLESS, stream=rng.random() < 0.5))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     data = (head + body).encode()
     state = rng.choice(("in the headers", "in the body", "at once", "soon", "later", "reading"))
     client = connected(here)
