@@ -24,7 +24,7 @@ if ".".join(transformers.__version__.split(".")[:2]) not in SUPPORTED:
 
 from served_here import ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
 
-from hf_lowbit_kv.requests.server import answer_text, clients, openai_server
+from hf_lowbit_kv.requests.server import answer_text, clients, handlers, openai_server
 
 #: logs of errors that these tests cause
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
@@ -95,6 +95,7 @@ BAD = {
     "many tools": (chat(tools=TOOLS * 129), "tools"),
     "a tool that must be called": (chat(tools=TOOLS, tool_choice="required"), "tool_choice"),
     "a long prompt": (chat("5 " * 3_600_000), "messages"),
+    "a prompt of many tokens": (chat("5 " * 1_500_000), "messages"),
     "too many tokens": (chat(max_tokens=10**6), None),
     "half a character": (chat("\ud83d"), None),
     "half a character in a name": (chat(logit_bias={"\ud83d": 1}), None),
@@ -422,6 +423,29 @@ def check_disconnects(here, count):
 def test_clients_that_leave_free_their_rows(here):
     here.wait(lambda: all_left(here))
     check_disconnects(here, 60)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_before_its_request_is_submitted(here, monkeypatch, streamed):
+    """It leaves while its prompt is made in a worker thread."""
+    here.wait(lambda: all_left(here))
+    original, making, go_on, made = handlers.ChatHandler._prompt, threading.Event(), threading.Event(), []
+
+    def slow(self, body):
+        making.set()
+        assert go_on.wait(20)
+        made.append(original(self, body))
+        return made[-1]
+
+    monkeypatch.setattr(handlers.ChatHandler, "_prompt", slow)
+    connection = here.send(chat(max_tokens=ENDLESS, stream=streamed))
+    assert making.wait(20)
+    connection.close()
+    here.wait(lambda: not len(here.app.manager))
+    go_on.set()
+    here.wait(lambda: made)
+    assert here.ask(chat(max_tokens=1))[0] == 200
+    here.wait(lambda: all_left(here), 5)
 
 
 @pytest.mark.slow

@@ -81,14 +81,16 @@ def test_nobody_is_overtaken_for_ever(models):
 
 
 def test_short_prompts_pass_long_ones_that_go_on(models):
-    """While a long prompt is read, short ones begin at once, and at least every second round reads a chunk of the long one."""
+    """While a long prompt is read, a short one has its answer at once, and a next one is there always. At least every second
+    round reads a chunk of the long one."""
     chunks = 12
-    run = Run(models, itertools.chain([(chunks * CHUNK, 4)], itertools.repeat((30, 4))), 1, tokens=1000)
+    run = Run(models, itertools.chain([(chunks * CHUNK, 4)], itertools.repeat((60, 1))), 1, tokens=1000)
+    assert run.round()
+    assert [result.index for result in run.results] == [1]
     while 0 not in run.begun:
         assert run.round()
-        assert run.rounds <= 2 * chunks + 1
-    assert run.begun[1] == 1
-    assert sum(result.index > 0 for result in run.results) > chunks / 2
+        assert run.rounds <= 2 * chunks
+    assert sum(result.index > 0 for result in run.results) >= chunks - 1
     run.free()
 
 

@@ -18,7 +18,7 @@ ROWS, MOST_OPEN, LONGEST = 4, 48, 100_000
 #: far more tokens than are written while a test runs
 ENDLESS = 20_000
 #: the most steps of the loop between two tokens of a stream that a client reads
-STEPS = 400
+STEPS = 60
 ANCHOR = "<|im_start|>assistant\n"
 #: texts that are a token each, from number 100 on
 TEXTS = [

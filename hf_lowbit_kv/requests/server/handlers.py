@@ -28,8 +28,8 @@ from .request_fields import OWN, check_fields, check_template_values, read_setti
 
 #: prompts that are made at once
 THREADS = 4
-#: bytes that a prompt may have for each token of the longest row. Usual texts have 4 bytes a token
-TOKEN_BYTES = 64
+#: bytes that a prompt may have for each token of the longest row, and those of usual texts
+TOKEN_BYTES, USUAL_BYTES = 64, 4
 
 
 @dataclass
@@ -87,7 +87,6 @@ class _PoolHandler:
         self._model, self._processor = models.load_model_and_processor(models.process_model_name(models.force_model))
         self._tokenizer = getattr(self._processor, "tokenizer", self._processor)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self._most_bytes = TOKEN_BYTES * manager.requests.pool.longest
         self._threads: anyio.CapacityLimiter | None = None
 
     async def handle_request(self, body: dict, request_id: str) -> StreamingResponse | JSONResponse:
@@ -153,9 +152,18 @@ class _PoolHandler:
         raise NotImplementedError
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        if (size := len(text.encode())) > self._most_bytes:
+        """The tokens of a prompt. Of one that is far too long only a part is read."""
+        longest = self._manager.requests.pool.longest
+        if (size := len(text.encode())) > TOKEN_BYTES * longest:
             raise Refused(400, f"the prompt has {size} bytes, which is more than a row may hold", self._reads)
-        return list(self._tokenizer(text, **options)["input_ids"])
+        for part in (text[: USUAL_BYTES * longest], text):
+            ids = list(self._tokenizer(part, **options)["input_ids"])
+            if len(ids) > longest:
+                message = f"the prompt has {len(ids)} tokens or more, which does not fit: a row may hold {longest}"
+                raise Refused(400, message, self._reads)
+            if len(part) == len(text):
+                break
+        return ids
 
     def _parser(self, body: dict, ids: list[int]) -> AnswerParser | None:
         return None
