@@ -170,6 +170,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),
         ({"do_sample": True, "temperature": 0}, r"`temperature` \(=0\) has to be a strictly positive"),
         ({"do_sample": True, "temperature": "1"}, "temperature='1' is not allowed; it must be a number"),
+        ({"do_sample": True, "temperature": 10**400}, "is not allowed; it must be a number"),
         ({"do_sample": True, "top_p": "a"}, "top_p='a' is not allowed; it must be a number from 0 to 1"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
         ({"do_sample": True, "typical_p": float("nan")}, "typical_p=nan is not allowed"),
