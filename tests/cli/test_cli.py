@@ -186,7 +186,7 @@ def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
     assert asked[0] == list(cli.SHOWN)
     assert len(asked[0]) == 6
-    assert {"dense", "kv8", "kv4-hadamard"} < set(asked[1])
+    assert {"dense", "int8", "kivi-2-hadamard"} < set(asked[1])
 
 
 def test_demo_shows_text_and_table(run, tiny_model):
@@ -279,7 +279,7 @@ def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, 
     assert "needs a calibration" in " ".join(err.split())
     lacking = missing_calibrations.lacking(load_model(str(tiny_model))[0], Budget(3, None, 32768), None, {})
     assert "eigen-2" in lacking
-    assert not {"kivi-2", "eigen-4", "kv8"} & set(lacking)
+    assert not {"kivi-2", "eigen-4", "int8"} & set(lacking)
     assert not (tmp_path / "own").exists()
     code, _, err = run("recommend", *options, "--calibrate", "--calibration-text", text)
     assert code == 1
