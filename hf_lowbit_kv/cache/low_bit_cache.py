@@ -26,7 +26,7 @@ from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
-from .cache_options import one_of
+from .cache_options import check_choice, one_of
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
@@ -78,6 +78,8 @@ class LowBitCache(Cache, PushToHubMixin):
         calibration: source of `parameters`: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub
             repository with one, or the result of `calibrate`. `None`: the user's own and the bundled calibrations are
             searched.
+        allow_other_weights: accept a calibration that was made for other weights of the same sizes (a fine-tune,
+            another adapter). Accuracy is not known then, and `summary()` says so.
         reading: refuse a model whose layers have another reading: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
@@ -119,6 +121,7 @@ class LowBitCache(Cache, PushToHubMixin):
         preset: str | None = None,
         reading: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,
+        allow_other_weights: bool = False,
     ):
         if isinstance(model_or_config, torch.nn.Module):
             model_or_config = unwrap(model_or_config)
@@ -126,6 +129,7 @@ class LowBitCache(Cache, PushToHubMixin):
         config = text_config(model_or_config)
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
+        check_choice("allow_other_weights", allow_other_weights)
         residual = one_of("residual", residual, "residual_length", residual_length, default=128)
         if sink is None:
             sink = SINK_TOKENS if key_format is None and value_format is None else 0
@@ -142,7 +146,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.calibration_remark: str | None = None
         if parameters is None:
             parameters, self.calibration_remark = calibration_lookup.parameters_for(
-                calibration, model_or_config, specs, self.packed_sizes, preset
+                calibration, model_or_config, specs, self.packed_sizes, preset, allow_other_weights
             )
         elif calibration is not None:
             raise ValueError("parameters= and calibration= exclude each other: give one of them")

@@ -14,14 +14,13 @@ import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
-from ..cache.cache_options import PresetOptions
+from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
-from .call_options import check_fuse
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .generate import lend_cache
@@ -161,7 +160,7 @@ def enable(
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
     inner: Any = unwrap(model)
-    check_fuse(fuse)
+    check_choice("fuse", fuse)
     check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(

@@ -19,7 +19,7 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.model_fingerprint import fingerprint_of
 from ..cache.served_models import longest_text, unwrap
-from ..generation.call_options import check_options, setting
+from ..generation.call_options import check_options, options_of_cache, setting
 from ..generation.finish_reason import FinishReason
 from ..generation.generate import ARGUMENTS, generate
 from ..generation.option_names import check_names
@@ -69,7 +69,7 @@ class Chat:
             `None`: 32768, or as many as the model was made for if these are fewer.
         chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
         **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
-            `cache_options` and `calibration` are for the cache.
+            `cache_options`, `calibration` and `allow_other_weights` are for the cache.
 
     Attributes:
         messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
@@ -108,9 +108,10 @@ class Chat:
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
         self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        cache_options = {**(options.pop("cache_options", None) or {})}
-        if (calibration := options.pop("calibration", None)) is not None:
-            cache_options["calibration"] = calibration
+        chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
+        cache_options: dict[str, Any] = {
+            **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
+        }
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
