@@ -27,6 +27,7 @@ from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import check_choice, one_of
+from .filled_by import FilledBy, Look, another_model, look_at
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
@@ -216,6 +217,7 @@ class LowBitCache(Cache, PushToHubMixin):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_counting_index:
             self._check_whole()
+            self._look_at_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
             if (model := self.model.alive()) is not None:
@@ -346,11 +348,13 @@ class LowBitCache(Cache, PushToHubMixin):
             push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
 
         Raises:
-            ValueError: the cache was made from a configuration, its model is gone, or it belongs to tensor parallelism.
+            ValueError: the cache was made from a configuration, its model is gone, another model or adapter filled it, or it
+                belongs to tensor parallelism.
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
                 or a file has the name of the folder.
         """
         folder, model = Path(save_directory), self.model.get("saved")
+        self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
         if push_to_hub:
@@ -565,6 +569,38 @@ class LowBitCache(Cache, PushToHubMixin):
         seen = sliding | {layer.length.ask() for layer in packed}  # may wait after compiled steps
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+
+    def _look_at_model(self, tokens: int) -> None:
+        """A pass begins. Remember the model that fills an empty cache; raise if it is another one by the time that a prompt
+        goes on."""
+        first = self._first_packed_layer
+        if not first.first_packed:  # the pool knows which texts its rows hold
+            return
+        if first.length.at_least == 0 or first.filled_by is None:
+            first.filled_by = FilledBy(self._look())
+        elif tokens > 1 and first.filled_by.running is None:  # else the attention function knows what runs
+            self.check_model()
+
+    def _look(self, model: Any = None) -> Look | None:
+        model = self.model.alive() if model is None else model
+        return None if model is None else look_at(model, self.packed_sizes)
+
+    def why_another_model(self, model: Any = None) -> str | None:
+        """How a model differs from the one that computed the stored tokens, in words; `None`: it does not, or nothing is
+        stored. Waits for the device.
+
+        Args:
+            model: unwrapped; `None`: the one that the cache was made for.
+        """
+        first = self._first_packed_layer
+        if first.filled_by is None or not int(first.get_seq_length()) or (now := self._look(model)) is None:
+            return None
+        return first.filled_by.difference(now)
+
+    def check_model(self, model: Any = None) -> None:
+        """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""
+        if (reason := self.why_another_model(model)) is not None:
+            raise ValueError(another_model(reason))
 
     def _reads(self, layer_idx: int, state_idx: int) -> None:
         """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last

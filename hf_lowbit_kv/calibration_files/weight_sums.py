@@ -57,7 +57,7 @@ def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> 
     parts, unread = [], dict[str, None]()
     if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
         return WeightSums({}, SHARDS, [] if others is None else others.float().tolist())
-    for index, module in _attention_modules(model, set(map(int, layers))):
+    for index, module in attention_modules(model, set(map(int, layers))):
         for part in _parts_of(module, f"{index}", model.dtype):
             parts.append(part) if isinstance(part, _Part) else unread.setdefault(part)
     if not parts and not unread:
@@ -122,7 +122,7 @@ def _rounding(kind: str) -> float | None:
     return torch.finfo(dtype).eps / 2 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
-def _attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch.nn.Module]]:
+def attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch.nn.Module]]:
     """The attention module of each of these layers: the innermost modules that have an index, of the text model."""
     config = model.config
     kinds = {config.model_type, config.get_text_config(decoder=True).model_type}

@@ -263,6 +263,7 @@ def _prepare_cache_for_generation(
     if call is not None and call.model is not self:
         call = None
     if call is not None and isinstance(from_user, LowBitCache):
+        from_user.check_model(self)
         whole = check_continued(from_user, call.arguments)
         from_user.text = None
         if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's

@@ -245,5 +245,6 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
             f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored "
             "and what is new, or reset() the cache first"
         )
+    cache.check_model(call.model)
     check_text(cache, call.arguments, seen)
     return cache
