@@ -45,7 +45,7 @@ from .own_layers import (
     tensors_of,
 )
 from .packed_layers import packed_sides, stream_sizes
-from .pass_checks import Ledger, OverrunError, OverrunWatch
+from .pass_checks import Ledger, OverrunError, OverrunWatch, check_use_cache
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 from .token_counts import Seen
 
@@ -95,7 +95,8 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known
+    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known; sums of their
+    #: embeddings if the prompt came as these (`stored_text`)
     text: torch.Tensor | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
@@ -215,6 +216,7 @@ class LowBitCache(Cache, PushToHubMixin):
             self.ledger = None
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
+        check_use_cache(kwargs.get("kwargs", {}))  # since transformers 5.24
         if layer_idx == self._first_counting_index:
             self._check_whole()
             self._look_at_model(tokens)

@@ -21,7 +21,7 @@ from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .filled_by import FilledBy, another_model
 from .implementation import ATTENTION_NAME, refuse_backward, why_not_usable
-from .pass_checks import another_text, cut_prompt, padded_prompt
+from .pass_checks import another_text, cut_prompt, padded_prompt, same_text_again
 from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
@@ -353,10 +353,10 @@ class LowBitLayer(CacheLayerMixin):
         seen = self.length.at_least
         if mask is None and (whole := cut_prompt(position_ids, seen)) is not None and not self._holds_padded_rows():
             raise ValueError(another_text(whole, seen))
-        if tokens == seen and (mask is None or mask.dim() == 2):
+        if tokens >= seen and (mask is None or mask.dim() == 2):
             assert self.store is not None
             if padded_prompt(position_ids, mask, self.store.state.length[:, 0]):
-                raise ValueError(another_text(tokens, seen))
+                raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
 
     def check_module(self, module: torch.nn.Module, tokens: int) -> None:
         """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and

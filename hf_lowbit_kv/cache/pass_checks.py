@@ -6,6 +6,9 @@ the CPU queues a copy of the count, and looks at the copy when it has arrived, u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 
@@ -71,6 +74,28 @@ def another_text(tokens: int, seen: int) -> str:
     )
 
 
+def check_use_cache(arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a model runs with a cache and `use_cache=False`: `generate` would give it the whole text in each
+    step, and each step would store it once more.
+
+    Args:
+        arguments: what the model hands to its attention layers.
+    """
+    if arguments.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False is not allowed with a low-bit cache, which would store the whole text again in each step. If it "
+            "comes from the checkpoint, set model.generation_config.use_cache = True, or pass use_cache=True"
+        )
+
+
+def same_text_again(tokens: int, seen: int) -> str:
+    """The message for a text of `tokens` tokens that comes in whole, although the cache holds its beginning."""
+    return (
+        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: give only the new tokens to the model, "
+        "with positions that go on. model.generate does that unless use_cache=False"
+    )
+
+
 def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     """The number of tokens of a prompt that is not longer than what the cache holds, told by the positions of the part
     that transformers' `generate` reads of it. `None`: another chunk. Waits for the device.
@@ -89,8 +114,8 @@ def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
 
 
 def padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
-    """Whether a chunk with as many columns as the cache has, some of them padding, is a prompt of its own. Waits for the
-    device.
+    """Whether a chunk with at least as many columns as the cache has, perhaps some of them padding, is a prompt of its own.
+    Waits for the device.
 
     `generate` reads such a prompt whole (see `cut_prompt`), and counts the positions of a row from its first token on. In
     a chunk that goes on they count what the row has stored, too. Rows that have stored nothing, or get nothing, say

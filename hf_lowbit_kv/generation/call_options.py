@@ -125,6 +125,10 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
             f"num_beams={beams} is not allowed: a preallocated cache does not serve beam search; "
             "use model.generate with a growing cache"
         )
+    if (chosen := options.get("cache_implementation")) is not None:
+        raise ValueError(
+            f"cache_implementation={chosen!r} is not allowed: the cache is a low-bit one; use model.generate for others"
+        )
     if setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
 

@@ -169,6 +169,8 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     ):
         cache.positions.give_back(inner)
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
+        if setting(inner, call.options, "cache_implementation") is not None:  # of a configuration
+            arguments["cache_implementation"] = None
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
             compiling.compile_first(inner, cache, call.rows, arguments, progress)
@@ -182,7 +184,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**{**arguments, **reading})
     cache.check_overrun()
-    remember_text(cache, out, call.prompt)
+    remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
         kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out
@@ -246,5 +248,5 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
             "and what is new, or reset() the cache first"
         )
     cache.check_model(call.model)
-    check_text(cache, call.arguments, seen)
+    check_text(cache, call.arguments, seen, call.model)
     return cache
