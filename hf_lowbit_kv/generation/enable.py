@@ -302,12 +302,8 @@ def _keep_what_the_call_chose(model: Any, generation_config: Any, arguments: Map
     Args:
         generation_config: of this call; nobody else has it. arguments: of `generate`.
     """
-    given = arguments.get("generation_config")
     for name, ours in (("cache_implementation", None), ("use_cache", True)):
-        of_call = arguments.get(name)
-        if of_call is None and given not in (None, model.generation_config):
-            of_call = getattr(given, name, None)
-        if of_call is None and getattr(generation_config, name) == getattr(model.generation_config, name):
+        if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):
             setattr(generation_config, name, ours)
 
 

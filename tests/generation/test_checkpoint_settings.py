@@ -83,6 +83,8 @@ def test_a_checkpoint_that_was_saved_without_caching_is_enabled(models):
         assert torch.equal(truth(ours, **inputs), want)
         assert torch.equal(truth(ours, **inputs, **{NAME: held}), want)
         assert cache_of(ours, use_cache=False) is None, "the call's own choice"
+    ours.generation_config.use_cache = True
+    with lb.enable(ours, "dense"):
         assert cache_of(ours, generation_config=GenerationConfig(use_cache=False, max_new_tokens=3)) is None
 
 
