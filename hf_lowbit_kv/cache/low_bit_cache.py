@@ -216,9 +216,10 @@ class LowBitCache(Cache, PushToHubMixin):
             self.ledger = None
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
-        check_use_cache(kwargs.get("kwargs", {}))  # since transformers 5.24
         if layer_idx == self._first_counting_index:
             self._check_whole()
+            # transformers hands its arguments on since 5.24
+            check_use_cache(kwargs.get("kwargs", {}), tokens, self._first_packed_layer.length.at_least)
             self._look_at_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)

@@ -74,26 +74,27 @@ def another_text(tokens: int, seen: int) -> str:
     )
 
 
-def check_use_cache(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a model runs with a cache and `use_cache=False`: `generate` would give it the whole text in each
-    step, and each step would store it once more.
-
-    Args:
-        arguments: what the model hands to its attention layers.
-    """
-    if arguments.get("use_cache") is False:
-        raise ValueError(
-            "use_cache=False is not allowed with a low-bit cache, which would store the whole text again in each step. If it "
-            "comes from the checkpoint, set model.generation_config.use_cache = True, or pass use_cache=True"
-        )
-
-
 def same_text_again(tokens: int, seen: int) -> str:
     """The message for a text of `tokens` tokens that comes in whole, although the cache holds its beginning."""
     return (
-        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: give only the new tokens to the model, "
-        "with positions that go on. model.generate does that unless use_cache=False"
+        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: with use_cache=False each step would "
+        "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
+        "use_cache=True to generate"
     )
+
+
+def check_use_cache(arguments: Mapping[str, Any], tokens: int, seen: int) -> None:
+    """Raise `ValueError` if a model that runs with `use_cache=False` reads a text again whose beginning is stored. Waits for
+    the device. Some models always hand on that value, so it is no error by itself.
+
+    Args:
+        arguments: what the model hands to its layers. tokens: of the chunk. seen: tokens that are stored.
+    """
+    positions = arguments.get("position_ids")
+    if arguments.get("use_cache") is not False or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
+        return
+    if positions.shape[-1] == tokens and int(positions[..., 0].min()) == 0:
+        raise ValueError(same_text_again(tokens, seen))
 
 
 def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
