@@ -44,6 +44,7 @@ class CalibratedOptions(WindowOptions, total=False):
 
     transform: str | Transform | None
     calibration: Calibration | str | Path | None
+    allow_other_weights: bool
 
 
 class PresetOptions(CalibratedOptions, total=False):
@@ -88,7 +89,14 @@ class IntCacheOptions(MethodCacheOptions, total=False):
 class VecInferCacheOptions(WindowOptions, total=False):
     """Options of `VecInferCache`."""
 
+    allow_other_weights: bool
     max_cache_len: int | None
+
+
+def check_choice(name: str, value: Any) -> None:
+    """Raise `ValueError` for anything but `True` and `False`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: True, False")
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:
