@@ -91,8 +91,6 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
 @pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "fp8", "kivi-4-hadamard"])
 def test_packed_presets(model, preset):
     """A text that goes on from an exact end has the tokens of a call that goes on with the cache."""
-    if preset not in lb.preset_names():
-        pytest.skip("no such preset")
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, **GREEDY}
     store, ids = lb.PrefixStore(), _text(300, 1)
     first = lb.generate(
