@@ -285,6 +285,7 @@ def _prepare_cache_for_generation(
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
+    call.undone.enter_context(kept_caches(self).given_back(cache))
     call.undone.enter_context(late_stop_check(cache, self.device))
     if enabled.fuse:
         compile_ahead(self, rows)

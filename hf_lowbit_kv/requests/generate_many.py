@@ -241,8 +241,9 @@ class _Run:
         if self._over:
             return []
         results: list[Result] = []
+        kept = kept_caches(self.model)
         try:
-            with kept_caches(self.model).lock, selected(self.model), torch.inference_mode(False), torch.no_grad():
+            with kept.lock, kept.given_back(), selected(self.model), torch.inference_mode(False), torch.no_grad():
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:
