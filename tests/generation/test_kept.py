@@ -143,8 +143,8 @@ def test_an_enabled_call_that_fails_leaves_the_cache_of_its_caller(model, monkey
         first = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
         cache, text = first.past_key_values, torch.cat([first.sequences, ids[:, :9]], 1)
         whole = torch.cat([mask, torch.ones(2, 13, dtype=mask.dtype)], 1)
+        options = {"attention_mask": whole, "past_key_values": cache, "max_new_tokens": 4, **GREEDY}
         with pytest.raises(ZeroDivisionError):
-            options = {"attention_mask": whole, "past_key_values": cache, "max_new_tokens": 4, **GREEDY}
             model.generate(text, logits_processor=[lambda ids, scores: 1 / 0], **options)
     assert len(cache.layers) == 2
     assert int(cache.get_seq_length()) == text.shape[1]
