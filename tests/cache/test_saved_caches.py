@@ -253,6 +253,7 @@ def test_another_preset_or_version(model, saved, tmp_path):
         lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
     with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
         lb.LowBitCache.from_pretrained(saved, model, max_cache_len=10)
+    _copied(saved, tmp_path)
     for change, message in (
         ({"version": 99}, "version 99; this release reads"),
         (
