@@ -220,7 +220,7 @@ def _is_causal_in_chunk(
     # kinds of tokens come for the whole text; for the chunk alone if `generate` makes the masks of a preallocated cache
     fixed = isinstance(offset, Seen) and offset.layer.length.fixed
     for first in (int(offset), 0) if fixed else (int(offset),):
-        sizes = {"q_length": tokens, "kv_length": tokens, "q_offset": first, "kv_offset": first}
+        sizes: dict[str, Any] = {"q_length": tokens, "kv_length": tokens, "q_offset": first, "kv_offset": first}
         mask = sdpa_mask(batch_size=1, mask_function=mask_function, **sizes, **options)
         if mask is not None and bool(mask.triu(1).any()):
             return False
