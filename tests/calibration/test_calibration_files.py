@@ -257,6 +257,19 @@ def test_a_run_whose_tensors_are_replaced_has_no_entry_any_more(model):
     assert len(second.source[0]["tensors"]) == 2  # what was joined is not changed
 
 
+def test_files_of_version_1_without_eigen_are_read(model, tmp_path):
+    """Codebooks have not changed. Keys of `eigen` had no center, and pages other means."""
+    run_of(model, "keys", 1).save(tmp_path / "x.safetensors")
+    with_metadata(tmp_path / "x.safetensors", version="1", digest=None)
+    assert lb.Calibration.load(tmp_path / "x.safetensors").tensors
+    eigen_calibration(model, attention=True).save(tmp_path / "y.safetensors")
+    with_metadata(tmp_path / "y.safetensors", version="1", digest=None)
+    with pytest.raises(
+        ValueError, match=r"version '1', and this release reads 2: make it again with `hf-lowbit-kv calib"
+    ):
+        lb.Calibration.load(tmp_path / "y.safetensors")
+
+
 def test_files_of_before_load_and_take_a_further_run(model, tmp_path):
     """Their source is one object, that of the last run."""
     path = tmp_path / "x.safetensors"
