@@ -13,9 +13,10 @@ import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Item = TypeVar("Item")
 #: how long a process waits for the results of others. Parts differ in length, so the limit is far longer than any run.

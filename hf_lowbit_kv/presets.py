@@ -1,18 +1,16 @@
-"""Presets: named combinations of formats, transforms and window."""
+"""Presets: named combinations of formats, transforms and window. This file does not import torch, because the command
+`hf-lowbit-kv` takes names from here before it knows whether it needs torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from .formats import parse_format
-from .formats.boosted import SCORES
-from .storage.paged_store import LayerSpec
-from .storage.readings import parse_reading
-from .storage.transforms import parse_transform
+if TYPE_CHECKING:
+    from .storage.layer_spec import LayerSpec
 
 #: listed presets, in the order of the documentation; `get_preset` also knows these names with suffixes
 PresetName = Literal[
@@ -54,13 +52,31 @@ PresetName = Literal[
     "mla",
 ]
 
+#: the package's own presets
+LISTED: tuple[PresetName, ...] = get_args(PresetName)
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
+#: what the documentation advises, the default first: tables show these before all others
+RECOMMENDED: tuple[PresetName, ...] = (
+    DEFAULT_PRESET,
+    "kv8",
+    "kv6",
+    "k4v2-sink",
+    "kitty-pro",
+    "kitty",
+    "kivi-2-hadamard-sink",
+    "eigen-4",
+    "eigen-3",
+    "eigen-2",
+    "snapmla",
+)
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has
 #: "smooth+hadamard"
 VECINFER_TRANSFORM = "hadamard"
+#: how Kitty's formats may choose the channels with more bits; the first is the default (`formats.boosted.SCORES`)
+SCORES = ("magnitude", "variance", "range", "random")
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,12 @@ class Preset:
     """how the model's layers must be read, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
+        """What a layer stores with this preset."""
+        from .formats import parse_format
+        from .storage.layer_spec import LayerSpec
+        from .storage.readings import parse_reading
+        from .storage.transforms import parse_transform
+
         formats = parse_format(self.key_format), parse_format(self.value_format)
         parts = (
             parse_transform(self.transform),
@@ -144,6 +166,8 @@ _PLAIN = {
 
 def _with_score(score: str) -> Callable[[Preset], Preset]:
     def change(preset: Preset) -> Preset:
+        from .formats import parse_format
+
         fmt = parse_format(preset.key_format)
         if "score" not in fmt.tunable:
             raise ValueError(f"preset={preset.name!r} boosts no channels: '-{score}' has no meaning there")
@@ -157,7 +181,7 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
     "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
-    **{score: _with_score(score) for score in SCORES if score != "magnitude"},
+    **{score: _with_score(score) for score in SCORES[1:]},
 }
 
 
@@ -179,7 +203,7 @@ def _derive(name: str) -> Preset | None:
 
 
 #: the listed presets: those of `PresetName`, and registered ones
-PRESETS = {name: preset for name in get_args(PresetName) if (preset := _derive(name)) is not None}
+PRESETS: dict[str, Preset] = {name: preset for name in LISTED if (preset := _derive(name)) is not None}
 
 
 def register_preset(
@@ -221,6 +245,12 @@ def register_preset(
     return preset
 
 
+def recommended_first(names: Iterable[str]) -> list[str]:
+    """The same names: those of `RECOMMENDED` first, in its order, then the others in theirs."""
+    names = list(names)
+    return [*(name for name in RECOMMENDED if name in names), *(name for name in names if name not in RECOMMENDED)]
+
+
 def preset_names() -> list[str]:
     """The presets, in the order of the documentation. All of them take the suffixes `-sink` (32 sink tokens) and
     `-hadamard` (rotated keys). Presets of Kitty also take `-variance`, `-range` or `-random` (how channels are chosen).
@@ -249,7 +279,8 @@ def get_preset(name: str) -> Preset:
         raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")
     if (preset := _derive(name)) is not None:
         return preset
-    close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    lower = name.lower()
+    close = [lower] if _derive(lower) else difflib.get_close_matches(lower, PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "

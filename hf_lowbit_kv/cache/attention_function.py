@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
-from .low_bit_layer import LayerView
+from .layer_view import LayerView
 
 
 def lowbit_attention(
@@ -128,15 +128,20 @@ def lowbit_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int | torch.Tensor = 0,
-    mask_function=causal_mask_function,
+    mask_function: Callable | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
     """The mask for `lowbit_attention`.
 
     For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
-    padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask.
+    padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask. mask_function: one
+    of `transformers.masking_utils`; `None`: causal.
     """
+    # late, because this module imports torch's compiler; whoever asks for a mask has imported it
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    mask_function = mask_function or causal_mask_function
     if mask_function is not causal_mask_function or kv_length != q_length:
         mask = sdpa_mask(
             batch_size=batch_size,
@@ -178,9 +183,3 @@ def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) 
             "call cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]
-
-
-def register() -> None:
-    """Make `attn_implementation="lowbit_kv"` known to transformers."""
-    AttentionInterface.register(ATTENTION_NAME, lowbit_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, lowbit_mask)

@@ -21,7 +21,8 @@ from ..byte_sizes import parse_size, parse_tokens
 from ..presets import DEFAULT_PRESET, get_preset, preset_names
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
-from .model_shapes import WEIGHT_KINDS, Shape, shape_of, weight_bytes
+from .model_shapes import Shape, shape_of, weight_bytes
+from .weight_kinds import WEIGHT_KINDS
 
 #: bytes for CUDA's own context, loaded kernels and recorded graphs
 CUDA_BYTES = 10**9

@@ -13,7 +13,7 @@ from cases import FORMATS, cache_of, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_layer import LayerView
+from hf_lowbit_kv.cache.layer_view import LayerView
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.model_sides import DIRECT
 

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_lowbit_kv
-from hf_lowbit_kv import cli, preset_names
-from hf_lowbit_kv.cli import missing_calibrations
+from hf_lowbit_kv import cli, preset_names, preset_sizes, presets
+from hf_lowbit_kv.cli import demo_command, missing_calibrations
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
 from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.preset_search import Budget
+from hf_lowbit_kv.formats import boosted
 
 DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
 RECOMMEND_FIELDS = {
@@ -83,7 +84,7 @@ def test_presets_as_json(run):
     code, out, err = run("presets", "--json")
     rows = json.loads(out)
     assert (code, err) == (0, "")
-    assert [row["preset"] for row in rows] == preset_names()
+    assert [row["preset"] for row in rows] == presets.recommended_first(preset_names())
     expected = {"preset", "keys", "values", "transform", "sink", "residual", "calibrated", "bits_per_value"}
     assert all(set(row) == expected for row in rows)
 
@@ -103,10 +104,44 @@ def test_presets_count_everything(run):
 
 
 def test_presets_as_table(run):
-    code, out, _ = run("presets")
+    code, out, _ = run("presets", "--all")
     assert code == 0
-    assert all(name in out for name in preset_names())
+    assert all(re.search(rf"^{re.escape(name)} ", out, re.MULTILINE) for name in preset_names())
     assert "…" not in out  # everything fits 80 columns
+
+
+def test_presets_shows_the_recommended_ones_first(run):
+    def listed(*options):
+        out = run("presets", *options)[1]
+        return re.findall(r"^([a-z][\w.-]+)((?: [*+])*) .*\d *$", out, re.MULTILINE), out
+
+    few, out = listed()
+    every = listed("--all")[0]
+    assert [name for name, _ in few][: len(presets.RECOMMENDED)] == list(presets.RECOMMENDED)
+    assert len(few) == 12
+    assert every[:12] == few
+    assert sorted(name for name, _ in every) == sorted(preset_names())
+    assert [name for name, marks in every if "+" in marks] == [presets.DEFAULT_PRESET]
+    assert f"{len(every) - 12} more: hf-lowbit-kv presets --all" in out
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1000, 32768, 100_001])
+def test_the_table_of_sizes_agrees_with_the_formats(tokens):
+    """What `presets` prints without torch is what the formats store."""
+    for name in presets.LISTED:
+        preset = presets.get_preset(name)
+        spec = preset.spec()
+        widths = spec.reading.shown_widths(preset_sizes.HEAD_DIM)
+        assert preset_sizes.bits_per_value(preset, tokens) == pytest.approx(
+            spec.bits_per_value(tokens, preset_sizes.HEAD_DIM), abs=1e-9
+        ), f"{name}: put its formats into preset_sizes.BITS_OF_A_PAGE"
+        assert preset_sizes.calibrated(preset) == bool(spec.parameters(*widths, 1)), name
+
+
+def test_names_that_are_declared_without_torch():
+    assert presets.SCORES == boosted.SCORES
+    assert set(presets.RECOMMENDED) <= set(presets.LISTED)
+    assert presets.RECOMMENDED[0] == presets.DEFAULT_PRESET
 
 
 @pytest.mark.parametrize(
@@ -158,12 +193,12 @@ def test_a_missing_package_is_named(run, monkeypatch):
 
 
 def test_demo_as_json(run, tiny_model):
-    presets = ["dense", "kivi-2", "kv4-sink"]
+    names = ["dense", "kivi-2", "kv4-sink"]
     options = ["--preset", "dense,kivi-2", "--preset", "kv4-sink", "--max-new-tokens", 8, "--json"]
     code, out, _ = run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)
     rows = {row["preset"]: row for row in json.loads(out)}
     assert code == 0
-    assert list(rows) == presets
+    assert list(rows) == names
     assert all(set(row) == DEMO_FIELDS for row in rows.values())
     assert rows["dense"]["agreeing_tokens"] == 8  # the tokens of the full-precision cache
     assert len(rows["dense"]["text"].split()) == 8
@@ -181,10 +216,10 @@ def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
         asked.append(names)
         raise ValueError("enough")
 
-    monkeypatch.setattr(cli, "compare", compare)
+    monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
-    assert asked[0] == list(cli.SHOWN)
+    assert asked[0] == list(demo_command.SHOWN)
     assert len(asked[0]) == 6
     assert {"dense", "kv8", "kv4-hadamard"} < set(asked[1])
 
