@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lowbit_kv.folders import cache_root
+from hf_lowbit_kv.folders import cache_root, make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def varied_texts() -> list[Path]:
     from pydoc_data.topics import topics
 
     folder = cache_root() / "texts"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     texts = {
         "python-manual.txt": "\n\n".join(topics[name] for name in sorted(topics)),
         "conversations.txt": _dialogue(),
@@ -213,7 +213,7 @@ def bundled_model() -> Path:
             if importlib.util.find_spec(package) is None:
                 raise MissingPackageError(f"reading the bundled model needs the package {package}: {_INSTALL_MODEL}")
         print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         _convert_gguf(source, target)
     return target
 

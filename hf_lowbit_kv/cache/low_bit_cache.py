@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,7 +26,7 @@ from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
-from .cache_options import one_of
+from .cache_options import one_of, unknown_option
 from .implementation import warn_if_dense
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_fingerprint import fingerprint_of
@@ -115,7 +115,10 @@ class LowBitCache(Cache, PushToHubMixin):
         preset: str | None = None,
         reading: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,
+        **unknown: NoReturn,
     ):
+        if unknown:
+            raise TypeError(unknown_option(next(iter(unknown))))
         if isinstance(model_or_config, torch.nn.Module):
             model_or_config = unwrap(model_or_config)
         self.model = ModelRef(model_or_config)

@@ -88,11 +88,15 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
     """`--set` and `--calibration` as arguments of `from_preset`. Values that are valid JSON are parsed, and others are
     text. The calibration is read once."""
+    if options:
+        from ..cache.cache_options import PresetCacheOptions, unknown_option
     overrides: dict[str, Any] = {}
     for option in options or []:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
+        if name not in PresetCacheOptions.__annotations__:
+            raise ValueError(f"--set {option!r} is not allowed: {unknown_option(name)}")
         if name == "calibration" and calibration is not None:
             raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
         try:

@@ -18,7 +18,7 @@ from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..cache.served_models import unwrap
+from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
 from .call_options import check_fuse
@@ -159,7 +159,7 @@ def enable(
         >>> with lb.enable(model, "kivi-4-sink"):
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
-    inner: Any = unwrap(model)
+    inner: Any = unwrap_generating(model)
     check_fuse(fuse)
     check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):

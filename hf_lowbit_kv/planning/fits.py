@@ -222,7 +222,7 @@ def fits(
     context = parse_tokens(context, "context") if isinstance(context, str) else context
     check_count("context", context)
     check_count("rows", rows, unit="rows")
-    memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
+    memory = parse_size(str(memory), "memory")
     shape = shape_of(model)
     parameters = _weights(shape, weights)
     counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,15 @@ def test_names_that_are_declared_without_torch():
         (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
         (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
         (["eval", "perplexity", "--set", "residual"], 1, "--set 'residual' is not allowed; it must be NAME=VALUE"),
+        (
+            ["eval", "perplexity", "--set", "residal=64"],
+            1,
+            "'residal' is not an option of a cache; did you mean 'residual'?",
+        ),
+        (["serve", "--set", "residal=64"], 1, "did you mean 'residual'?"),
+        (["demo", "--preset", "KIVI-4-SINK"], 1, "did you mean 'kivi-4-sink'?"),
+        (["fits", "--context", "8k", "--memory", "24"], 1, "memory='24' is not understood: 24 what? Give e.g. 24GB"),
+        (["recommend", "--cache-memory", "2"], 1, "2 what? Give e.g. 2GB"),
         (["eval", "perplexity", "--text", __file__, "--dataset", "x"], 1, "exclude each other"),
         (["recommend"], 1, "give a budget, either --bits or --cache-memory"),
         (["recommend", "--bits", 2, "--cache-memory", "1GB"], 1, "give a budget, either --bits or --cache-memory"),
@@ -376,6 +386,30 @@ def test_demo_on_the_bundled_model(run):
     (row,) = json.loads(out)
     assert row["text"].startswith(" Paris")
     assert row["agreeing_tokens"] == 3  # so short that nothing is packed
+
+
+def test_a_cache_folder_that_cannot_be_written(run, monkeypatch, tmp_path):
+    """The message names the variable that chooses another one."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "file"))
+    for command in (["demo"], ["calibrate"], ["eval", "baselines"]):
+        code, out, err = run(*command)
+        assert (code, out) == (1, ""), command
+        assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE names another folder", " ".join(err.split()))
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "hf_lowbit_kv.cli.application":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "hf_lowbit_kv.cli.application", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["presets"])
+    assert stop.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):

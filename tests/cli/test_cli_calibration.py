@@ -148,7 +148,7 @@ def test_a_folder_in_which_nothing_can_be_written(place, before_loading, monkeyp
     with pytest.raises(OSError, match=rf"--out '{place}/x.safetensors' cannot be written: "):
         before_loading(out=Path(place) / "x.safetensors")
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", place)
-    with pytest.raises(OSError, match=r"the user's folder of calibrations cannot be written: "):
+    with pytest.raises(OSError, match=r"' cannot be written: .*HF_LOWBIT_KV_CACHE"):
         before_loading(model="anything")
 
 
