@@ -70,6 +70,8 @@ RECOMMENDED: tuple[PresetName, ...] = (
     "eigen-2",
     "snapmla",
 )
+#: rows of a table that does not show all presets
+MOST_SHOWN = 12
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has
@@ -246,9 +248,15 @@ def register_preset(
 
 
 def recommended_first(names: Iterable[str]) -> list[str]:
-    """The same names: those of `RECOMMENDED` first, in its order, then the others in theirs."""
-    names = list(names)
-    return [*(name for name in RECOMMENDED if name in names), *(name for name in names if name not in RECOMMENDED)]
+    """The same names: those of `RECOMMENDED` first, in its order, then the user's own, then the others."""
+    order: list[str] = [*RECOMMENDED, *(name for name in PRESETS if name not in LISTED)]
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def short_list(names: Iterable[str]) -> list[str]:
+    """Those of these names that a table shows if the user does not ask for all: the recommended ones and the user's own,
+    at most `MOST_SHOWN`."""
+    return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MOST_SHOWN]
 
 
 def preset_names() -> list[str]:

@@ -489,9 +489,9 @@ class LowBitCache(Cache, PushToHubMixin):
         stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters + nbytes.shared
         return 8 * stored / values if values else 0.0
 
-    def summary(self) -> str:
-        """A table of formats, backend and bytes."""
-        return summary.as_text(self)
+    def summary(self) -> summary.Summary:
+        """A table of formats, backend and bytes, as a string that notebooks show in HTML."""
+        return summary.of(self)
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""

@@ -7,11 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import preset_sizes
-from ..presets import DEFAULT_PRESET, LISTED, Preset, get_preset, preset_names, recommended_first
+from ..presets import DEFAULT_PRESET, LISTED, Preset, get_preset, preset_names, recommended_first, short_list
 from .shared_options import JsonOption, print_json, print_table
-
-#: rows of the table without `--all`
-MOST_ROWS = 12
 
 
 def presets(
@@ -25,7 +22,7 @@ def presets(
     With --json the list always has all presets.
     """
     names = recommended_first(preset_names())
-    shown = names if every or as_json else names[:MOST_ROWS]
+    shown = names if every or as_json else short_list(names)
     rows = [_row(get_preset(name), tokens, head_dim) for name in shown]
     if as_json:
         print_json(rows)

@@ -44,7 +44,7 @@ def doctor(
 def calibrate(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Presets, separated by commas.", show_default="vecinfer-2"),
+        typer.Option("--preset", "-p", help="Presets, separated by commas.", show_default="eigen-2"),
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -92,7 +92,7 @@ def calibrate(
 
     If the file exists, the command adds to it: calibrations of other presets stay.
     """
-    names = resolve_presets(preset or ["vecinfer-2"])
+    names = resolve_presets(preset or ["eigen-2"])
     paths = text or calibration_texts()
     texts = [_read(path) for path in paths]
     from ..cache.packed_layers import packed_sizes
@@ -177,11 +177,12 @@ def fits(
         typer.Option(help=f"Weights: {', '.join(WEIGHT_KINDS)}, or a size such as 5.7GB.", show_default="as published"),
     ] = None,
     preset: PresetOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Print all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much GPU memory a model and its cache need with each preset, and whether that fits.
 
-    The count includes weights, cache, reading a prompt, and CUDA.
+    The count includes weights, cache, reading a prompt, and CUDA. With --json the list always has all presets.
     """
     names = resolve_presets(preset) or None
     from ..planning.fits import fits as memory_fits
@@ -194,7 +195,7 @@ def fits(
     if as_json:
         print_json([fit.as_dict() | {"recommended": fit is table.recommended} for fit in table])
         return
-    table.print_to(Console())
+    (table.whole if every else table).print_to(Console())
 
 
 def _read(path: Path) -> str:

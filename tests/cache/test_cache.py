@@ -192,6 +192,14 @@ def test_a_mask_of_too_few_columns(model):
     assert int(cache.get_seq_length()) == 50
 
 
+def test_a_notebook_shows_the_summary_as_a_table():
+    cache = lb.from_preset("kivi-2", tiny_models("llama")[0])
+    summary = cache.summary()
+    assert isinstance(summary, str)
+    assert summary._repr_html_() == cache._repr_html_()
+    assert "<table>" in summary._repr_html_()
+
+
 def test_html_shows_the_rows_of_the_summary():
     model, _ = tiny_models("llama")
     cache = lb.from_preset("kivi-2", model)
