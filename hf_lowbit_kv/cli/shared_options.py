@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,10 @@ def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, 
     """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
     check_dtype(dtype)
     import torch
+    import transformers
 
+    if not sys.stderr.isatty():  # a log has no moving bar
+        transformers.utils.logging.disable_progress_bar()
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
 
 

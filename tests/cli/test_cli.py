@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import transformers
 from cases import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_lowbit_kv
 from hf_lowbit_kv import cli, preset_names, preset_sizes, presets
@@ -24,7 +25,16 @@ from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.preset_search import Budget
 from hf_lowbit_kv.formats import boosted
 
-DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
+DEMO_FIELDS = {
+    "preset",
+    "text",
+    "same_answer",
+    "agreeing_tokens",
+    "bits_per_value",
+    "kv_bytes",
+    "kv_bytes_full",
+    "seconds",
+}
 RECOMMEND_FIELDS = {
     "preset",
     "same_as",
@@ -215,6 +225,8 @@ def test_demo_as_json(run, tiny_model):
     assert list(rows) == names
     assert all(set(row) == DEMO_FIELDS for row in rows.values())
     assert rows["dense"]["agreeing_tokens"] == 8  # the tokens of the full-precision cache
+    assert rows["dense"]["same_answer"]
+    assert all(row["same_answer"] == (row["agreeing_tokens"] == 8) for row in rows.values())
     assert len(rows["dense"]["text"].split()) == 8
     assert rows["kivi-2"]["bits_per_value"] < rows["kv4-sink"]["bits_per_value"] < rows["dense"]["bits_per_value"]
     assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 2 * (300 + 8 - 1)  # layers, K and V, heads, ...
@@ -223,7 +235,7 @@ def test_demo_as_json(run, tiny_model):
         assert row["kv_bytes"] / row["kv_bytes_full"] == pytest.approx(row["bits_per_value"] / 16, rel=1e-4)
 
 
-def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
+def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monkeypatch):
     asked = []
 
     def compare(names, *rest):
@@ -234,18 +246,60 @@ def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
     assert asked[0] == list(demo_command.SHOWN)
-    assert len(asked[0]) == 6
+    assert asked[0][0] == presets.DEFAULT_PRESET
+    assert len(asked[0]) == 2
+    assert set(asked[0]) <= set(presets.RECOMMENDED)
     assert {"dense", "kv8", "kv4-hadamard"} < set(asked[1])
 
 
-def test_demo_shows_text_and_table(run, tiny_model):
-    code, out, err = run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "dense", "--max-new-tokens", 4)
+def test_demo_shows_answers_side_by_side(run, tiny_model):
+    options = ["--model", tiny_model, "--prompt", PROMPT, "--max-new-tokens", 4]
+    code, out, err = run("demo", *options, "--preset", "dense,kivi-2")
     assert code == 0
-    assert "full precision" in out
-    assert "4/4" in out
-    assert "stored bits" in out
-    assert "the window in 16 bits. smaller: full MB / KV MB" in " ".join(out.split())
-    assert "2/2 dense" in err  # progress, one line a cache where there is no terminal
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (heading,) = [line for line in lines if line.startswith("full precision")]
+    assert heading.split() == ["full", "precision", "dense", "kivi-2"]
+    answers = lines[lines.index(heading) + 1]
+    assert (
+        answers[: heading.index("dense")].strip() == answers[heading.index("dense") : heading.index("kivi-2")].strip()
+    )
+    assert re.search(
+        r"^dense: cache 1.0 times smaller \([\d.]+ MB, in 16 bits [\d.]+ MB\), same answer\.$", out, re.MULTILINE
+    )
+    assert re.search(
+        r"^kivi-2: cache \d\.\d times smaller .*, (same|another) answer|differs after '", out, re.MULTILINE
+    )
+    assert err.splitlines() == ["1/3 full precision", "2/3 dense", "3/3 kivi-2"]  # no bars where there is no terminal
+    code, out, _ = run("demo", *options, "--preset", "dense,kivi-2,kv8,kv4")
+    assert code == 0
+    assert len(re.findall(r"^(?:full precision|kv8) ", out, re.MULTILINE)) == 2  # three in a row, then the others
+
+
+def test_demo_says_where_an_answer_differs():
+    row = {"preset": "kitty", "kv_bytes": 2e6, "kv_bytes_full": 9e6, "same_answer": False}
+    said = demo_command._in_words(row, "The author takes a notebook")
+    assert (
+        said
+        == "kitty: cache 4.5 times smaller (2.0 MB, in 16 bits 9.0 MB), the answer differs after 'takes a notebook'."
+    )
+    assert demo_command._in_words(row, "").endswith(", another answer.")
+    assert demo_command._in_words(row | {"same_answer": True}, "The").endswith(", same answer.")
+    assert "cache 2.0 times larger" in demo_command._in_words(row | {"kv_bytes": 18e6}, "")
+
+
+def test_demo_asks_through_the_chat_template(run, tiny_model, tmp_path):
+    """A model with a template gets the prompt as a message; without one it continues the prompt."""
+    plain = json.loads(run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    folder = tmp_path / "with_template"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0]['content'] }} 7 7 7 7"
+    tokenizer.save_pretrained(folder)
+    asked = json.loads(run("demo", "--model", folder, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    assert (
+        asked["kv_bytes_full"] - plain["kv_bytes_full"] == 4 * 2 * 2 * 2 * 64 * 2
+    )  # tokens, layers, K and V, heads, ...
 
 
 def test_perplexity(run, tiny_model, tmp_path):
@@ -384,11 +438,11 @@ def test_a_model_without_a_tokenizer(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the conversion passes through gguf and the loader of quantized weights
 def test_demo_on_the_bundled_model(run):
-    options = ["--prompt", "The capital of France is", "--max-new-tokens", 3, "--preset", "kivi-2", "--json"]
+    options = ["--prompt", "What is the capital of France?", "--max-new-tokens", 3, "--preset", "kivi-2", "--json"]
     code, out, err = run("demo", *options)
     assert code == 0, err
     (row,) = json.loads(out)
-    assert row["text"].startswith(" Paris")
+    assert row["text"].startswith("The capital")
     assert row["agreeing_tokens"] == 3  # so short that nothing is packed
 
 
