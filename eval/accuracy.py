@@ -39,7 +39,8 @@ class Band(NamedTuple):
 
 
 BANDS = {
-    "kv8": Band(0.0, 0.0006),
+    "int8": Band(0.0, 0.0006),
+    "int6": Band(0.0, 0.0006),
     "kivi-4-sink": Band(0.0, 0.0022, top1_min=0.97),
     "kv4-sink": Band(0.0, 0.006),
     "k4v2-sink": Band(0.014 * 0.8, 0.014 * 1.2),

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
+from ..generation.recording import forget_all
+
 Item = TypeVar("Item")
 #: how long a process waits for the results of others. Parts differ in length, so the limit is far longer than any run.
 #: If a process dies, the launcher ends the run
@@ -84,4 +86,5 @@ def join() -> Processes:
 def leave() -> None:
     """Leave the group of processes, if there is one, without waiting for the others."""
     if process_count() > 1 and torch.distributed.is_initialized():
+        forget_all()  # recorded steps hold the communicator
         torch.distributed.destroy_process_group()

@@ -97,14 +97,15 @@ class Scores:
         return torch.cat(self._parts[name]).double()
 
     def means(self) -> dict[str, float]:
-        """`ppl`, `ppl_full`, `kl`, `kl_error` (its standard error, see `bootstrap`), `kl_p99` (99th percentile over
-        positions) and `top1`."""
+        """`ppl`, `ppl_full`, `kl`, `kl_error` (its standard error, see `bootstrap`), `kl_p99` and `kl_p999` (99th and
+        99.9th percentile over positions) and `top1`."""
         return {
             "ppl": float(self["nll"].mean().exp()),
             "ppl_full": float(self["nll_full"].mean().exp()),
             "kl": float(self["kl"].mean()),
             "kl_error": error_of_mean(self["kl"]),
             "kl_p99": float(self["kl"].quantile(0.99)),
+            "kl_p999": float(self["kl"].quantile(0.999)),
             "top1": float(self["agrees"].mean()),
         }
 
@@ -155,7 +156,7 @@ def run(
         One dict for each preset, means over the texts: `preset`, `bits_per_value` and `bits_per_value_32k` (at `context`
         and at 32768 tokens, everything counted, the window in 16 bits; see `sizes`), `positions` (scored in all), `ppl`,
         `ppl_full` (perplexities), `kl` (of next-token distributions from full precision, nats), `kl_error` (its standard
-        error, see `bootstrap`), `kl_p99` (its 99th percentile over positions), `top1` (share of positions where both
+        error, see `bootstrap`), `kl_p99` and `kl_p999` (its percentiles over positions), `top1` (share of positions where both
         caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:
@@ -406,7 +407,8 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
                 q[:, :, low:high], keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks)
+            lacking = None if mapped.lacking is None else mapped.lacking[:, :, low:high]
+            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks, lacking)
         blocks.append(out)
     return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
 

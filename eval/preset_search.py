@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_lowbit_kv.cache.key_biases import spoiled_layers
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
+from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.served_models import unwrap
 from hf_lowbit_kv.calibration_files.calibration_file import Calibration
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
@@ -77,6 +80,7 @@ def recommend(
     Args:
         text: the text to measure on. Its first `tokens` tokens are read, and scored from `start`.
         presets: candidates; `None`: all presets that fit the model. If several presets store the same, one is measured.
+            Those whose keys the model's biases spoil are left out.
         overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
@@ -85,14 +89,16 @@ def recommend(
         `top1`, `ppl`, `ppl_full`, `calibrated` (whether the preset uses a calibration), and `code`, which makes the cache.
 
     Raises:
-        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, or a text that is too
-            short.
+        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, a text that is too
+            short, or no candidate survives the model's key biases.
     """
     overrides = overrides or {}
     source = read_text(text)
     window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
     names = list(presets) if presets else fitting_presets(model, overrides)[0]
-    factories = {name: _Maker(name, model, overrides) for name in names}
+    makers = {name: _Maker(name, model, overrides) for name in names}
+    if not (factories := {name: maker for name, maker in makers.items() if not _spoiled(maker(), model)}):
+        raise ValueError(f"the model's key biases spoil the keys of all of these presets: {', '.join(makers)}")
     same = _same(factories)
     sizes_of = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
     default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
@@ -130,6 +136,12 @@ class _Maker:
         """Whether a layer needs calibrated tensors."""
         specs = (layer.spec for layer in self().packed_layers)
         return any(part.has_parameters for spec in specs for _, part, _ in spec.roles(1, 1))
+
+
+def _spoiled(cache: LowBitCache, model: Any) -> bool:
+    """Whether the model's key biases spoil the keys of some layers."""
+    specs = {index: layer.spec for index, layer in enumerate(cache.layers) if isinstance(layer, LowBitLayer)}
+    return bool(spoiled_layers(unwrap(model), specs, cache.packed_sizes))
 
 
 def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:

@@ -16,6 +16,8 @@ import torch
 import typer
 from rich.console import Console
 
+from ..presets import get_preset
+
 #: the folder of records in a checkout; the wheel has no such folder
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -83,8 +85,18 @@ def wide_console() -> Console:
     return console
 
 
+def _formats(preset: Any) -> dict[str, str]:
+    try:
+        found = get_preset(preset)
+    except (ValueError, TypeError):
+        return {}
+    return {"keys": found.key_format, "values": found.value_format}
+
+
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line. NaN and infinity raise `ValueError`, because JSON does not have them."""
+    """Append one JSON line. NaN and infinity raise `ValueError`, because JSON does not have them. A record that names a
+    preset (`preset` or `cache`) gets its formats too (`keys`, `values`), because a name may mean others later."""
+    record = _formats(record.get("preset", record.get("cache"))) | record
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")

@@ -43,7 +43,7 @@ from hf_lowbit_kv.eval.weight_quantization import (
 )
 
 #: `dense` keeps keys and values in the model's dtype, so its rows show the loss from the weights alone
-PRESETS = ("dense", "kv8", "kivi-4-sink", "k4v2-sink")
+PRESETS = ("dense", "int8", "kivi-4-sink", "k4v2-sink")
 
 
 def main(

@@ -12,10 +12,9 @@ HEAD_DIM, PAGE_SIZE = 128, 128
 #: MLA model with DeepSeek-V3's widths
 BITS_OF_A_PAGE = {
     ("dense", "dense"): 16.0,
-    ("int8-token", "int8-token"): 8.25,
-    ("int6-token", "int6-token"): 6.25,
-    ("int5-token", "int5-token"): 5.25,
-    ("int4-token", "int4-token"): 4.25,
+    ("int8-channel", "int8-token"): 8.25,
+    ("int6-channel", "int6-token"): 6.25,
+    ("int5-channel", "int5-token"): 5.25,
     ("int8-channel", "int4-token"): 6.25,
     ("int4-channel", "int4-token"): 4.25,
     ("int4-channel", "int2-token"): 3.25,
@@ -28,11 +27,11 @@ BITS_OF_A_PAGE = {
     ("vq-d4b8", "vq-d4b8"): 2.0,
     ("vq-d8b12", "vq-d8b12"): 1.5,
     ("vq-d8b12", "vq-d8b8"): 1.25,
-    ("static-65444333", "static-4-tn"): 4.046875,
-    ("static-64332222", "static-3-tn"): 3.046875,
-    ("static-44422000", "static-2-tn"): 2.046875,
-    ("static-44422000", "trellis-2"): 2.046875,
-    ("fp8", "fp8"): 8.25,
+    ("static-65444333", "static-4-tn"): 4.078125,
+    ("static-64332222", "static-3-tn"): 3.078125,
+    ("static-44422000", "static-2-tn"): 2.078125,
+    ("static-44422000", "trellis-2"): 2.078125,
+    ("fp8-centered", "fp8"): 8.3125,
     ("fp8", "dense"): 161 / 18,
 }
 #: beginnings of the names of formats whose parameters a calibration makes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
+    from .formats import Format
     from .storage.layer_spec import LayerSpec
 
 #: listed presets, in the order of the documentation; `get_preset` also knows these names with suffixes
@@ -21,14 +22,9 @@ PresetName = Literal[
     "kivi-2-sink",
     "kivi-2-hadamard",
     "kivi-2-hadamard-sink",
-    "bitdecoding-kc-4",
-    "bitdecoding-kc-2",
-    "bitdecoding-kt-4",
-    "kv8",
-    "kv6",
-    "kv5",
-    "kv4",
-    "kv4-hadamard",
+    "int8",
+    "int6",
+    "int5",
     "k4v2",
     "k2v4",
     "k8v4",
@@ -54,13 +50,16 @@ PresetName = Literal[
 
 #: the package's own presets
 LISTED: tuple[PresetName, ...] = get_args(PresetName)
+#: presets as in the papers, for comparisons: every function takes their names, but lists leave them out. Their formats
+#: are those of a listed preset, or keys have a range per token, which large key biases spoil
+PAPER_PRESETS = ("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard")
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: what the documentation advises, the default first: tables show these before all others
 RECOMMENDED: tuple[PresetName, ...] = (
     DEFAULT_PRESET,
-    "kv8",
-    "kv6",
+    "int8",
+    "int6",
     "k4v2-sink",
     "kitty-pro",
     "kitty",
@@ -137,23 +136,21 @@ _PLAIN = {
         Preset("bitdecoding-kc-4", "int4-channel", "int4-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kc-2", "int2-channel", "int2-token", "BitDecoding, keys per channel"),
         Preset("bitdecoding-kt-4", "int4-token", "int4-token", "BitDecoding, keys per token"),
+        Preset("int8", "int8-channel", "int8-token", "8 bits: keys per channel, values per token"),
+        Preset("int6", "int6-channel", "int6-token", "6 bits: keys per channel, values per token"),
+        Preset("int5", "int5-channel", "int5-token", "5 bits: keys per channel, values per token"),
         Preset("kv8", "int8-token", "int8-token", "TurboMind"),
-        Preset("kv6", "int6-token", "int6-token", "TurboMind's scales, 6 bits"),
-        Preset("kv5", "int5-token", "int5-token", "TurboMind's scales, 5 bits"),
         Preset("kv4", "int4-token", "int4-token", "TurboMind"),
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
-        Preset("fp8", "fp8", "fp8", "FP8 (e4m3), a scale a token", reading="separate"),
+        Preset("fp8", "fp8-centered", "fp8", "FP8 (e4m3), a scale per token, keys minus a center", reading="separate"),
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
         _eigen("eigen-2", "static-44422000", "static-2-tn"),
         _eigen("eigen-2-trellis", "static-44422000", "trellis-2"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
         _eigen("eigen-4", "static-65444333", "static-4-tn"),
-        # the first generation, whose values have a mean for each page: for calibrations made for these presets
-        _eigen("eigen-2-v1", "static-44422000", "static-2-t"),
-        _eigen("eigen-3-v1", "static-64332222", "static-3-t"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-3", "vq-d4b12", "vq-d4b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
@@ -259,6 +256,42 @@ def short_list(names: Iterable[str]) -> list[str]:
     return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MOST_SHOWN]
 
 
+def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
+    """The name of the listed preset with these keys that is nearest to `spec` in values, sink and transforms; `None`:
+    there is none."""
+    values = spec.value_format.with_layout("planar-1")
+
+    def distance(name: str) -> tuple[bool, bool, bool]:
+        each = specs[name]
+        return each.value_format != values, each.sink != spec.sink, not each.untransformed
+
+    specs = {name: preset.spec() for name, preset in PRESETS.items()}
+    return min((name for name in specs if specs[name].key_format == key_format), key=distance, default=None)
+
+
+def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:
+    """Why a cache whose layers have these specs is not one of `preset`, or `None` if it is. name: the preset that it
+    was made as; its window may then differ.
+
+    Names are not enough: a cache of an older release may store something else under the same name.
+    """
+    wanted = get_preset(preset).spec()
+    plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
+    if name == preset:
+        wanted_parts = _parts(wanted)
+        if any(_parts(spec) == wanted_parts for spec in plain):
+            return None
+    elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
+        return None
+    stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
+    asked = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
+    return f"preset={name!r} ({stored}), not of preset={preset!r} ({asked})"
+
+
+def _parts(spec: LayerSpec) -> tuple:
+    return spec.formats, spec.key_transform, spec.value_transform
+
+
 def preset_names() -> list[str]:
     """The presets, in the order of the documentation. All of them take the suffixes `-sink` (32 sink tokens) and
     `-hadamard` (rotated keys). Presets of Kitty also take `-variance`, `-range` or `-random` (how channels are chosen).
@@ -288,7 +321,7 @@ def get_preset(name: str) -> Preset:
     if (preset := _derive(name)) is not None:
         return preset
     lower = name.lower()
-    close = [lower] if _derive(lower) else difflib.get_close_matches(lower, PRESETS, n=3, cutoff=0.4)
+    close = [lower] if _derive(lower) else difflib.get_close_matches(lower, [*PRESETS, *PAPER_PRESETS], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "

@@ -168,7 +168,7 @@ OPERATIONS = TritonOperations()
 
 def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """`attend` for a chunk that is already transformed."""
-    q, k, v, mask, scaling, softcap, sinks = chunk.queries, *chunk[1:7]
+    q, k, v, mask, scaling, softcap, sinks, _, lacking = chunk.queries, *chunk[1:]
     state, spec = store.state, store.spec
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
@@ -193,6 +193,7 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         attend_kernel,
         (batch * heads, parts, blocks),
         *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
+        q if lacking is None else lacking,
         *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
         *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
         *((0, 0) if mask is None else mask.stride()),
@@ -219,6 +220,7 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         SPLIT=splits > 1,
         HAS_MASK=mask is not None,
         HAS_SINKS=sinks is not None,
+        HAS_LACKING=lacking is not None,
         HAS_SOFTCAP=softcap is not None,
         DOT=dot_type(q.dtype),
         BLOCK_M=config.block_m,

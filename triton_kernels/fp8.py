@@ -57,7 +57,7 @@ def scores(
     page, record, prepared, fetched, n0, valid, factor,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    k = _load(page, n0, valid, BLOCK_N, P).to(DOT)
+    k = load_tile(page, n0, valid, BLOCK_N, P).to(DOT)
     return query_dot(prepared[0], tl.trans(k) if T == 1 else k, None, T) * factor
 
 
@@ -66,17 +66,17 @@ def add(
     page, record, weights, decay, acc, n0, valid,
     DOT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    v = _load(page, n0, valid, BLOCK_N, P).to(DOT)
+    v = load_tile(page, n0, valid, BLOCK_N, P).to(DOT)
     return (value_dot(weights.to(DOT), v if T == 1 else tl.trans(v), acc[0] * tl.expand_dims(decay, T), T),)
 
 
 @triton.jit
 def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    return _load(page, n0, valid, BLOCK_N, P)
+    return load_tile(page, n0, valid, BLOCK_N, P)
 
 
 @triton.jit
-def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def load_tile(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, float32 `[BLOCK_N, padded]`; zero where not valid."""
     token = n0 + tl.arange(0, BLOCK_N)
     if P.bricks:
@@ -120,13 +120,20 @@ def encode(
         row = t0 + tl.arange(0, ROWS)
         keep = (row < stop)[:, None] & (channel < P.width)
         x = load_tokens(source, base + row[:, None], channel, keep, HAS_ORDER, TAIL)
-        if P.scaled:
-            # a maximum ignores NaN, but not Inf
-            most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
-            # div_rn, because `/` on float32 is approximate on a GPU
-            scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
-            nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-            scale = tl.where(most < float("inf"), scale, nan)
-            tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=row < stop)
-            x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
-        tl.store(page + row[:, None] * P.width + channel, _to_e4m3(x), mask=keep)
+        store_tile(page, x, row, row < stop, channel, P)
+
+
+@triton.jit
+def store_tile(page, x, row, valid, channel, P: tl.constexpr):
+    """Encode a tile of tokens, float32 `[ROWS, padded]`, as the page's tokens `row` `[ROWS]`. channel: `[1, padded]`."""
+    if P.scaled:
+        # a maximum ignores NaN, but not Inf
+        most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
+        # div_rn, because `/` on float32 is approximate on a GPU
+        scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
+        nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.where(most < float("inf"), scale, nan)
+        tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=valid)
+        x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
+    keep = valid[:, None] & (channel < P.width)
+    tl.store(page + row[:, None] * P.width + channel, _to_e4m3(x), mask=keep)

@@ -1,4 +1,5 @@
-"""Reads pages of `formats.fp8` in the layouts of `formats.fragment`. `fragment` does this for other formats."""
+"""Reads pages of `formats.fp8` and `formats.fp8_centered` in the layouts of `formats.fragment`. `fragment` does this for
+other formats."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ class Params(NamedTuple):
     chunks: int
     vector: int
     scale_at: int
+    #: byte at which a page's centers begin; -1: it has none
+    center_at: int
     width: int
     padded: int
     max_block: int
@@ -31,12 +34,14 @@ class Params(NamedTuple):
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     _, chunks, _, vector = fragment.shape(8, head_dim, page_size)
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     return Params(
         head_dim=head_dim,
         transposed=fmt.layout == fragment.LAYOUTS[1],
         chunks=chunks,
         vector=vector,
-        scale_at=fmt.fields(head_dim, page_size, dtype)[-1].offset,
+        scale_at=at["scale"],
+        center_at=at.get("center", -1),
         width=head_dim,
         padded=padded_width(head_dim),
         max_block=page_size,
@@ -50,4 +55,8 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     keep = channel < P.head_dim
     code = load_codes(page, token, channel, keep, P.head_dim, 8, P.chunks, P.vector, P.transposed, True)
     scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float32)) + token)
-    return from_e4m3(code.to(tl.int16)) * scale[:, None]
+    x = from_e4m3(code.to(tl.int16)) * scale[:, None]
+    if P.center_at >= 0:
+        center = tl.load((page + P.center_at).to(tl.pointer_type(tl.float16)) + channel, mask=keep, other=0.0)
+        x += center.to(tl.float32)[None, :]
+    return x

@@ -48,14 +48,16 @@ def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _walk(
-    carried, q, more, keys, values, start, stop, last, factor, softcap,
+    carried, q, more, keys, values, start, stop, last, factor, lacking, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
-    SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    SHARED: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tokens `start` to `stop` of the buffer. MASKED: each row attends up to its token `last` `[M]`;
     otherwise to all, in whole tiles.
 
-    more: SHARED: the queries' channels for the second stream. factor, above 0: turns a product into a binary logarithm;
+    more: SHARED: the queries' channels for the second stream. lacking `[M]`: HAS_LACKING: added to all products of a row.
+    factor, above 0: turns a product into a binary logarithm;
     with a softcap, into a natural one.
     """
     m, l, acc = carried
@@ -68,6 +70,8 @@ def _walk(
         if SHARED:
             rest = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
             s = tl.dot(more, tl.trans(rest), s, input_precision="ieee")
+        if HAS_LACKING:
+            s += lacking[:, None]
         scale = factor
         if HAS_SOFTCAP:
             s = _capped(s * factor, softcap, True)
@@ -87,12 +91,12 @@ def _walk(
 
 @triton.jit(do_not_specialize=["position_stride_b", "tokens", "before", "first", "count", "splits", "final"])
 def prompt_kernel(
-    q, keys, values, position, sinks, length, partial, lse, out,
+    q, keys, values, position, sinks, lacking, length, partial, lse, out,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, position_stride_b,
-    heads, tokens, before, first, count, splits, final, scaling, softcap,
+    lacking_stride_b, lacking_stride_h, heads, tokens, before, first, count, splits, final, scaling, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the
     group).
@@ -146,16 +150,20 @@ def prompt_kernel(
             more = tl.load(
                 q_rows[:, None] + (DK + rest) * q_stride_d, mask=rows_valid[:, None] & (rest < DV), other=0.0
             ).to(DOT)
+        added = tl.zeros((BLOCK_M,), tl.float32)
+        if HAS_LACKING:
+            place = lacking + b * lacking_stride_b + q_head * lacking_stride_h + token
+            added = tl.load(place, mask=rows_valid, other=0.0)
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
         m, l, acc = _walk(
-            (m, l, acc), queries, more, keys, values, start, middle, last, factor, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SOFTCAP, BLOCK_N, False,
+            (m, l, acc), queries, more, keys, values, start, middle, last, factor, added, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         m, l, acc = _walk(
-            (m, l, acc), queries, more, keys, values, middle, stop, last, factor, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SOFTCAP, BLOCK_N, True,
+            (m, l, acc), queries, more, keys, values, middle, stop, last, factor, added, softcap,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
         if final != 0:
             if HAS_SINKS:
@@ -176,10 +184,11 @@ def prompt_kernel(
 def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     """`Operations.attend` for chunks of many tokens that are already transformed. It does not wait for the GPU."""
     (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), store.state, store.spec
+    lacking = chunk.lacking
     batch, q_heads, tokens, _ = q.shape
     heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if scaling <= 0:  # the kernel takes the maximum before it scales
-        q, scaling = q * scaling, 1.0
+        q, scaling, lacking = q * scaling, 1.0, None if lacking is None else lacking * scaling
     order = real = position = None
     if mask is not None:
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
@@ -207,7 +216,8 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
             new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)
-            part = chunk._replace(q=q[rows, :, start:stop], scaling=scaling)
+            added = None if lacking is None else lacking[rows, :, start:stop]
+            part = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
             places = None if position is None else position[rows, start:stop]
             walk = _Walk(part, places, start, group, out[rows, start:stop])
             for first in range(0, history + stop, size):
@@ -231,6 +241,7 @@ class _Walk:
     def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor):
         q, state = chunk.queries, store.state
         self.q, self.sinks, self.scaling, self.softcap = q, chunk.sinks, chunk.scaling, chunk.softcap
+        self.lacking = chunk.lacking
         self.position, self.before, self.state, self.out = position, before, state, out
         self.shared = store.spec.reading.shares_values
         self.batch, self.heads = state.length.shape
@@ -259,12 +270,14 @@ class _Walk:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
-        sinks = q if self.sinks is None else self.sinks
+        sinks, lacking = (q if x is None else x for x in (self.sinks, self.lacking))
         _launch(
             prompt_kernel,
             (self.batch * self.heads, self.splits, cdiv(self.rows, config.block_m)),
-            *(q, keys, values, self.state.length if self.position is None else self.position, sinks, self.state.length),
+            *(q, keys, values, self.state.length if self.position is None else self.position, sinks, lacking),
+            self.state.length,
             *(self.partial, self.lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
+            *lacking.stride()[:2],
             *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits, int(final and self.splits == 1)),
             *(self.scaling, 1.0 if self.softcap is None else self.softcap),
             device=q.device,
@@ -275,6 +288,7 @@ class _Walk:
             GROUPS=self.groups,
             HAS_POSITION=self.position is not None,
             HAS_SINKS=self.sinks is not None,
+            HAS_LACKING=self.lacking is not None,
             HAS_SOFTCAP=self.softcap is not None,
             DOT=dot_type(q.dtype),
             BLOCK_M=config.block_m,

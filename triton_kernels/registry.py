@@ -37,6 +37,7 @@ from ..formats.boosted import Boosted
 from ..formats.codebook import Codebook
 from ..formats.dense import Dense
 from ..formats.fp8 import Fp8
+from ..formats.fp8_centered import Fp8Centered
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
 from ..formats.trellis import Trellis
@@ -50,6 +51,7 @@ KERNELS: dict[type[Format], str] = {
     Codebook: ".codebook",
     Dense: ".dense",
     Fp8: ".fp8",
+    Fp8Centered: ".fp8_centered",
     Static: ".static",
     Trellis: ".trellis",
 }
@@ -60,6 +62,7 @@ READERS: dict[type[Format], str] = {
     Boosted: ".boosted_fragment",
     Codebook: ".codebook",
     Fp8: ".fp8_fragment",
+    Fp8Centered: ".fp8_fragment",
     Static: ".static_fragment",
     Trellis: ".trellis",
 }

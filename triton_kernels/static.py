@@ -10,8 +10,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..formats.static import LOWEST_SCALE, MEAN_LEVELS
-from .affine import ROUND
+from ..formats.static import LOWEST_SCALE, MEAN_MOST
 from .boosted import _squared
 from .common import load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
@@ -19,14 +18,14 @@ from .dense import prepare as prepare
 from .dense import weigh as weigh
 
 LOWEST = tl.constexpr(LOWEST_SCALE)
-LEVELS = tl.constexpr(float(MEAN_LEVELS))
+MOST_MEAN = tl.constexpr(MEAN_MOST)
 
 _FIELDS = (
     *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
     *("gathers", "ptx"),
-    *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "page_mean", "token_scale", "thresholds"),
-    # for each group of channels: bits, gain, unit of means, number of planes; then, for each of its planes
-    *("bits", "gain", "mean_unit", "count", "plane_width", "plane_shift", "plane_first"),
+    *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "token_scale", "thresholds"),
+    # for each group of channels: bits, gain, number of planes; then, for each of its planes
+    *("bits", "gain", "count", "plane_width", "plane_shift", "plane_first"),
     # for each width (4, 2, 1) that occurs: width, columns, words of a token, words in front of them
     *("widths", "columns", "words", "before"),
 )
@@ -62,12 +61,10 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         row_words=sum(words),
         mean_at=fields.get("mean", 0),
         scale_at=fields.get("scale", 0),
-        page_mean=fmt.page_mean,
         token_scale=fmt.token_scale,
         thresholds=tuple(fmt.thresholds(head_dim).tolist()),
         bits=tuple(map(int, fmt.pattern)),
         gain=tuple(fmt.gain(head_dim)[::group].tolist()),
-        mean_unit=tuple(fmt.mean_step(head_dim)[::group].tolist()),
         count=tuple(map(len, by_plane)),
         plane_width=tuple(tuple(plane[0] for plane in x) for x in padded),
         plane_shift=tuple(tuple(plane[1] for plane in x) for x in padded),
@@ -79,24 +76,12 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     )
 
 
-# Two functions, because Triton 3.6 takes no tuple as an argument.
-
-
 @triton.jit
 def _gain(channel, P: tl.constexpr):
     """The gain of each channel's group, float32; 0 behind the last."""
     x = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(P.bits)):
         x = tl.where(channel // P.group == i, P.gain[i], x)
-    return x
-
-
-@triton.jit
-def _mean_unit(channel, P: tl.constexpr):
-    """The unit of a page's means, for each channel's group, float32; 0 behind the last channel."""
-    x = tl.zeros_like(channel).to(tl.float32)
-    for i in tl.static_range(len(P.bits)):
-        x = tl.where(channel // P.group == i, P.mean_unit[i], x)
     return x
 
 
@@ -149,9 +134,9 @@ def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
         byte = tl.load(page + P.scale_at + token // 2, mask=valid[:, None], other=0).to(tl.int32)
         k = ((byte >> (token % 2 * 4)) & 15) + LOWEST
         x = x * _power(k)
-    if P.page_mean:
-        mean = tl.load((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mask=keep, other=0).to(tl.float32)
-        x += mean * _mean_unit(channel, P)
+    else:
+        mean = tl.load((page + P.mean_at).to(tl.pointer_type(tl.float16)) + channel, mask=keep, other=0.0)
+        x += mean.to(tl.float32)
     x = x * step + center
     return tl.where(valid[:, None] & keep, x, 0.0)
 
@@ -180,12 +165,6 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 
 
 @triton.jit
-def _round(x):
-    """Round to the nearest integer, half to even; |x| below 2^22."""
-    return (x + ROUND) - ROUND
-
-
-@triton.jit
 def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr):
     """For some channels of a whole page: tokens minus the page's mean, in steps, `[page_size, n]`; and the stored means
     `[1, n]`, 0 if pages have none. channel, keep: `[1, n]`."""
@@ -195,16 +174,14 @@ def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: t
     step = tl.load(record.to(tl.pointer_type(tl.float32)) + P.head_dim + channel, mask=keep, other=1.0)
     x = x - center
     x = tl.math.div_rn(x, tl.zeros_like(x) + step)
-    mean = tl.zeros((1, n), tl.float32)
-    if P.page_mean:
+    mean = tl.zeros((1, n), tl.float16)
+    if not P.token_scale:
         total = x
         for i in tl.static_range(P.folds):
             total = tl.sum(tl.reshape(total, (2, P.page_size >> (i + 1), n)), 0)
-        unit = _mean_unit(channel, P)
-        mean = tl.reshape(total, (1, n)) * (1.0 / P.page_size) / tl.where(unit > 0, unit, 1.0)  # powers of two: exact
-        # clamped before it is rounded: the same number, and small enough for `_round`
-        mean = _round(tl.minimum(tl.maximum(mean, -LEVELS), LEVELS))
-        x = x - mean * unit
+        total = tl.reshape(total, (1, n)) * (1.0 / P.page_size)
+        mean = tl.minimum(tl.maximum(total, -MOST_MEAN), MOST_MEAN).to(tl.float16)
+        x = x - mean.to(tl.float32)
     return x, mean
 
 
@@ -244,10 +221,10 @@ def encode(
     channel = tl.arange(0, P.padded)[None, :]
     keep = channel < P.width
     rest, mean = _rest(record, source, token, channel, keep, HAS_ORDER, TAIL, P)
-    if P.page_mean:
-        tl.store((page + P.mean_at).to(tl.pointer_type(tl.int8)) + channel, mean.to(tl.int8), mask=keep)
     scale = tl.full((P.page_size, 1), 1.0, tl.float32)
-    if P.token_scale:
+    if not P.token_scale:
+        tl.store((page + P.mean_at).to(tl.pointer_type(tl.float16)) + channel, mean, mask=keep)
+    else:
         k = _scales(tl.where(keep, rest, 0.0), P)
         scale = _power(k + LOWEST)
         pairs = tl.reshape(k, (P.page_size // 2, 2)) << (tl.arange(0, 2) * 4)[None, :]

@@ -64,6 +64,10 @@ from hf_lowbit_kv.presets import get_preset
 
 PRESETS = (
     "dense",
+    "int8",
+    "int6",
+    "int5",
+    "fp8",
     "kv8",
     "kivi-4",
     "bitdecoding-kc-4",

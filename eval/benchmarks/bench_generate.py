@@ -34,8 +34,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.table import Table
-from transformers import CompileConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LogitsProcessor
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b, random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
 from hf_lowbit_kv.eval.benchmarks.timing import profile_steps, read_bandwidth
@@ -50,7 +51,7 @@ from hf_lowbit_kv.eval.provenance import (
 
 #: contenders of a run without options: `name[:backend]/mode`
 CONTENDERS = (
-    *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "kv8/tuned"),
+    *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "int8/tuned"),
     *("dense/recorded", "kivi-4-sink/recorded", "kivi-4-sink/unfused"),
 )
 #: largest allowed relative error of logits between compiled and eager steps in 16 bits. Fused arithmetic rounds less
@@ -239,7 +240,10 @@ def main(
         list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    model_name: Annotated[
+        str | None, typer.Option("--model", help="Folder or hub name [default: random weights of an 8B shape].")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model of an 8B shape.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples of each contender.")] = 3,
@@ -259,7 +263,16 @@ def main(
     wanted = [Wanted.parse(text) for text in contender or CONTENDERS]
     if idle := [text for text, each in zip(contender or CONTENDERS, wanted, strict=True) if not each.at(lengths[0])]:
         raise typer.BadParameter(f"contender={idle[0]!r} takes part in none of the lengths, tokens={lengths}")
-    model = random_model(shape_8b(layers, tiny), torch.float32 if where.type == "cpu" else torch.bfloat16, where)
+    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    if model_name is None:
+        model = random_model(shape_8b(layers, tiny), dtype, where)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
+        model = model.to(where).eval()
+        model.generation_config = GenerationConfig()  # no end of the text, no sampling
+        model.config.max_position_embeddings = 2**21  # beyond it transformers warns
+        if getattr(model.config, "head_dim", None) is None:
+            model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     bandwidth = read_bandwidth(where)
     out = out or results_path("generate", device_name(where))
     faults: list[str] = []
@@ -281,7 +294,7 @@ def main(
         for record in measured:
             record |= {
                 "gpu": device_name(where),
-                "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers",
+                "model": model_name or ("tiny" if tiny else f"llama-8b-shape-{layers}-layers"),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "filled": "random keys and values, the same in every layer",
                 "steps": steps * rounds,

@@ -58,8 +58,9 @@ def _decode(name: str, presets: str, shapes: str, minutes: float, why: str, more
 
 _LONG, _WIDE = "gqa_b8_32k gqa_b1_128k", "gqa_b32_8k mha_b8_8k"
 _BOTH = "--backend cuda --backend triton"
-_README = "kv8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
-_TABLE = "dense kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2 kivi-2 bitdecoding-kc-2 kitty kitty-pro"
+_README = "int8 kivi-4 k4v2 kitty-pro kitty kivi-2 vecinfer-2"
+_TABLE = "dense int8 int6 int5 fp8 kv8 kivi-4 bitdecoding-kc-4 bitdecoding-kt-4 kv4 k4v2"
+_TABLE += " kivi-2 bitdecoding-kc-2 kitty kitty-pro"
 _VECINFER = "vecinfer-2 vecinfer-4 vecinfer-1.5"
 _STEPS = _repeated("--contender", "kivi-2/tuned dense/tuned kivi-2/recorded StaticCache/compiled DynamicCache/eager")
 _RECORDED = _repeated(

@@ -36,7 +36,7 @@ from hf_lowbit_kv.eval.provenance import (
 )
 from hf_lowbit_kv.eval.weight_quantization import WEIGHT_QUANTIZATIONS, check_weights, load_quantized, stored_bytes
 
-PRESETS = ("dense", "kv8", "kivi-4-sink")
+PRESETS = ("dense", "int8", "kivi-4-sink")
 #: rows and tokens of the caches
 SHAPES = ((1, 32768), (8, 32768))
 STEPS, ROUNDS = 16, 2
@@ -73,7 +73,7 @@ def measure(model: Any, weights: str, preset: str, batch: int, tokens: int, mode
 def main(
     weights: Annotated[list[str] | None, typer.Option(help="Weights; repeatable [default: all].")] = None,
     preset: Annotated[
-        list[str] | None, typer.Option(help="Preset; repeatable [default: dense, kv8, kivi-4-sink].")
+        list[str] | None, typer.Option(help="Preset; repeatable [default: dense, int8, kivi-4-sink].")
     ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="ROWSxTOKENS; repeatable [default: 1x32768, 8x32768].")

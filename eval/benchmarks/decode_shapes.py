@@ -82,7 +82,7 @@ OTHERS = (
 SHAPES = {shape.name: shape for shape in USUAL + OTHERS}
 
 #: the matrix of `bench_decode --matrix`: all of these presets on these shapes, and two presets on all other shapes
-MATRIX_PRESETS = ("fp8", "kv8", "kivi-4", "kivi-4-sink", "kivi-2", "kitty-pro", "eigen-2", "vecinfer-2")
+MATRIX_PRESETS = ("fp8", "int8", "kivi-4", "kivi-4-sink", "kivi-2", "kitty-pro", "eigen-2", "vecinfer-2")
 MATRIX_SHAPES = ("gqa_b8_32k", "gqa_b1_128k", "heads16_b8_32k", "dim256_b4_32k", "gqa_b64_4k", "gqa_b256_1k")
 ELSEWHERE = ("kivi-4-sink", "kivi-2")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.planning.fits import FULL, GB, fits
 from hf_lowbit_kv.presets import DEFAULT_PRESET
@@ -19,7 +19,7 @@ from hf_lowbit_kv.presets import DEFAULT_PRESET
 MODEL, CONTEXT, MEMORY = "Qwen/Qwen3-8B", 65536, "24GB"
 #: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller
 #: cache and more equal tokens
-PLAIN = ("kv8", "kv6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
+PLAIN = ("int8", "int6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
 CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
 SHAPE = "gqa_b8_32k"
 PICTURE = "docs/front.png"
@@ -48,7 +48,7 @@ def _speeds(path: Path) -> dict[str, float]:
     """For each preset, how many times faster than 16-bit attention its newest measured decode step is. The step
     includes storing, and follows another kernel, as in a model."""
     speeds = {}
-    for record in read_records(path):
+    for record in current_records(path):
         if (
             record.get("shape") != SHAPE
             or record.get("backend", "cuda") != "cuda"

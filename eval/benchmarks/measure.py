@@ -36,6 +36,7 @@ from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
+from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage.step import Chunk
 
 OUT = results_path("accuracy", "smollm2")
@@ -65,8 +66,9 @@ TEXTS: dict[str, Callable[[], Text]] = {
     "popular.txt": lambda: read_text(essay("popular")),
     "jargon": jargon,
 }
-#: ablations that are measured besides the listed presets; their names have suffixes
+#: what is measured besides the listed presets: those of papers, and ablations, whose names have suffixes
 ABLATIONS = (
+    *PAPER_PRESETS,
     *("kivi-4-sink", "kv4-sink", "kivi-2-hadamard-sink"),
     *("kitty-variance", "kitty-range", "kitty-random", "kitty-hadamard-variance"),
     *("kitty-pro-variance", "kitty-pro-random", "kitty-pro-hadamard", "kitty-pro-hadamard-variance"),

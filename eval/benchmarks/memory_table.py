@@ -16,7 +16,7 @@ from hf_lowbit_kv.planning.model_shapes import Shape, known_models, shape_of, we
 
 PAGE = RESULTS.parents[1] / "docs" / "what-fits.md"
 MEMORIES = (24, 48, 80)
-PRESETS = ("kv8", "kivi-4-sink", "k4v2-sink", "eigen-2")
+PRESETS = ("int8", "kivi-4-sink", "k4v2-sink", "eigen-2")
 #: tokens of each row when rows are counted
 ROW = 32768
 MODELS = (

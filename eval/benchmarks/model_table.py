@@ -70,6 +70,30 @@ These vision-language models read a text with an image in it. Tokens of the imag
 vision tower keeps its own attention. The table above has only the text models of such architectures.
 
 {image_table}
+Models of the Qwen-VL kind keep positions outside of their cache (`rope_deltas`). A low-bit cache remembers those of its
+text. `lb.generate` and enabled models give them back to the model before the text goes on: after other texts, in a fork,
+or in another process. A plain `model.generate` that would go on with another text's positions raises an error.
+
+## RoPE that changes with the length
+
+Rotary embeddings of the kinds `longrope` and `dynamic` change at a length: `original_max_position_embeddings` tokens for
+`longrope`, `max_position_embeddings` for `dynamic`. Stored keys keep the embeddings with which they were read. Below that
+length there is no difference. A text that passes it:
+
+| call | what happens |
+|---|---|
+| one call of `lb.generate`, or of an enabled model | as with transformers' cache; automatic chunks equal a prompt read whole |
+| `lb.Chat` | reads the whole conversation again in that turn; with `dynamic`, in every later turn too |
+| `PrefixStore` | shares prefixes on the same side of that length; with `dynamic`, only below it |
+| `cache.fork()` | a fork that would pass it raises an error: `reset()` it |
+| `lb.generate_many`, the server | refuse a request that may pass it |
+| your own `prefill_chunk_size`, a further turn with `cache=` | as with transformers' cache, with a warning: another answer |
+
+Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text grows beyond
+`original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and go on in full precision. `lb.generate` and
+enabled models keep the low-bit cache: the step that passes the length reads the whole text again, once. A plain
+`model.generate(past_key_values=cache)` loses the cache there, so making one warns.
+
 ## Refused
 
 These models raise an error that says why, when their cache is made or in their first forward pass.

@@ -61,8 +61,9 @@ class OtherTree:
     def operations(self) -> Any:
         """The other tree's `hf_lowbit_kv.backends.operations`. It takes a `Chunk` and a `LayerStore` of this tree."""
         operations = self.module("backends.operations")
-        takes_chunks = (self.folder / OURS / "storage" / "step.py").is_file()
-        return operations if takes_chunks else _OneByOne(operations)
+        if not (self.folder / OURS / "storage" / "step.py").is_file():
+            return _OneByOne(operations)
+        return _TheirChunks(operations, self.module("storage.step").Chunk)
 
     def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
         """The other tree's `LayerSpec` from the same text. widths: channels of keys and of values.
@@ -84,6 +85,23 @@ class OtherTree:
         return kind(*(getattr(state, name) for name in kind._fields))
 
 
+class _TheirChunks:
+    """Operations of a tree whose `Chunk` may have other fields."""
+
+    def __init__(self, operations: ModuleType, kind: Any):
+        self._operations, self._kind = operations, kind
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._operations, name)
+
+        def call(chunk: Any, *rest: Any) -> Any:
+            if isinstance(chunk, Chunk):
+                chunk = self._kind(*(getattr(chunk, field) for field in self._kind._fields))
+            return operation(chunk, *rest)
+
+        return call
+
+
 class _OneByOne:
     """Operations of a tree without `Chunk`. They take each tensor and option as its own argument."""
 
@@ -101,7 +119,7 @@ class _OneByOne:
 
     @staticmethod
     def _arguments(chunk: Chunk, store: LayerStore, backend: str) -> tuple:
-        q, k, v, mask, scaling, softcap, sinks, seen = chunk
+        q, k, v, mask, scaling, softcap, sinks, seen, _ = chunk
         return q, k, v, mask, store.state, store.spec, scaling, softcap, sinks, backend, seen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS
 
 #: rows of `hf-lowbit-kv eval protocol --json`, with `model`, `commit` and `date`
@@ -54,7 +54,7 @@ PUBLISHED = (
 
 def paper_table(path: Path = RECORDS) -> str:
     """The published figures. Those of the protocol `wikitext` are shown with ours."""
-    records = read_records(path)
+    records = current_records(path)
     head = ["method", "bits", "model", "measure", "16 bits", "theirs", "source", "remark", "ours"]
     body = (
         [

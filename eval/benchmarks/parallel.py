@@ -16,14 +16,12 @@ with random keys and values, and decode steps are timed as in `bench_generate.py
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import statistics
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,7 +38,7 @@ from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.generation import recording
 
-PRESETS = ("dense", "kv8", "kivi-4-sink", "kivi-2", "eigen-2")
+PRESETS = ("dense", "int8", "kivi-4-sink", "kivi-2", "eigen-2")
 MODES = ("eager", "recorded")
 #: rows x attended tokens
 CASES = ("1x131072", "8x32768")
@@ -120,7 +118,12 @@ def split_model(config: LlamaConfig, processes: Processes, device: torch.device,
     model = type(empty).from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, attn_implementation=lb.ATTENTION_NAME, **split
     )
-    model = model if split else model.to(device)
+    if split:  # each part is a view of the whole weight, which it would keep in memory
+        for weight in model.parameters():
+            if hasattr(weight, "to_local"):
+                weight._local_tensor = weight.to_local().clone()
+    else:
+        model = model.to(device)
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -133,9 +136,10 @@ def written(preset: str, model: Any) -> dict[str, torch.Tensor]:
     rows, tokens, new = TEXT
     ids = torch.randint(0, model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
     ids = ids.to(model.device)
-    cache = make(preset, "eager", model, rows, 0).cache
-    out = model.generate(
-        inputs=ids,
+    cache = make(preset, "recorded", model, rows, tokens + new).cache
+    out = lb.generate(
+        model,
+        ids,
         attention_mask=torch.ones_like(ids),
         **as_argument(cache),
         do_sample=False,
@@ -241,9 +245,6 @@ def main(
     case: Annotated[
         list[str] | None, typer.Option(help=f"ROWSxTOKENS, repeatable [default: {', '.join(CASES)}].")
     ] = None,
-    record_collectives: Annotated[
-        bool, typer.Option(help="Try to record steps that talk to other ranks, which lb.generate refuses.")
-    ] = False,
     reference: Annotated[Path | None, typer.Option(help="Folder with texts of one GPU; N = 1 writes it.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples.")] = 3,
@@ -265,7 +266,7 @@ def main(
         count = fitting_layers(name) if layers is None else layers
         model = split_model(SHAPES[name](count), processes, device)
         common = {"gpu": device_name(device), "ranks": processes.count, "shape": name, "layers": count}
-        common |= {"dtype": str(model.dtype).removeprefix("torch."), "collectives_recorded": record_collectives}
+        common |= {"dtype": str(model.dtype).removeprefix("torch.")}
         common |= provenance(commit)
         for each in preset or PRESETS:
             try:
@@ -277,11 +278,11 @@ def main(
                 record = (
                     common | {"preset": each, "mode": step_mode, "batch": size.batch, "tokens": size.tokens} | texts
                 )
-                with _as_if_recordable() if record_collectives else contextlib.nullcontext():
-                    record |= _filled_and_timed(each, step_mode, size, model, processes, steps, rounds)
+                record |= _filled_and_timed(each, step_mode, size, model, processes, steps, rounds)
                 rows.append(record)
                 if processes.is_first:
                     append_record(out or results_path("parallel", device_name(device)), record)
+        lb.release(model)
         del model
         gc.collect()
     leave()
@@ -301,12 +302,6 @@ def _filled_and_timed(
     contender.kv_heads = kv_heads_here(model, processes)
     contender.fill(case.tokens)
     return timed(contender, processes, steps, rounds)
-
-
-def _as_if_recordable() -> Any:
-    """Inside this context, steps are recorded without the usual check. They run eagerly only if the recording itself
-    fails."""
-    return patch.object(recording, "why_not_recorded", lambda model: None)
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

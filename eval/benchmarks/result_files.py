@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hf_lowbit_kv.presets import get_preset
+
 
 def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table. The first column is text, the others are numbers."""
@@ -14,6 +16,21 @@ def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def current_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without those of a preset that has other formats today, or that is gone."""
+    return [record for record in read_records(path) if _is_current(record)]
+
+
+def _is_current(record: dict[str, Any]) -> bool:
+    if "keys" not in record:  # of a cache that is not ours
+        return True
+    try:
+        preset = get_preset(record.get("preset", record.get("cache")))
+    except ValueError:
+        return False
+    return (preset.key_format, preset.value_format) == (record["keys"], record["values"])
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

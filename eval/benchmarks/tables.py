@@ -9,8 +9,9 @@ README have marks for tables:
     (replaced)
     <!-- end of results -->
 
-An accuracy record counts only if its preset still stores the same bytes (`measure.definition`). The newest such record
-is used. The figures of the two essays come from `accuracy-smollm2.jsonl`. Presets without records there use
+A record counts only if its preset still has the record's formats (`result_files.current_records`), and an accuracy
+record only if its preset still stores the same bytes (`measure.definition`). The newest such record is used. The
+figures of the two essays come from `accuracy-smollm2.jsonl`. Presets without records there use
 `perplexity-smollm2.jsonl`, which has no percentiles.
 """
 
@@ -38,10 +39,10 @@ from hf_lowbit_kv.eval.benchmarks import (
     paper_table,
     weights_table,
 )
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
-from hf_lowbit_kv.presets import PRESETS
+from hf_lowbit_kv.presets import PAPER_PRESETS, PRESETS
 
 ROOT = RESULTS.parents[1]
 PAGES = (
@@ -84,7 +85,7 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     current: dict[str, str] = {}
     same = measure.setting()
-    for number, record in enumerate(read_records(accuracy), 1):
+    for number, record in enumerate(current_records(accuracy), 1):
         if lacking := [field for field in FIELDS if field not in record]:
             raise ValueError(
                 f"{accuracy.name}, record {number}, lacks {lacking[0]!r}: another version of the project wrote it; "
@@ -97,7 +98,7 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
             newest[preset, record["text"]] = record
     before = {
         record["preset"]: record
-        for record in read_records(earlier)
+        for record in current_records(earlier)
         if record["texts"] == list(ESSAYS) and all(record.get(key) == value for key, value in same.items())
     }
     names = dict.fromkeys([*(preset for preset, _ in newest), *before])
@@ -161,7 +162,7 @@ def presets_table(rows: list[PresetRow]) -> str:
 
 #: our own presets, and other presets of about the same size
 OWN = (
-    *("kv6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
+    *("int6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
     *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2", "eigen-2-trellis"),
 )
 
@@ -193,13 +194,13 @@ def _with_error(record: dict[str, Any] | None) -> str:
 PAIRS = (
     *(("eigen-4", "kivi-4-sink"), ("eigen-3", "k4v2-sink"), ("eigen-2", "kitty-pro")),
     *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink"), ("eigen-2-trellis", "eigen-2")),
-    ("kv6", "kivi-4-sink"),
+    ("int6", "kivi-4-sink"),
 )
 
 
 def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
     """KL of presets divided by that of other presets, on the same tokens."""
-    newest = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
+    newest = {(record["preset"], record["text"]): record for record in current_records(accuracy)}
     known = {row.preset for row in rows}
     body = (
         [
@@ -234,8 +235,8 @@ COLUMN_TEXTS = {text: column for text, column in RATIO_TEXTS.items() if text != 
 
 def baselines_table(rows: list[PresetRow], path: Path = measure_baselines.OUT, accuracy: Path = measure.OUT) -> str:
     """KL of other methods, as implemented here, and of our own presets with the same bits for each code."""
-    newest = {(record["baseline"], record["text"]): record for record in read_records(path)}
-    own = {(record["preset"], record["text"]): record for record in read_records(accuracy)}
+    newest = {(record["baseline"], record["text"]): record for record in current_records(path)}
+    own = {(record["preset"], record["text"]): record for record in current_records(accuracy)}
     body = []
     for nbits in BITS:
         for name in (name for name in BASELINES if name.endswith(f"-{nbits}")):
@@ -409,7 +410,7 @@ def benchmarks_page(folder: Path = RESULTS) -> str:
 
 
 def _load(folder: Path, kind: str) -> list[Record]:
-    return [record for path in sorted(folder.glob(f"{kind}-*.jsonl")) for record in read_records(path)]
+    return [record for path in sorted(folder.glob(f"{kind}-*.jsonl")) for record in current_records(path)]
 
 
 def _last(records: Iterable[Record], *keys: str) -> dict[tuple, Record]:
@@ -458,12 +459,17 @@ float16, 32 query heads, head_dim 128; 8 KV heads where the column does not say 
 {_commits(newest.values())}{_steps(one_token)}"""
 
 
+def _place(preset: str) -> tuple[int, str]:
+    """Order of a preset in tables: listed presets, those of papers, others by name."""
+    order = [*PRESETS, *PAPER_PRESETS]
+    return (order.index(preset) if preset in order else len(order)), preset
+
+
 def _decode_table(newest: dict[tuple, Record]) -> str:
     """A table of one GPU's records, by shape, preset and backend."""
     shapes = [shape for shape in SHAPES if any(key[0] == shape for key in newest)]
-    order = {name: i for i, name in enumerate(PRESETS)}
     rows = []
-    for preset in sorted({key[1] for key in newest}, key=lambda name: (order.get(name, len(order)), name)):
+    for preset in sorted({key[1] for key in newest}, key=_place):
         cells = []
         for shape in shapes:
             both = [newest.get((shape, preset, backend)) for backend in ("cuda", "triton")]
@@ -501,10 +507,9 @@ head_dim 128. `eval/benchmarks/decode_shapes.py` has the shapes.
 def _step_tables(newest: dict[tuple, Record], gpu: str) -> str:
     """Two tables of one GPU's steps, by shape and preset: presets on the usual shapes; other shapes, each in a row,
     because there are more of them than fit beside each other."""
-    order = {name: i for i, name in enumerate(PRESETS)}
 
     def presets_on(shapes: Sequence[str]) -> list[str]:
-        return sorted({preset for shape, preset in newest if shape in shapes}, key=lambda name: order[name])
+        return sorted({preset for shape, preset in newest if shape in shapes}, key=_place)
 
     def cell(shape: str, preset: str) -> str:
         record = newest.get((shape, preset))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table, read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.eval.weight_quantization import WEIGHT_QUANTIZATIONS
 
@@ -16,7 +16,7 @@ STEPS = RESULTS / "weights-steps-nvidia-h200.jsonl"
 
 def _newest(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The last record of each combination of values in `keys`, in the order of `WEIGHT_QUANTIZATIONS`."""
-    newest = {tuple(record[key] for key in keys): record for record in read_records(path)}
+    newest = {tuple(record[key] for key in keys): record for record in current_records(path)}
     order = list(WEIGHT_QUANTIZATIONS)
     return sorted(newest.values(), key=lambda record: order.index(record["weights"]))
 

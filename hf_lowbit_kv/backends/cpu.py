@@ -53,7 +53,8 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         stop = min(start + block, tokens)
         allowed = _allowed(start, stop, before, mask, valid)
         inputs = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
-        blocks.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks).to(chunk.k.dtype))
+        lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
+        blocks.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks, lacking).to(chunk.k.dtype))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
@@ -97,10 +98,10 @@ def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | 
     return torch.cat([part.expand(rows, stop - start, -1) for part in (stored, chunk)], dim=-1)[:, None]
 
 
-def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks) -> torch.Tensor:
+def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks, lacking) -> torch.Tensor:
     """Attention in float32, `[B, S, Hq, head_dim_v]`; zero where a query may attend to nothing."""
     if softcap is not None or sinks is not None:
-        return plain_attention(q, k, v, allowed, scaling, softcap, sinks)
+        return plain_attention(q, k, v, allowed, scaling, softcap, sinks, lacking)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     ).transpose(1, 2)

@@ -27,7 +27,10 @@ from .choice import warn_of_reference as warn_of_reference
 from .choice import why_slow_reference as why_slow_reference
 
 #: a `Chunk` in the schema of an operation
-_CHUNK = "Tensor? q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen"
+_CHUNK = (
+    "Tensor? q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen, "
+    "Tensor? lacking"
+)
 _CHUNK_SIZE = len(Chunk._fields)
 
 

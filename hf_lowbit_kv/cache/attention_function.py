@@ -11,6 +11,8 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .layer_view import LayerView
+from .stored_masks import honour_mask
+from .token_counts import Seen
 
 
 def lowbit_attention(
@@ -41,6 +43,8 @@ def lowbit_attention(
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
+    if getattr(attention_mask, _ALL_REAL, False):
+        attention_mask = None
     layer.check_positions(query, kwargs.get("position_ids"), attention_mask)
     allowed = _allowed_in_prompt(module, key, attention_mask)
     if allowed is not None:  # a token attends to itself unless it is padding
@@ -74,6 +78,8 @@ def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Ten
 
 #: attribute of masks that `lowbit_mask` makes. Their diagonal tells padding, that of a user's mask may mean anything
 _MADE_HERE = "_lowbit_kv_mask"
+#: attribute of masks that `lowbit_mask` makes of a chunk without padding
+_ALL_REAL = "_lowbit_kv_all_real"
 
 
 def _is_causal(module: torch.nn.Module) -> bool:
@@ -137,6 +143,8 @@ def lowbit_mask(
     For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
     padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask. mask_function: one
     of `transformers.masking_utils`; `None`: causal.
+
+    In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.
     """
     # late, because this module imports torch's compiler; whoever asks for a mask has imported it
     from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -156,11 +164,19 @@ def lowbit_mask(
         if mask is not None:
             setattr(mask, _MADE_HERE, True)
         return mask
-    if attention_mask is None:
+    chunk = None if attention_mask is None else _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
+    hides_stored = False
+    if isinstance(kv_offset, Seen) and (attention_mask is None or attention_mask.shape[1] > q_length):
+        hides_stored = honour_mask(kv_offset, attention_mask)
+    if chunk is None:
         return None
-    chunk = _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
     if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
-        return None
+        if not hides_stored:
+            return None
+        # `None` would show all stored positions where transformers passes this result to this function again
+        chunk = torch.ones_like(chunk)
+        setattr(chunk, _ALL_REAL, True)
+        return chunk
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
     return chunk.clone(memory_format=torch.contiguous_format)
 

@@ -14,6 +14,7 @@ import torch
 from ..storage.layer_spec import LayerSpec
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
 from .low_bit_layer import LowBitLayer
+from .model_positions import Values
 from .own_layer_contents import OwnContents, contents_of, put_contents
 from .pass_checks import Ledger
 
@@ -46,6 +47,10 @@ class CacheContents(NamedTuple):
     """transformers' own layers"""
     text: torch.Tensor | None
     """ids `[B, n]` where the cache knows them"""
+    positions: Values | None = None
+    """those that the model keeps outside of its cache"""
+    read: tuple[int, bool] | None = None
+    """read length of the first tokens, and whether that of others does not agree, see `length_rope.ReadLengths`"""
 
 
 def take_layer(layer: LowBitLayer) -> LayerContents:
@@ -77,7 +82,11 @@ def take(cache: Any) -> CacheContents:
             )
         elif layer.store is not None and layer.length.ask():
             packed[index] = take_layer(layer)
-    return CacheContents(packed, own_layers, cache.text)
+    positions = None if cache.positions.values is None else dict(cache.positions.values)
+    read = None
+    if packed and (lengths := cache.read_lengths) is not None:
+        read = lengths.first_read(cache), lengths.whole(cache) is None
+    return CacheContents(packed, own_layers, cache.text, positions, read)
 
 
 @torch.no_grad()
@@ -96,6 +105,11 @@ def put(cache: Any, contents: CacheContents, model: Any, shared: bool = False) -
     for index, contents_of_layer in contents.own_layers.items():
         put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
     cache.text = contents.text
+    if contents.positions is not None:
+        cache.positions.values = dict(contents.positions)
+        cache.positions.give_back(model)
+    if cache.read_lengths is not None and contents.read is not None:
+        cache.read_lengths.restored(*contents.read)
     cache.ledger = Ledger(empty=not contents.layers)
 
 

@@ -28,8 +28,11 @@ from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import one_of, unknown_option
 from .implementation import warn_if_dense
+from .key_biases import warn_of_key_biases
+from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_fingerprint import fingerprint_of
+from .model_positions import ModelPositions
 from .model_ref import ModelRef
 from .own_layer_contents import resized
 from .own_layers import (
@@ -43,6 +46,7 @@ from .own_layers import (
 from .packed_layers import packed_sides, stream_sizes
 from .pass_checks import Ledger, OverrunError, OverrunWatch
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
+from .token_counts import Seen
 
 INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
@@ -157,6 +161,7 @@ class LowBitCache(Cache, PushToHubMixin):
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first
         self.preset, self.config = preset, config
+        self._biases_to_come = warn_of_key_biases(model_or_config, specs, self.packed_sizes)
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
@@ -164,6 +169,10 @@ class LowBitCache(Cache, PushToHubMixin):
         self._first_counting_index = min(
             [packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))]
         )
+        rope = length_rope(config)
+        self.read_lengths = None if rope is None else ReadLengths(rope)
+        self.positions = ModelPositions()
+        warn_of_drop(model_or_config)
 
     #: how its latest decoding steps ran, where they were recorded; for `summary()`
     decoding_steps: str | None = None
@@ -206,6 +215,10 @@ class LowBitCache(Cache, PushToHubMixin):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_counting_index:
             self._check_whole()
+            if self.read_lengths is not None:
+                self.read_lengths.note(self, tokens)
+            if (model := self.model.alive()) is not None:
+                self.positions.note(model, rows, self._first_packed_layer.length.at_least > 0)
         new = layer is self._first_packed_layer and not layer.is_initialized
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
@@ -221,6 +234,9 @@ class LowBitCache(Cache, PushToHubMixin):
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
+            if self._biases_to_come:
+                specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
+                self._biases_to_come = warn_of_key_biases(self.model.alive(), specs, self.packed_sizes)
         if layer_idx == self._first_packed_index and self.ledger is not None:
             self.ledger.packed(taken, tokens)
         return out
@@ -238,7 +254,10 @@ class LowBitCache(Cache, PushToHubMixin):
             # transformers asks for these sizes before it runs a compiled or recorded step
             for layer in self.packed_layers:
                 layer.refresh()
-        return super().get_mask_sizes(query_length, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        if isinstance(offset, Seen):
+            offset.cache = self
+        return length, offset
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if not torch.compiler.is_compiling():
@@ -278,6 +297,14 @@ class LowBitCache(Cache, PushToHubMixin):
         if count and self.text is not None:
             self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
 
+    def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
+        """Remove each row's newest tokens, which a mask hides, from the packed layers. See `LowBitLayer.remove_newest`."""
+        first = self._first_packed_layer
+        interrupted, first.storing = first.storing, True  # as in `crop`
+        for layer in self.packed_layers:
+            layer.remove_newest(tokens, stored)
+        first.storing = interrupted
+
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
         first = self._first_packed_layer
@@ -295,6 +322,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layer.reorder_cache(indices)
             first.storing = True  # until all layers have these rows
         first.storing, self.text = interrupted, text
+        self.positions.select(indices)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
@@ -402,6 +430,9 @@ class LowBitCache(Cache, PushToHubMixin):
         super().reset()
         self._overrun.forget()
         self.ledger, self.text, self._warned = Ledger(), None, False
+        if self.read_lengths is not None:
+            self.read_lengths.forget()
+        self.positions = ModelPositions()
 
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
@@ -426,7 +457,11 @@ class LowBitCache(Cache, PushToHubMixin):
                 raise ValueError(f"max_cache_len={max_cache_len} is not allowed: this cache grows, and its forks do")
             if (seen := int(self._first_packed_layer.get_seq_length())) > max_cache_len:
                 raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored")
-        return self._forks([{} for _ in range(n)], max_cache_len or self._first_packed_layer.length.capacity)
+        forks = self._forks([{} for _ in range(n)], max_cache_len or self._first_packed_layer.length.capacity)
+        for each in forks:
+            if each.read_lengths is not None:
+                each.read_lengths.forked = True
+        return forks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitCache:
         """One fork, for the same model. The model's configuration says which attention is selected, so it is not

@@ -22,7 +22,7 @@ from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .implementation import ATTENTION_NAME, refuse_backward
 from .layer_view import LayerView
 from .pass_checks import another_text, cut_prompt, padded_prompt
-from .token_counts import FixedLength, Length, Padding, fork_lengths
+from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
@@ -199,7 +199,8 @@ class LowBitLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self._check_capacity(query_length)
         if self.attends_packed:
-            return query_length, seen
+            compared = query_length > 1 and not torch.compiler.is_compiling()
+            return query_length, Seen.by(self) if compared else seen
         return int(seen) + query_length, 0
 
     def refresh(self) -> None:
@@ -223,20 +224,43 @@ class LowBitLayer(CacheLayerMixin):
         count = self.check_crop(tokens_to_remove)
         if count == 0 or not self.is_initialized:
             return
-        store, spec = self.store, self.spec
-        assert store is not None
-        state, end = store.state, self.length.ask()
-        state.length.sub_(self._padding.real_among_last(count, end)).clamp_(min=0)
+        end = self.length.ask()
+        self._shorten(self._padding.real_among_last(count, end), count)
         self._padding.cut(end - count)
-        if spec.direct:
-            state.paged.copy_((state.length - spec.sink).clamp(min=0))
-            self.store.own_pages()
-        elif count > self._in_tail:
-            unpack_into_tail(store)
-            store.own_pages()
-        self._in_tail = max(self._in_tail - count, 0)
         self.length.set(end - count)
         self.taken -= count
+
+    def _shorten(self, tokens: int | torch.Tensor, most: int) -> None:
+        """Remove each row's newest `tokens` stored tokens, a number or int32 `[B, 1]`, of no row more than `most`."""
+        store, spec = self.store, self.spec
+        assert store is not None
+        state = store.state
+        state.length.sub_(tokens).clamp_(min=0)
+        if spec.direct:
+            state.paged.copy_((state.length - spec.sink).clamp(min=0))
+            store.own_pages()
+        elif most > self._in_tail:
+            unpack_into_tail(store)
+            store.own_pages()
+        self._in_tail = max(self._in_tail - most, 0)
+
+    def stored_positions(self) -> torch.Tensor | None:
+        """bool `[B, n]`: which of the positions seen are stored; `None`: all. Waits for the device."""
+        return self._padding.real(self.length.ask())
+
+    def set_stored_positions(self, stored: torch.Tensor) -> None:
+        """Only these of the positions seen are stored, bool `[B, n]`."""
+        self._padding = Padding()
+        self._padding.note(0, stored)
+
+    def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
+        """Remove each row's newest tokens, as `crop` does, but keep their positions as padding.
+
+        Args:
+            tokens: int32 `[B]`, of each row. stored: bool `[B, n]`, see `set_stored_positions`.
+        """
+        self._shorten(tokens[:, None].to(self.device), int(tokens.max()))
+        self.set_stored_positions(stored.to(self.device))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `b` becomes row `beam_idx[b]`. Packed pages are shared."""

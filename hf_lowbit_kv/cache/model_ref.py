@@ -17,7 +17,7 @@ class ModelRef:
 
     def get(self, use: str) -> Any:
         """The model. Raises `ValueError` if there is none. use: the action that is then impossible."""
-        model = None if self._model is None else self._model()
+        model = self.alive()
         if model is None:
             raise ValueError(
                 f"this cache cannot be {use}: it was made from a configuration or loaded from a pickle, or its model is gone, "
@@ -25,8 +25,12 @@ class ModelRef:
             )
         return model
 
+    def alive(self) -> Any:
+        """The model, or `None` if there is none."""
+        return None if self._model is None else self._model()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRef:
-        model = None if self._model is None else self._model()
+        model = self.alive()
         return ModelRef(memo.get(id(model), model))
 
     def __reduce__(self):

@@ -19,17 +19,19 @@ import torch
 import xxhash
 
 from ..calibration_files import calibration_lookup
+from ..presets import why_not_of
 from ..storage.layer_spec import LayerSpec
 from ..storage.staleness import digest
 from ..storage.stored_tokens import StoredTokens
 from .cache_contents import CacheContents, LayerContents
 from .checked_tensors import read_tensors, write_tensors
 from .model_fingerprint import difference, fingerprint_of
+from .model_positions import keeps_positions
 from .own_layer_contents import OwnContents
 
 FILE_NAME = "lowbit_cache.json"
 #: version of the description and of the tensors' names
-VERSION = 1
+VERSION = 2
 #: an unfinished file older than this (seconds) is removed
 LEFT_FOR = 86400
 _FORMAT = "hf-lowbit-kv cache"
@@ -137,7 +139,13 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
         own_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(named)}
     if contents.text is not None:
         tensors["text"] = contents.text
-    return tensors, {"layers": layers, "own": own_layers}
+    described: dict[str, Any] = {"layers": layers, "own": own_layers, "read": contents.read}
+    if contents.positions is not None:
+        tensors |= {f"positions.{name}": x for name, x in contents.positions.items() if isinstance(x, torch.Tensor)}
+        described["positions"] = {
+            name: None if isinstance(x, torch.Tensor) else x for name, x in contents.positions.items()
+        }
+    return tensors, described
 
 
 def _checksum(text: str) -> str:
@@ -212,6 +220,11 @@ def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
     """Raise `ValueError` if the cache was saved for another model. The message names the difference."""
     if (reason := difference(description["fingerprint"], fingerprint_of(model))) is not None:
         raise ValueError(f"{path} was saved for another model: {reason}")
+    if description["layers"] and "positions" not in description and keeps_positions(model):
+        raise ValueError(
+            f"{path} was saved without the positions that {type(model).__name__} keeps outside of its cache (rope_deltas), so "
+            "the text would go on at wrong ones: make it again"
+        )
 
 
 def check_expected(
@@ -224,8 +237,10 @@ def check_expected(
     path: Path,
 ) -> None:
     """Raise `ValueError` if the cache does not have the preset or the calibration that the caller expects."""
-    if preset not in (None, description["preset"]):
-        raise ValueError(f"{path} holds a cache of preset={description['preset']!r}, not of preset={preset!r}")
+    if preset is not None:
+        reason = why_not_of(preset, description["preset"], specs_in(description).values())
+        if reason is not None:
+            raise ValueError(f"{path} holds a cache of {reason}")
     if calibration is None:
         return
     specs = {index: cache.layers[index].spec for index in cache.packed_sizes}
@@ -281,7 +296,11 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
         )
         for index, said in description["own"].items()
     }
-    return CacheContents(layers, own_layers, tensors.get("text"))
+    positions = description.get("positions")
+    if positions is not None:
+        positions = {name: tensors.get(f"positions.{name}", value) for name, value in positions.items()}
+    read = description.get("read")
+    return CacheContents(layers, own_layers, tensors.get("text"), positions, None if read is None else tuple(read))
 
 
 def _layer_contents(said: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:

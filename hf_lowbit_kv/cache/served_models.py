@@ -113,7 +113,7 @@ def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: di
     if reading == "latent":
         raise ValueError(
             f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
-            "one, e.g. from_preset('fp8', model), from_preset('kv8', model) or KIVICache(model)"
+            "one, e.g. from_preset('fp8', model), from_preset('int8', model) or KIVICache(model)"
         )
     raise ValueError(
         f"model_type={config.model_type!r} caches a latent (MLA), and this preset is for keys and values; use "
@@ -137,7 +137,7 @@ def tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:
 
 
 #: projections whose outputs hold the keys of all heads, as models name them
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads: int | None) -> None:
@@ -156,7 +156,7 @@ def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads
     is_model = isinstance(model_or_config, PreTrainedModel)
     plan = getattr(model_or_config, "tp_plan" if is_model else "base_model_tp_plan", None) or {}
     split = [name for name, style in plan.items() if style == "colwise"]
-    if any(name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS for name in split):
+    if any(name.rsplit(".", 1)[-1] in KEY_PROJECTIONS for name in split):
         fitting = max(count for count in range(1, heads + 1) if heads % count == 0 and count < ranks)
         raise ValueError(
             f"tp_size={ranks} does not divide num_key_value_heads={heads}: transformers would give each rank a part of a KV "

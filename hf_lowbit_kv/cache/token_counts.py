@@ -8,15 +8,35 @@ both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..storage.store_forks import copies_of
 
+if TYPE_CHECKING:
+    from .low_bit_cache import LowBitCache
+    from .low_bit_layer import LowBitLayer
+
 #: first position, and a mask, bool `[B, n]`
 Noted = tuple[int | torch.Tensor, torch.Tensor]
 #: this many masks of single tokens are joined into one
 BLOCK = 128
+
+
+class Seen(int):
+    """Tokens that a packed layer has seen before a pass of several tokens. transformers takes this number from the cache
+    to the mask function, which so finds both."""
+
+    layer: LowBitLayer
+    cache: LowBitCache
+
+    @classmethod
+    def by(cls, layer: LowBitLayer) -> Seen:
+        """The count of this layer; the cache adds itself. Waits for the device."""
+        new = cls(int(layer.get_seq_length()))
+        new.layer = layer
+        return new
 
 
 class Padding:
@@ -52,6 +72,18 @@ class Padding:
             if low < high:
                 padding = padding + (~mask[:, low - start : high - start]).sum(1, keepdim=True, dtype=torch.int32)
         return count - padding
+
+    def real(self, end: int) -> torch.Tensor | None:
+        """bool `[B, end]`: which of the positions before `end` were not padding; `None`: all. Waits for the device."""
+        self._noted = _put_together([(int(start), mask) for start, mask in self._noted])
+        self._singles = 0
+        if not self._noted:
+            return None
+        mask = self._noted[0][1]
+        real = torch.ones(len(mask), end, dtype=torch.bool, device=mask.device)
+        for start, mask in self._noted:
+            real[:, int(start) : int(start) + mask.shape[1]] = mask
+        return real
 
     def cut(self, end: int) -> None:
         """Forget positions from `end` on."""

@@ -17,7 +17,7 @@ from ..presets import PresetName, get_preset
 from ..storage.paged_store import LayerSpec
 from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
-from .calibration_windows import Tokens, announcement, check_texts, longest_window
+from .calibration_windows import Tokens, announcement, check_texts, first_positions, longest_window
 from .calibrators import ALIKE
 from .steps_shown import Report, say, steps_shown
 from .window_reading import read_windows
@@ -93,6 +93,7 @@ def calibrate(
     extra = (
         tokens.draw_for_gradients(*differentiation.wanted(model, max(watched), *asked_for), seed) if watched else None
     )
+    firsts = first_positions(model, len(windows.windows), length, seed)
     sampling = plan.choose(len(windows.windows), length, seed)
     plan.check(sampling, device)
     kept = KeptPages(plan, sampling, torch.device("cpu") if offload else None)
@@ -102,7 +103,7 @@ def calibrate(
     with steps_shown(progress) as shown:
         count = len(windows.windows)
         shown("reading", 0, count)
-        read_windows(model, windows.windows, kept.see, functools.partial(_told, shown, count), grids)
+        read_windows(model, windows.windows, kept.see, functools.partial(_told, shown, count), grids, firsts)
         if extra is not None:
             count = len(extra.windows)
             shown("gradients", 0, len(watched) * count)
@@ -110,7 +111,8 @@ def calibrate(
                 see = functools.partial(plan.see_gradients, page_size)
                 told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
                 differentiation.read_gradients(
-                    model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload
+                    *(model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload),
+                    first_positions(model, len(extra.windows), extra.length, seed),
                 )
         shown("fitting", 0, len(plan.sizes))
         for number, layer in enumerate(plan.sizes):
@@ -123,6 +125,7 @@ def calibrate(
         "text_hashes": [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts],
         "samples": len(windows.windows),
         "length": length,
+        "positions": max(firsts) + length,
         "gradients": bool(watched),
         "attention": bool(grids),
     }

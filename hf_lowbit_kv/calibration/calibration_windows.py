@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..cache.served_models import longest_text, unwrap
 from ..storage.layer_spec import check_count
 
 #: tokens that are read by default, by device
@@ -122,6 +124,25 @@ def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) ->
     fewer = ", as many as there are," if read < windows.wanted else ""
     text = f"calibrating on {tokens}; {windows.wanted} are wanted, and {read}{fewer} will be read: {windows}"
     return text if gradients is None else f"{text}, and {gradients} for gradients"
+
+
+def first_positions(model: Any, count: int, length: int, seed: int) -> list[int]:
+    """The position of the first token of each of `count` windows of `length` tokens: one at random in each of as many
+    equal parts of the positions that the model is made for, in random order. RoPE turns keys with their position, and
+    biases of keys with them. So keys of a text's first tokens do not show what the keys of a long text look like. The
+    model's own predictions stay, because they depend only on distances. 0 where the model takes no `position_ids`."""
+    room = (longest_text(unwrap(model).config) or length) - length
+    if room <= 0 or "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
+        return [0] * count
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
+    return (parts / count * (room + 1)).long().clamp(max=room).tolist()
+
+
+def positions(first: int, tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The argument `position_ids` for `tokens` tokens from position `first`; none from position 0, where models count
+    themselves."""
+    return {"position_ids": torch.arange(first, first + tokens, device=device)[None]} if first else {}
 
 
 def longest_window(model: Any) -> int:

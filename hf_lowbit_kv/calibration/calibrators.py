@@ -105,8 +105,9 @@ class EigenCalibrator(Calibrator):
     C is the covariance of keys around the mean of their page. It mixes two covariances, with shares `ALIKE` and 1 -
     `ALIKE`. In the first all keys count the same. In the second each key has its attention weight, normalized within
     each window. W is the mean of g g^T plus a ridge. Here g is the gradient of log p(tokens drawn from the model) with
-    respect to a key, through far later queries only. The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 k. An
-    equal error then costs the same in each channel, to second order. Without gradients W is the identity.
+    respect to a key, through far later queries only. The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 (k - c). An
+    equal error then costs the same in each channel, to second order. Without gradients W is the identity. The center c
+    is the mean of all keys.
     """
 
     gradients = True
@@ -116,11 +117,13 @@ class EigenCalibrator(Calibrator):
         super().__init__(part, head_dim, num_kv_heads, *options, **named)
         self.covariance = torch.zeros(num_kv_heads, head_dim, head_dim, dtype=torch.float64)
         self.attended, self.weights = torch.zeros_like(self.covariance), torch.zeros_like(self.covariance)
+        self.total = torch.zeros(num_kv_heads, head_dim, dtype=torch.float64)
         self.tokens = self.windows = 0
 
     def observe(self, tokens, weights=None):
         count = tokens.shape[2] // self.page_size * self.page_size
         pages = tokens[0, :, :count].double().unflatten(1, (-1, self.page_size))
+        self.total += pages.sum((1, 2)).cpu()
         rest = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         self.covariance += (rest.mT @ rest).cpu()
         self.tokens += count
@@ -145,9 +148,10 @@ class EigenCalibrator(Calibrator):
         costs = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
         root = _square_root(costs + RIDGE * identity)
         vectors = torch.linalg.eigh(root @ covariance @ root).eigenvectors
-        # flip: ascending -> descending. Keys are rows: k' = k (W^1/2 U). Rounding to half precision makes the file
+        # flip: ascending -> descending. Keys are rows: k' = (k - c) (W^1/2 U). Rounding to half precision makes the file
         # small and does no harm, because queries get the inverse of the rounded matrix
-        return ((root @ vectors.flip(-1)).half(),)
+        center = (self.total / max(self.tokens, 1)).clamp(-FP16_MAX, FP16_MAX)
+        return (root @ vectors.flip(-1)).half(), center.half()
 
 
 def _square_root(matrix: torch.Tensor) -> torch.Tensor:
@@ -179,7 +183,7 @@ class StaticCalibrator(Calibrator):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
         center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # a channel's zero; rounding it does no harm
-        if self.part.page_mean:
+        if not self.part.token_scale:
             return center, self._step((pages - pages.mean(2, keepdim=True)).flatten(1, 2), weights)
         centers = torch.zeros_like(center), center
         steps = [self._step((pages - each.float()[:, None, None]).flatten(1, 2), weights) for each in centers]

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from ..cache.cache_argument import as_argument
-from .calibration_windows import longest_window
+from .calibration_windows import longest_window, positions
 from .calibrators import PAGE
 from .recomputed_layers import recomputed_layers
 
@@ -85,6 +85,7 @@ def read_gradients(
     progress: Callable[[int], None] | None = None,
     page_size: int = PAGE,
     offload: bool = False,
+    firsts: Sequence[int] | None = None,
 ) -> None:
     """Let the model read each window, and call `see(layer, side, gradients)` with gradients of shape `[1, H, S, D]`.
 
@@ -92,7 +93,8 @@ def read_gradients(
     of these tokens.
 
     Args:
-        windows: tokens, int64 `[S]`. layers: the packed layers. sides: 0 for keys, 1 for values.
+        windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
+        layers: the packed layers. sides: 0 for keys, 1 for values.
         page_size: tokens of a page. The model reads windows in chunks of this size.
         offload: compute layers again in the backward pass, instead of keeping a window's activations. The gradients are
             the same and take about a third longer.
@@ -109,7 +111,7 @@ def read_gradients(
         for number, window in enumerate(windows):
             cache = _GradientCache(model.config, layers, sides, len(window), page_size)
             with recomputed_layers(model, cache) if offload else nullcontext():
-                gradients = _gradients(model, window, cache, generator)
+                gradients = _gradients(model, window, cache, generator, firsts[number] if firsts else 0)
             for (layer, side), gradient in gradients.items():
                 see(layer, side, gradient)
             if progress is not None:
@@ -119,13 +121,14 @@ def read_gradients(
             parameter.requires_grad_(True)
 
 
-def _gradients(model: Any, window: torch.Tensor, cache: _GradientCache, generator: torch.Generator) -> dict:
+def _gradients(model: Any, window: torch.Tensor, cache: _GradientCache, generator: torch.Generator, start: int) -> dict:
     ids = window[None].to(model.device)
     total = torch.zeros((), device=model.device)
     with torch.enable_grad():
         for first in range(0, len(window), cache.page_size):
             chunk = ids[:, first : first + cache.page_size]
-            logits = model(chunk, **as_argument(cache), use_cache=True).logits[0]
+            at = positions(start and start + first, chunk.shape[1], ids.device)
+            logits = model(chunk, **at, **as_argument(cache), use_cache=True).logits[0]
             if not cache.zeros:
                 continue  # these predictions depend on no zeros yet
             log_p = logits.float().log_softmax(-1)

@@ -17,6 +17,7 @@ from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .attention_weights import CHUNK, PageGrid, weights_of
+from .calibration_windows import positions
 
 #: called with the number of the window, the layer, (keys, values) `[1, H, S, D]`, and token weights `[H, S]` by grid
 See = Callable[[int, int, tuple, Mapping[PageGrid, torch.Tensor]], None]
@@ -41,11 +42,12 @@ def read_windows(
     see: See,
     progress: Callable[[int], None] | None = None,
     grids: Collection[PageGrid] = (),
+    firsts: Sequence[int] | None = None,
 ) -> None:
     """Let the model read each window.
 
     Args:
-        windows: tokens, int64 `[S]`.
+        windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
         see: gets the keys and values of each layer for each window.
         grids: page grids for which tokens are weighed. Without grids `see` gets no weights, and the keys and values of
             all layers. With grids it gets those of packed layers only.
@@ -55,13 +57,14 @@ def read_windows(
     """
     for number, window in enumerate(windows):
         ids = window[None].to(model.device)
+        at = positions(firsts[number] if firsts else 0, len(window), model.device)
         if grids:
             cache = _watching(model, functools.partial(see, number), grids)
             with selected(model):
-                model(ids, **as_argument(cache), use_cache=True, logits_to_keep=1)
+                model(ids, **at, **as_argument(cache), use_cache=True, logits_to_keep=1)
         else:
             handing_on = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
-            model(ids, **as_argument(handing_on), use_cache=True, logits_to_keep=1)
+            model(ids, **at, **as_argument(handing_on), use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)
 

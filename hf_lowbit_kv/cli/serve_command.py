@@ -28,6 +28,25 @@ def serve(
     ] = "auto",
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait for a row; others get HTTP 429.")
+    ] = 512,
+    prefill_chunk_size: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt that are read between two steps of the running answers.")
+    ] = 2048,
+    share_prefixes: Annotated[
+        bool, typer.Option(help="Whether prompts that begin alike share packed pages. A client can measure that.")
+    ] = True,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Id of the model.", show_default="its hub name, or its folder's last part")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HF_LOWBIT_KV_API_KEY", help="Key that clients must send.", show_default="none")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web page whose scripts may ask (CORS), or *; repeatable.", show_default="none"),
+    ] = None,
     patience: Annotated[
         int, typer.Option(min=0, help="Seconds that running answers may take after SIGTERM or Ctrl-C.")
     ] = 10,
@@ -46,6 +65,8 @@ def serve(
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
     check_device(None if device == "auto" else device)
+    if api_key == "":
+        raise ValueError("--api-key '' is not allowed; leave it out for a server that asks for no key")
     size = memory_in_bytes(memory)
     options = parse_overrides(overrides, calibration)
 
@@ -61,6 +82,12 @@ def serve(
         dtype=dtype,
         memory=size,
         max_rows=max_rows,
+        max_waiting=max_waiting,
+        chunk_size=prefill_chunk_size,
+        share_prefixes=share_prefixes,
+        served_model_name=served_model_name,
+        api_key=api_key,
+        allow_origins=allow_origin or (),
         patience=patience,
         cache_options=options,
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),

@@ -10,11 +10,12 @@ from .boosted import Boosted
 from .codebook import Codebook
 from .dense import Dense
 from .fp8 import Fp8
+from .fp8_centered import Fp8Centered
 from .static import Static
 from .trellis import Trellis
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Static, Trellis]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Fp8Centered, Static, Trellis]
 
 
 @functools.cache
@@ -56,6 +57,7 @@ __all__ = [
     "Field",
     "Format",
     "Fp8",
+    "Fp8Centered",
     "Parameter",
     "Static",
     "Trellis",

@@ -97,6 +97,10 @@ class Affine(Format):
         return self.axis == "token"
 
     @property
+    def for_biased_keys(self) -> Format:
+        return replace(self, axis="channel", group_size=None) if self.axis == "token" else self
+
+    @property
     def levels(self) -> int:
         """Largest code."""
         return 2**self.bits - 1

@@ -62,6 +62,12 @@ class Format(Parametrized, ABC):
         return False
 
     @property
+    def for_biased_keys(self) -> Format:
+        """The format to take for keys with large biases instead: itself if a channel with a large constant part costs the
+        other channels nothing; otherwise one of about as many bits."""
+        return self
+
+    @property
     def calibrated(self) -> Format:
         """The format whose calibrated parameters this format uses: itself, unless it shares those of another format."""
         return self

@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from . import fragment
+from .affine import Affine
 from .base import Format, Parameter, Tensors
 
 #: channels of a sub-vector, and bits of an index
@@ -87,6 +88,11 @@ class Codebook(Format):
 
     def with_layout(self, layout: str) -> Codebook:
         return replace(self, layout=layout)
+
+    @property
+    def for_biased_keys(self) -> Format:
+        """Entries are fitted to keys of the first positions, and RoPE turns a bias out of their reach."""
+        return Affine(4 if self.bits > 2 * self.dim else 2, "channel")
 
     @property
     def size(self) -> int:

@@ -91,6 +91,12 @@ class Fp8(Format):
     def tokenwise(self) -> bool:
         return self.granularity != "block"
 
+    @property
+    def for_biased_keys(self) -> Format:
+        from .fp8_centered import Fp8Centered  # which imports this module
+
+        return Fp8Centered()
+
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         codes: tuple[str, torch.dtype, tuple[int, ...]] = ("codes", torch.float8_e4m3fn, (page_size, head_dim))
         if self.fragments:

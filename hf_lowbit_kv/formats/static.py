@@ -6,15 +6,15 @@ codes:
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-Names tell what a page has besides codes: `static-44422000` a mean, `static-2-t` a mean and token scales, `static-2-tn`
-token scales and no mean.
+Names tell what a page has besides codes: `static-44422000` (keys) a mean for each channel, `static-2-tn` (values) a scale
+for each token and no mean.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
-- `mean` is the page's mean after the center is subtracted, in steps: one int8 for each channel, in units of
-  `mean_step(bits)`. It is 0 in formats without.
+- `mean` is the page's mean after the center is subtracted, in steps: one float16 for each channel. It is 0 for values.
+  Keys have large means where their biases turn with the position, so 8 bits would not reach far enough.
 - `bits` of a channel come from the pattern: `44422000` gives the first three eighths of the channels 4 bits, the last
   three none.
-- `token_scale` (values only) is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
+- `token_scale` is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
 - `gain` undoes the shrinking of a minimum-error quantizer of Gaussian numbers.
 
 Codes are stored as planes of 4, 2 and 1 bits; codes of 3 bits have a plane of 2 and a plane of 1. A kernel treats a
@@ -74,13 +74,15 @@ def validate(pattern: str, token_scale: bool, head_dim: int, layout: str) -> Non
     """Raise `ValueError` where the layout does not take this pattern."""
     if layout == LAYOUTS[0]:
         if token_scale:
-            raise ValueError(f"layout={layout!r} is for keys, whose tokens have no scales ('-t')")
+            raise ValueError(f"layout={layout!r} is for keys, whose tokens have no scales ('-tn')")
         if head_dim // len(pattern) % OCTET:
             raise ValueError(
                 f"pattern={pattern!r} has groups of {head_dim // len(pattern)} channels with head_dim={head_dim}; "
                 f"layout={layout!r} takes multiples of {OCTET}"
             )
         return
+    if not token_scale:
+        raise ValueError(f"layout={layout!r} is for values, whose tokens have scales ('-tn')")
     bits = set(map(int, pattern))
     if len(bits) > 1 or not bits <= set(VALUE_BITS):
         raise ValueError(f"pattern={pattern!r} in layout={layout!r} must be one of {VALUE_BITS} bits for all channels")
@@ -181,25 +183,23 @@ ERROR = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.00349, 6: 0.00104}
 STEP = {0: 1.0, 1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041}
 #: planes that a code of so many bits is stored in, the high one first
 PLANES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
-#: a channel's mean is stored in steps of this, by bits: powers of two, so that products with codes are exact
-MEAN_STEP = {0: 1 / 8, 1: 1 / 8, 2: 1 / 8, 3: 1 / 4, 4: 1 / 2, 5: 1.0, 6: 2.0}
-MEAN_LEVELS = 127
+#: the largest mean of a page, in steps: what float16 holds
+MEAN_MOST = 65504.0
 #: token scales are 2 ** (k / 4) for k from here to 15 more
 LOWEST_SCALE = -8
 
 
 @dataclass(frozen=True, repr=False)
 class Static(Format):
-    """Integers with static steps, and a mean for each page.
+    """Integers with static steps.
 
     Args:
         pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
-        token_scale: whether each token has a scale of 4 bits (for values).
-        page_mean: whether a page has a mean for each channel. Channels of 1 bit need it; values of 2 bits or more do not.
+        token_scale: whether each token has a scale of 4 bits (values). If not, a page has a mean for each channel (keys).
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
     Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width
-    (`planes`), packed as in `affine`; with `page_mean`, `mean` int8 `[head_dim]`; with `token_scale`, `scale` uint8
+    (`planes`), packed as in `affine`; then `mean` float16 `[head_dim]`, or with `token_scale` `scale` uint8
     `[page_size / 2]`: k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
     Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them,
     see `fragment`.
@@ -207,11 +207,10 @@ class Static(Format):
 
     weighed: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
-    grammar: ClassVar[str] = "'static-<bits of each group of channels>[-t|-tn|-n]'"
+    grammar: ClassVar[str] = "'static-<bits of each group of channels>[-tn]'"
 
     pattern: str
     token_scale: bool = False
-    page_mean: bool = True
     layout: str = "planar-1"
 
     def __post_init__(self):
@@ -227,16 +226,12 @@ class Static(Format):
     @property
     def name(self) -> str:
         layout = "" if self.layout == "planar-1" else f"@{self.layout}"
-        kept = ("t" if self.token_scale else "") + ("" if self.page_mean else "n")
-        return f"static-{self.pattern}{'-' if kept else ''}{kept}{layout}"
+        return f"static-{self.pattern}{'-tn' if self.token_scale else ''}{layout}"
 
     @classmethod
     def parse(cls, name: str) -> Static | None:
-        match = re.fullmatch(r"static-(\d+)(?:-(t?n|t))?(?:@([\w-]+))?", name)
-        if match is None:
-            return None
-        kept = match[2] or ""
-        return cls(match[1], "t" in kept, "n" not in kept, match[3] or "planar-1")
+        match = re.fullmatch(r"static-(\d+)(-tn)?(?:@([\w-]+))?", name)
+        return None if match is None else cls(match[1], match[2] is not None, match[3] or "planar-1")
 
     def with_layout(self, layout: str) -> Static:
         return replace(self, layout=layout)
@@ -273,14 +268,9 @@ class Static(Format):
         """The factor of a code's distance from the middle, float32 `[head_dim]`; 0 for channels without a code."""
         return _per_bits(self.pattern, head_dim, functools.partial(_gain, token_scale=self.token_scale))
 
-    def mean_step(self, head_dim: int) -> torch.Tensor:
-        """Unit of the page's means, float32 `[head_dim]`."""
-        return _per_bits(self.pattern, head_dim, MEAN_STEP.__getitem__)
-
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
-        scale = [("scale", torch.uint8, (page_size // 2,))] if self.token_scale else []
-        mean = [("mean", torch.int8, (head_dim,))] if self.page_mean else []
-        return [("codes", *self._codes(head_dim, page_size)), *mean, *scale]
+        scale, mean = ("scale", torch.uint8, (page_size // 2,)), ("mean", torch.float16, (head_dim,))
+        return [("codes", *self._codes(head_dim, page_size)), scale if self.token_scale else mean]
 
     def _codes(self, head_dim: int, page_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the array `codes`."""
@@ -293,17 +283,14 @@ class Static(Format):
         center, step = (parameter[:, None, :] for parameter in parameters)
         x = (x.float() - center) / step
         bits = self.bits(head_dim).to(x.device)
-        # steps are powers of two and sums are folded: every backend rounds at the same places
         arrays = {}
-        if self.page_mean:
-            unit = self.mean_step(head_dim).to(x.device)
-            mean = (fold_sum(x) * (1 / page_size) / unit).round().clamp(-MEAN_LEVELS, MEAN_LEVELS)
-            x = x - (mean * unit)[..., None, :]
-            arrays["mean"] = mean.to(torch.int8)
         if self.token_scale:
             k = self.scale_of(x)
             arrays["scale"] = k[..., 0::2] | k[..., 1::2] << 4
             x = x / token_scales(x.device)[k.long()][..., None]
+        else:  # sums are folded: every backend rounds at the same places
+            arrays["mean"] = (fold_sum(x) * (1 / page_size)).clamp(-MEAN_MOST, MEAN_MOST).half()
+            x = x - arrays["mean"].float()[..., None, :]
         half = torch.where(bits > 0, 2.0 ** (bits - 1), 0.0)
         codes = (x.floor() + half).clamp(min=0).minimum(2.0**bits - 1).to(torch.int32)
         return arrays | {"codes": self._pack(codes)}
@@ -315,8 +302,8 @@ class Static(Format):
         if self.token_scale:
             k = torch.stack([arrays["scale"] & 15, arrays["scale"] >> 4], -1).flatten(-2)
             x = x * token_scales(device)[k.long()][..., None]
-        if self.page_mean:
-            x = x + (arrays["mean"].float() * self.mean_step(head_dim).to(device))[..., None, :]
+        else:
+            x = x + arrays["mean"].float()[..., None, :]
         center, step = (parameter[:, None, :] for parameter in parameters)
         return x * step + center
 

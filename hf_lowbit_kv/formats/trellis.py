@@ -54,15 +54,12 @@ class Trellis(Static):
 
     pattern: str = "2"
     token_scale: bool = True
-    page_mean: bool = False
     layout: str = LAYOUTS[1]
 
     def __post_init__(self):
-        fields = self.pattern, self.token_scale, self.page_mean, self.layout
-        if fields != ("2", True, False, LAYOUTS[1]):
-            raise ValueError(
-                f"fields={fields!r} are not allowed; a trellis has 2 bits, token scales, no means, one layout"
-            )
+        fields = self.pattern, self.token_scale, self.layout
+        if fields != ("2", True, LAYOUTS[1]):
+            raise ValueError(f"fields={fields!r} are not allowed; a trellis has 2 bits, token scales, one layout")
 
     @property
     def name(self) -> str:
@@ -74,7 +71,7 @@ class Trellis(Static):
 
     @property
     def calibrated(self) -> Static:
-        return Static("2", token_scale=True, page_mean=False)
+        return Static("2", token_scale=True)
 
     def with_layout(self, layout: str) -> Trellis:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..cache.served_models import longest_text
 from ..storage.layer_spec import check_count
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .sampling_settings import check_sampling
@@ -202,6 +204,23 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 def _shown(prompt: Any) -> str:
     return f"a tensor of shape {tuple(prompt.shape)}" if isinstance(prompt, torch.Tensor) else f"{prompt!r:.80}"
+
+
+def warn_of_length(model: Any, tokens: int, length: int) -> None:
+    """Warn before a text is read that may become longer than the model's positions.
+
+    Args:
+        tokens: of the prompt, padding included. length: with all tokens that may be written.
+    """
+    longest = longest_text(model.config)
+    if longest is not None and length > longest:
+        subject = "the prompt has" if tokens > longest else "prompt and answer may have"
+        warnings.warn(
+            f"{subject} {tokens if tokens > longest else length} tokens, and the model was made for texts of at most {longest} "
+            "(max_position_embeddings and RoPE scaling of its configuration): beyond that its answers are usually of no use, "
+            "or it fails. Shorten the prompt, lower max_new_tokens, or load the model with RoPE scaling",
+            stacklevel=3,
+        )
 
 
 def check_mask(mask: Any, rows: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..cache.cache_argument import NAME, cache_in
+from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
@@ -30,6 +30,7 @@ from .overriding import original, put_on, take_off
 from .prefill import read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_continued, remember_text
+from .whole_reading import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
@@ -176,7 +177,7 @@ def enable(
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
     if not stack:
-        put_on(inner, generate, _prepare_cache_for_generation, *_ADDED)
+        put_on(inner, *_overrides(inner))
     stack.append(enabled)
     return enabled
 
@@ -209,7 +210,11 @@ def disable(model: Any) -> None:
 
 def _take_off(model: Any) -> None:
     vars(model).pop(_ENABLED, None)
-    take_off(model, generate, _prepare_cache_for_generation, *_ADDED)
+    take_off(model, *_overrides(model))
+
+
+def _overrides(model: Any) -> tuple[Callable, ...]:
+    return generate, _prepare_cache_for_generation, *_ADDED, *keeping_cache(model)
 
 
 def _copied(option: Any) -> Any:
@@ -235,6 +240,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = _EnabledCall(self, stack, _named(args, kwargs), [], [])
         token = _call.set(call)
         try:
+            if isinstance(
+                held := next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None), LowBitCache
+            ):
+                held.positions.give_back(self)
             out = original(self, "generate")(*args, **kwargs)
             for kept in call.kept:
                 kept.end(out if isinstance(out, torch.Tensor) else out.sequences)

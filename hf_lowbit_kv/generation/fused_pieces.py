@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..cache.served_models import tp_size
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
+from .tensor_parallel import local, splits
 
 #: kinds of pieces, in the order of `summary()`
 KINDS = ("norms", "rotary", "gate", "products")
@@ -27,6 +29,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
 }
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+#: classes of weights that kernels read by address
+_PLAIN = (nn.Parameter, torch.Tensor)
 #: how many numbers of a weight are converted to float64 at a time
 _WIDENED = 2**23
 
@@ -124,14 +128,14 @@ class Norm(Piece):
         return ("torch",) if why_no_kernels(self.module.weight.device.type) else ("kernel", "torch")
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...]:
-        weight = self.module.weight
+        weight = local(self.module.weight)
         return (weight.new_zeros(rows, 1, len(weight)),)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return own_forward(self.module)(x)
 
     def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.module.weight
+        weight: Any = local(self.module.weight)
         if way == "torch":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         check_kernels(x.device)
@@ -140,7 +144,7 @@ class Norm(Piece):
         return rms_norm(x, weight, self.eps, self.offset)
 
     def compared(self, way: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
-        wide, weight = x.double(), self.module.weight.double()
+        wide, weight = x.double(), local(self.module.weight).double()
         exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (weight + self.offset)
         yield self.fused(way, x), out, exact
 
@@ -170,10 +174,11 @@ class Rotary(Piece):
         """As most models call it: cosines of the whole head, or of the part that the configuration names."""
         config: Any = getattr(self.module, "config", None)
         head_dim: Any = getattr(self.module, "head_dim", None)
-        weight = next(self.module.parameters(), None)
+        weight = local(next(self.module.parameters(), None))
         counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
         if weight is None or not all(isinstance(n, int) for n in (head_dim, *counts)):
             return None
+        counts = [n // tp_size(config) for n in counts]
         part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
         q, k = (weight.new_zeros(rows, 1, n, head_dim).transpose(1, 2) for n in counts)
         cos = weight.new_zeros(rows, 1, int(head_dim * part) // (2 if self.shared else 1))
@@ -239,7 +244,7 @@ class Gate(Piece):
     def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
         if len(self.ways) == 1:
             return None
-        return (self.module.gate_proj.weight.new_zeros(rows, 1, self.module.gate_proj.in_features),)
+        return (local(self.module.gate_proj.weight).new_zeros(rows, 1, self.module.gate_proj.in_features),)
 
     def _gated(self, way: str, x: torch.Tensor) -> torch.Tensor:
         check_kernels(x.device)
@@ -250,8 +255,7 @@ class Gate(Piece):
         from ..triton_kernels.fused_products import gated_product
 
         gate, up = [self.module.get_submodule(name) for name in GATED]
-        biases = None if gate.bias is None else (gate.bias, up.bias)
-        return gated_product(_checked(x, gate), (gate.weight, up.weight), self.activation, biases)
+        return gated_product(_checked(x, gate), tuple(_weights([gate, up])), self.activation, _biases([gate, up]))
 
     def _products(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         module: Any = self.module
@@ -293,7 +297,7 @@ class Products(Piece):
             yield linear, functools.partial(self.shared.output, index, own_forward(linear))
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...]:
-        return (self.linears[0].weight.new_zeros(rows, 1, self.linears[0].in_features),)
+        return (local(self.linears[0].weight).new_zeros(rows, 1, self.linears[0].in_features),)
 
     def plain(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(own_forward(linear)(x) for linear in self.linears)
@@ -302,8 +306,7 @@ class Products(Piece):
         check_kernels(x.device)
         from ..triton_kernels.fused_products import products
 
-        biases = None if self.linears[0].bias is None else [linear.bias for linear in self.linears]
-        return products(_checked(x, self.linears[0]), [linear.weight for linear in self.linears], biases)
+        return products(_checked(x, self.linears[0]), _weights(self.linears), _biases(self.linears))
 
     def compared(self, way: str, out: tuple[torch.Tensor, ...], x: torch.Tensor) -> Iterator[Comparison]:
         exact = [_wide_product(x, linear) for linear in self.linears]
@@ -355,7 +358,7 @@ def why_not_replaced(module: nn.Module) -> str | None:
     """Why this module's own `forward` has to run, or `None`."""
     if type(module).__module__.partition(".")[0] == "liger_kernel":
         return LIGER
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not splits(module):
         return "its forward is replaced already"
     if module._forward_hooks or module._forward_pre_hooks:
         return "hooks"
@@ -372,8 +375,9 @@ def why_no_products(linears: list[tuple[str, nn.Module]]) -> tuple[str, str] | N
             return name, _called(linear)
         if (reason := why_not_replaced(linear)) is not None:
             return name, reason
-        weight: Any = linear.weight
-        if type(weight) is not nn.Parameter or weight.layout is not torch.strided or weight.stride(-1) != 1:
+        weight: Any = local(linear.weight)
+        plain = isinstance(linear.weight, nn.Parameter) and type(weight) in _PLAIN and weight.layout is torch.strided
+        if not plain or weight.stride(-1) != 1:
             return name, "its weight is no plain tensor"
         if weight.dtype not in _SIXTEEN_BITS:
             return name, str(weight.dtype).removeprefix("torch.")
@@ -422,17 +426,28 @@ def _checked(x: torch.Tensor, linear: Any) -> torch.Tensor:
 
 def _wide_product(x: torch.Tensor, linear: Any) -> torch.Tensor:
     """`linear(x)` in float64, a part of the outputs at a time."""
-    wide = x.double()
-    size = max(_WIDENED // linear.weight.shape[1], 1)
-    out = torch.cat([F.linear(wide, part.double()) for part in linear.weight.split(size)], dim=-1)
-    return out if linear.bias is None else out + linear.bias.double()
+    wide, (weight,), biases = x.double(), _weights([linear]), _biases([linear])
+    size = max(_WIDENED // weight.shape[1], 1)
+    out = torch.cat([F.linear(wide, part.double()) for part in weight.split(size)], dim=-1)
+    return out if biases is None else out + biases[0].double()
+
+
+def _weights(linears: list[Any]) -> list[torch.Tensor]:
+    return [local(linear.weight) for linear in linears]
+
+
+def _biases(linears: list[Any]) -> list[torch.Tensor] | None:
+    return None if linears[0].bias is None else [local(linear.bias) for linear in linears]
 
 
 # ---- functions of a module ---------------------------------------------------------------------------------------------
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The result of the class's `forward`, no matter what replaces it on the instance."""
+    """The module's `forward` without our replacement: that of its class, or the wrapper of tensor parallelism."""
+    if splits(module):
+        forward = vars(module)["forward"]
+        return getattr(forward, "original", forward)
     return type(module).forward.__get__(module)
 
 

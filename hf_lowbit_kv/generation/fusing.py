@@ -31,17 +31,18 @@ class Substitute:
     """Replaces a module's `forward`, for the thread that put it there."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._original, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
+        self.original, self._forward, self._thread = own_forward(module), forward, threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._forward if threading.get_ident() == self._thread else self._original
+        run = self._forward if threading.get_ident() == self._thread else self.original
         return run(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
-    """Inside, these modules have these forwards. Afterwards each has its class's again, whatever happened."""
+    """Inside, these modules have these forwards. Afterwards each has its own again, whatever happened."""
     with _placing:
+        before = {module: vars(module).get("forward") for module in placed}
         try:
             for module, forward in placed.items():
                 vars(module)["forward"] = forward
@@ -50,6 +51,8 @@ def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
             for module, forward in placed.items():
                 if vars(module).get("forward") is forward:
                     del vars(module)["forward"]
+                    if before[module] is not None:
+                        vars(module)["forward"] = before[module]
 
 
 class Fusion:

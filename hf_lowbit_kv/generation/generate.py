@@ -22,17 +22,19 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
-from ..presets import DEFAULT_PRESET, PresetName
+from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
 from . import compiling, recording
-from .call_options import Call, cache_of, options_of_cache, setting
+from .call_options import Call, cache_of, options_of_cache, setting, warn_of_length
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
 from .option_names import check_names
+from .overriding import overridden
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_text, remember_text
+from .whole_reading import keeping_cache
 
 
 def generate(
@@ -99,6 +101,8 @@ def generate(
         transformers 5.24) is the cache, which belongs to whoever holds it. Calls from several threads for one model run
         one after the other.
 
+    Warns before it reads if prompt and answer may have more tokens than the model was made for.
+
     Raises:
         ValueError: an option, the preset or the step is unknown; `max_new_tokens` is missing; the cache has no room; the
             text does not begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given;
@@ -124,6 +128,7 @@ def generate(
             f"max_cache_len={max_cache_len} is too small: the prompt has {call.tokens} tokens and "
             f"max_new_tokens={call.new_tokens}"
         )
+    warn_of_length(inner, call.tokens, call.length)
     kept = kept_caches(inner)
     with kept.lock:
         if past_key_values is not None:
@@ -154,11 +159,13 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     # inside inference mode, transformers would make layers that cannot be emptied outside it
     with (
         selected(inner),
+        overridden(inner, *keeping_cache(inner)),
         torch.inference_mode(False),
         torch.no_grad(),
         late_stop_check(cache, inner.device),
         compiling.compile_limit(call.step),
     ):
+        cache.positions.give_back(inner)
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
@@ -220,11 +227,12 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
         )
-    if preset not in (None, cache.preset):
-        raise ValueError(
-            f"preset={preset!r} is not that of past_key_values, which has preset={cache.preset!r}: leave preset= away, or "
-            "leave past_key_values= away for a new cache"
-        )
+    if preset is not None:
+        reason = why_not_of(preset, cache.preset, [layer.spec for layer in cache.packed_layers])
+        if reason is not None:
+            raise ValueError(
+                f"past_key_values has {reason}: leave preset= away, or leave past_key_values= away for a new cache"
+            )
     if capacity(cache) < call.length:
         raise ValueError(
             f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {call.length} tokens: give the first "

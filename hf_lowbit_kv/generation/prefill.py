@@ -9,6 +9,7 @@ The memory for a token is measured: the model reads a few hundred tokens of the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..cache.cache_argument import as_argument
+from ..cache.length_rope import drop_limit
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.own_layers import SLIDING
 from ..cache.served_models import tp_size
 from .call_options import return_sequences, setting
+from .whole_reading import read_as_whole
 
 #: value of `prefill_chunk_size`: the largest chunks that fit
 AUTO: Literal["auto"] = "auto"
@@ -276,19 +279,23 @@ def read_prompt(
     if sequences > 1:  # transformers repeats each row for its sequences in the same order
         rows = ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
     reader = Reader(model, cache, *rows)
-    if size is None or size == AUTO:
-        known = memory_of(model)
-        if isinstance(known, str):
-            if size == AUTO:
-                tell(f"The prompt is read whole: {known}")
-            return changes
-        if (size := reader.largest_chunk(known, ask_always=size == AUTO)) is None:
-            return changes
-        tell(
-            f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take more "
-            "memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
-        )
-    reader.read_in_chunks(size)
+    # a size of the caller's means the same as in transformers, whose chunks have the frequencies of their own lengths; Phi's
+    # models would read the text again whole
+    automatic = size is None or size == AUTO
+    with read_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
+        if automatic:
+            known = memory_of(model)
+            if isinstance(known, str):
+                if size == AUTO:
+                    tell(f"The prompt is read whole: {known}")
+                return changes
+            if (size := reader.largest_chunk(known, ask_always=size == AUTO)) is None:
+                return changes
+            tell(
+                f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take "
+                "more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
+            )
+        reader.read_in_chunks(size)
     return {"prefill_chunk_size": None, "attention_mask": mask}
 
 

@@ -9,9 +9,9 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.token_counts import Padding
 from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
+from .whole_reading import read_as_whole
 
 #: if a text departs from a stored one at least this many tokens behind the usable prefix, it is stored up to there too
 WORTH_AN_END = 64
@@ -55,10 +55,11 @@ class PrefixCall:
             return
         match = self.prefixes.restore(self.cache, _rows(self.ids, self.mask))
         self.cache.cached_tokens = match.tokens
-        if match.tokens and self.padded:
-            self._read_behind(match.tokens)
-        if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
-            self._store_ends(match)
+        with read_as_whole(self.model, self.mask):
+            if match.tokens and self.padded:
+                self._read_behind(match.tokens)
+            if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
+                self._store_ends(match)
 
     def end(self, sequences: torch.Tensor) -> None:
         """Store the tokens that the cache holds. sequences: int64 `[B, n]`, prompt and answer."""
@@ -80,13 +81,13 @@ class PrefixCall:
         for layer in self.cache.packed_layers:
             layer.length.set(begin)
             layer.taken, layer._in_tail = begin, 0
+            layer.set_stored_positions(unread[:, :begin])  # the mask of the reader
         reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
         reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
         if reader.left > 1:
             reader.read(reader.left - 1)
         for layer in self.cache.packed_layers:
-            layer._padding = Padding()
-            layer._padding.note(0, self.mask[:, : reader.seen].bool())
+            layer.set_stored_positions(self.mask[:, : reader.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
         """Store the prompt's end, and the place where the prompt parts from a stored text, which is usually the end of a

@@ -13,11 +13,13 @@ compiled are recorded compiled (`compiled_layers`).
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +31,11 @@ from .compiled_layers import compilations, recorded_as_compiled, why_not_recorde
 from .cuda_graphs import Graph
 from .cuda_graphs import graphs_for as graphs_for
 from .fusing import Fusion, why_nothing_fused
+from .heartbeat import watch_ranks
 from .recording_dependencies import fingerprint, first_difference, memory, switches
 from .step_state import counted, python_state, restore, saved, windows_full
 from .sync_watch import watch
+from .tensor_parallel import Ranks
 
 #: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
 #: full
@@ -63,6 +67,18 @@ def recorded_step(cache: Any, device: torch.device, fuse: bool = True) -> Record
             return None
         recorder = _recorders[first] = Recorder(make_graph)
     return RecordedStep(recorder, fuse)
+
+
+def forget_all() -> None:
+    """Free the recordings of all caches. NCCL waits for graphs that contain its collectives before it lets go of a
+    communicator, so `torch.distributed.destroy_process_group` would not return."""
+    for recorder in list(_recorders.values()):
+        recorder._forget()
+
+
+@functools.cache
+def _forgotten_at_exit() -> None:
+    util.Finalize(None, forget_all, exitpriority=0)
 
 
 def forget(cache: Any) -> None:
@@ -111,6 +127,7 @@ class Recorder:
         self._make_graph = make_graph
         self._seen: tuple | None = None  # what the recordings depend on
         self._fusion = Fusion()
+        self._ranks = Ranks()
         self._forget()
 
     def _forget(self) -> None:
@@ -135,14 +152,19 @@ class Recorder:
         return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
-        """Forget recordings if model, cache or torch have changed since they were made."""
+        """Forget recordings if model, cache or torch have changed since they were made, on any rank."""
         state = (fingerprint(model), memory(cache), switches(), fuse)
-        if state != self._seen:
+        self._ranks = Ranks.of(model)
+        if self._ranks.any(state != self._seen):
             self._forget()
             self._seen = state
             self._fusion = Fusion(why_nothing_fused(model) if fuse else "fuse=False")
-            if (reason := why_not_recorded(model)) is not None:
+            if (reason := self._on_any_rank(why_not_recorded(model))) is not None:
                 self._refuse(model, reason)
+
+    def _on_any_rank(self, reason: str | None) -> str | None:
+        """The reason, or that another rank has one."""
+        return (reason or "another rank cannot record it") if self._ranks.any(reason is not None) else None
 
     def step(self, model: Any, inputs: dict[str, Any]) -> Any:
         """`model(**inputs)`, a step of one token."""
@@ -156,16 +178,17 @@ class Recorder:
             self._report = None  # pieces may be found not to hold
             if kind not in self._warm:
                 return self._warm_up(kind, model, inputs)
-            try:
-                recording = self._record(kind, model, cache, leaves, tree)
-            except Exception as error:
-                reason = f"recording it failed: {_root(error)}"
-                if self._fusion.any:
-                    self._fusion.give_up(reason)
+            recording, reason = self._recorded(kind, model, cache, leaves, tree)
+            if (reason := self._on_any_rank(reason)) is not None or recording is None:
+                if self._ranks.any(self._fusion.any):
+                    self._fusion.give_up(str(reason))
                 else:
-                    self._refuse(model, reason)
+                    self._refuse(model, str(reason))
                 return model(**inputs)
             self._recordings[kind] = recording
+            if self._ranks.several:
+                watch_ranks(self._ranks.group)
+                _forgotten_at_exit()
             if len(self._recordings) > KEPT_RECORDINGS:
                 self._recordings.popitem(last=False)
         return _replay(recording, cache, tensors)
@@ -175,7 +198,7 @@ class Recorder:
         kernels can compute. First comes the model's own step with kernels beside it, then the step with these pieces
         fused."""
         cache, fusion = cache_in(inputs), self._fusion
-        observed = not fusion.settled
+        observed = self._ranks.any(not fusion.settled)
         before, compiled = python_state(cache), compilations()
         pieces = fusion.observing(model) if observed else fusion.in_force(model)
         with recorded_as_compiled(model), pieces, watch(model.device) as waits:
@@ -184,7 +207,8 @@ class Recorder:
         old, now = self._seen[0], fingerprint(model)
         self._seen = now, *self._seen[1:]
         counts, reason = counted(before, python_state(cache))
-        if compilations() != compiled:
+        fused = self._ranks.any(fusion.any)
+        if self._ranks.any(compilations() != compiled):
             self._compiling[kind] = self._compiling.get(kind, 0) + 1
             if self._compiling[kind] >= COMPILING_STEPS:
                 self._refuse(model, "its compiled layers are compiled again in every step")
@@ -193,17 +217,26 @@ class Recorder:
             reason = f"it asks the device at {waits[0]}"
         elif reason is None and (module := first_difference(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
-        if reason is None:
-            if not (observed and fusion.any):
+        if (reason := self._on_any_rank(reason)) is None:
+            if not (observed and fused):
                 self._warm[kind] = counts
             return outputs
-        if not observed and fusion.any:
+        if not observed and fused:
             fusion.give_up(reason)
             return outputs
         self._tries[kind] = self._tries.get(kind, 0) + 1
         if self._tries[kind] >= WARM_UPS:  # what happened in the first steps alone was loading
             self._refuse(model, reason)
         return outputs
+
+    def _recorded(
+        self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any
+    ) -> tuple[_Recording | None, str | None]:
+        """A recording of the step, or why there is none."""
+        try:
+            return self._record(kind, model, cache, leaves, tree), None
+        except Exception as error:
+            return None, f"recording it failed: {_root(error)}"
 
     def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
         arguments = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -255,8 +288,6 @@ def why_not_recorded(model: Any) -> str | None:
         return "some of its weights are offloaded"
     if len(devices) > 1:
         return f"its weights are on several devices ({', '.join(sorted(devices))})"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return "its weights are spread over several processes (tensor parallelism)"
     return why_not_recorded_compiled(model)
 
 

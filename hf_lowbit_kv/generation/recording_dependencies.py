@@ -86,7 +86,8 @@ def addresses(tensors: Any) -> tuple:
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            places.append(addresses(getattr(tensor, name) for name in names))
+            inner = (getattr(tensor, name) for name in names)
+            places.append(addresses(each for each in inner if isinstance(each, torch.Tensor)))  # not a device mesh
         elif tensor.device.type == "meta":
             places.append("meta")
         else:

@@ -4,6 +4,7 @@ when it makes its logits processors."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from ..storage.layer_spec import check_count
 
 
 @dataclass(frozen=True)
-class _Allowed:
+class Allowed:
     """Numbers that a setting may be."""
 
     least: float = 0
@@ -25,7 +26,9 @@ class _Allowed:
     def __contains__(self, value: Any) -> bool:
         kinds = int if self.whole else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        return number and math.isfinite(value) and self.least <= value <= self.most
+        return number and self.least <= value <= min(
+            self.most, sys.float_info.max
+        )  # neither NaN, nor more than a float
 
     def __str__(self) -> str:
         kind = "an integer" if self.whole else "a number"
@@ -34,23 +37,23 @@ class _Allowed:
         )
 
 
-_SHARE, _COUNT = _Allowed(most=1), _Allowed(whole=True)
+_SHARE, _COUNT = Allowed(most=1), Allowed(whole=True)
 #: settings that are numbers. transformers compares some of them before it looks at their type, and ignores others if they are
 #: out of range
 NUMBERS = {
-    "temperature": _Allowed(),
+    "temperature": Allowed(),
     "top_k": _COUNT,
     "top_p": _SHARE,
     "min_p": _SHARE,
     "typical_p": _SHARE,
     "epsilon_cutoff": _SHARE,
     "eta_cutoff": _SHARE,
-    "repetition_penalty": _Allowed(),
-    "encoder_repetition_penalty": _Allowed(),
+    "repetition_penalty": Allowed(),
+    "encoder_repetition_penalty": Allowed(),
     "no_repeat_ngram_size": _COUNT,
     "min_length": _COUNT,
     "min_new_tokens": _COUNT,
-    "max_time": _Allowed(),
+    "max_time": Allowed(),
 }
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..cache.cache_argument import as_argument
+from ..cache.key_biases import needs_small_biases
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
@@ -42,6 +43,8 @@ class CacheMemory:
 
     #: whether the cache needs a calibration of the model
     calibrated = False
+    #: whether large key biases of a model would spoil the keys of its layers
+    needs_small_biases = False
     #: for layers with full attention: KV heads and widths of the two streams, as far as the configuration says
     packed_sizes: dict[int, tuple[int | None, ...]]
 
@@ -120,6 +123,7 @@ class PresetMemory(CacheMemory):
         self.packed_sizes = self.cache.packed_sizes
         super().__init__(shape, self.cache.layers)
         self.calibrated = any(layer.parameters for layer in self.cache.packed_layers)
+        self.needs_small_biases = any(needs_small_biases(layer.spec) for layer in self.cache.packed_layers)
 
     def _kind(self, index, layer):
         if isinstance(layer, LowBitLayer):

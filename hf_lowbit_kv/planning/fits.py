@@ -13,12 +13,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..byte_sizes import parse_size, parse_tokens
+from ..cache.key_biases import has_key_biases
+from ..cache.length_rope import drop_limit
 from ..presets import DEFAULT_PRESET, MOST_SHOWN, get_preset, preset_names, short_list
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
@@ -44,6 +47,7 @@ class Fit:
         longest_context: largest number of tokens of a row that fits, with this number of rows; 0: none fits.
         most_rows: largest number of rows with this context that fits.
         calibrated: whether the preset needs a calibration of the model.
+        biased: whether the model has key biases, and the preset a range per token for keys, which large biases spoil.
     """
 
     preset: str
@@ -55,6 +59,7 @@ class Fit:
     longest_context: int
     most_rows: int
     calibrated: bool
+    biased: bool = False
 
     @property
     def total(self) -> int:
@@ -73,6 +78,13 @@ class Fit:
         return dataclasses.asdict(self) | {"total": self.total, "fits": self.fits}
 
 
+def _nearness(fit: Fit) -> tuple[bool, int, int, int]:
+    """Larger is better: no calibration, more bits in codes, more sink tokens, less metadata."""
+    spec = get_preset(fit.preset).spec()
+    codes = sum(fmt.code_bytes(128, spec.page_size, torch.float16) for fmt in spec.formats)
+    return not fit.calibrated, codes, spec.sink, -fit.cache
+
+
 class FitTable(Sequence[Fit]):
     """One `Fit` for each cache, the 16-bit cache first. Then the recommended presets: those that fit, most bits first,
     and those that do not. Then the others likewise. With `presets=` they come in its order. Prints as a table, which has
@@ -80,7 +92,8 @@ class FitTable(Sequence[Fit]):
 
     Attributes:
         name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
-            made for, or `None` if its configuration does not say.
+            made for, or `None` if its configuration does not say. dropped_at: tokens beyond which the model's own `generate`
+        drops its cache, or `None`.
     """
 
     def __init__(
@@ -90,10 +103,11 @@ class FitTable(Sequence[Fit]):
         context: int,
         rows: int,
         positions: int | None,
+        dropped_at: int | None = None,
         short: bool = False,
     ):
-        self._fits, self.name, self.context, self.rows, self.positions = (
-            list(rows_of_table), name, context, rows, positions,
+        self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at = (
+            list(rows_of_table), name, context, rows, positions, dropped_at,
         )  # fmt: skip
         self._short = short
 
@@ -106,7 +120,7 @@ class FitTable(Sequence[Fit]):
     @property
     def whole(self) -> FitTable:
         """The same table, which prints all rows."""
-        return FitTable(self._fits, self.name, self.context, self.rows, self.positions)
+        return FitTable(self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at)
 
     @property
     def shown(self) -> list[Fit]:
@@ -120,9 +134,9 @@ class FitTable(Sequence[Fit]):
 
     @property
     def nearest(self) -> Fit | None:
-        """The preset with the most bits that fits, of those below 16 bits. One that needs no calibration, if there is one."""
-        fitting = [fit for fit in self if fit.fits and fit.packs]
-        return max(fitting, key=lambda fit: (not fit.calibrated, fit.cache), default=None)
+        """The preset with the most bits in its codes that fits, of those below 16 bits. One that needs no calibration, if
+        there is one; none that large key biases would spoil."""
+        return max((fit for fit in self if fit.fits and fit.packs and not fit.biased), key=_nearness, default=None)
 
     @property
     def recommended(self) -> Fit | None:
@@ -156,6 +170,10 @@ class FitTable(Sequence[Fit]):
             notes.append("+: recommended")
         if any(fit.calibrated for fit in self.shown):
             notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
+        if any(fit.biased for fit in self.shown):
+            notes.append(
+                "!: this family has key biases, and large ones spoil keys with a range per token (docs/choose.md)"
+            )
         if (more := len(self) - len(self.shown)) > 0:
             notes.append(f"{more} more presets: hf-lowbit-kv fits --all; in Python print(table.whole)")
         if self.positions is not None and self.context > self.positions:
@@ -163,14 +181,19 @@ class FitTable(Sequence[Fit]):
                 f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling (see the "
                 "model's card)"
             )
+        if self.dropped_at is not None and self.context > self.dropped_at:
+            notes.append(
+                f"model.generate of this model drops every cache beyond {self.dropped_at} tokens: use lb.generate or lb.enable"
+            )
         return notes
 
     def cells(self) -> Iterator[dict[str, str]]:
         """The table's cells as text, heading by heading."""
         best = self.recommended
         for fit in self.shown:
+            signs = ("*", fit.calibrated), ("!", fit.biased), ("+", fit is best)
             yield {
-                "preset": fit.preset + (" *" if fit.calibrated else "") + (" +" if fit is best else ""),
+                "preset": " ".join([fit.preset, *(sign for sign, holds in signs if holds)]),
                 "weights": f"{fit.weights / GB:.2f}",
                 "cache": f"{fit.cache / GB:.2f}",
                 "chunk": f"{fit.chunk / GB:.2f}",
@@ -252,7 +275,7 @@ def fits(
     check_count("rows", rows, unit="rows")
     memory = parse_size(str(memory), "memory")
     shape = shape_of(model)
-    parameters = _weights(shape, weights)
+    parameters, biases = _weights(shape, weights), has_key_biases(shape.model)
     counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}
     table = []
     for name, counter in counters.items():
@@ -269,13 +292,14 @@ def fits(
                 longest_context=largest_fitting(lambda tokens: counter.nbytes(tokens, rows) <= left),  # noqa: B023
                 most_rows=largest_fitting(lambda number: counter.nbytes(context, number) <= left),  # noqa: B023
                 calibrated=counter.calibrated,
+                biased=counter.needs_small_biases and biases,
             )
         )
     if presets is None:  # stable: of presets that do not fit the order stays
         first = short_list(name for name in counters if name != FULL)
         table[1:] = sorted(table[1:], key=lambda fit: (fit.preset not in first, -fit.cache if fit.fits else 0))
-    positions = getattr(shape.config, "max_position_embeddings", None)
-    return FitTable(table, shape.name, context, rows, positions, short=presets is None)
+    longest = getattr(shape.config, "max_position_embeddings", None)
+    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), short=presets is None)
 
 
 def _weights(shape: Shape, weights: str | None) -> int:

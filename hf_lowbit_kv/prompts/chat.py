@@ -271,6 +271,10 @@ class Chat:
         stored = int(self.cache.packed_layers[0].get_seq_length())
         if stored == 0:
             return
+        read = self.cache.read_lengths
+        if read is not None and not read.suits(self.cache, ids.shape[1]):
+            self.cache.reset()  # its rotary embeddings are not those of the text that is read whole
+            return
         assert self.cache.text is not None
         text = self.cache.text.to(ids.device)
         count = min(stored, ids.shape[1] - 1)

@@ -11,6 +11,7 @@ import torch
 
 from ..cache.cache_contents import CacheContents, LayerContents
 from ..cache.low_bit_layer import LowBitLayer
+from ..cache.model_positions import Values, joined_positions
 from ..cache.own_layer_contents import OwnContents, contents_of
 from ..storage.layer_spec import LayerSpec
 from ..storage.shared_pages import Holding
@@ -74,6 +75,8 @@ class KeptPrompt:
     own_layers: dict[int, OwnContents]
     header: dict[str, Any]
     """what a file of it says of model and cache"""
+    positions: Values | None = None
+    """those that the model keeps outside of its cache, one row"""
 
     @property
     def window_bytes(self) -> int:
@@ -152,14 +155,14 @@ def take_prompt(
     segments = list(shared)
     if segment.count:
         segments.append((segment, segment.count))
-    return KeptPrompt(seed, ids, segments, layers, own_layers, header)
+    return KeptPrompt(seed, ids, segments, layers, own_layers, header, cache.positions.of_rows([row]))
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheContents:
     """The contents for a cache with these rows: `tokens` tokens of each, from pages only; or (`None`) all tokens."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
     own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
-    return CacheContents(layers, own_layers, None)
+    return CacheContents(layers, own_layers, None, joined_positions([prompt.positions for prompt in prompts]))
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:

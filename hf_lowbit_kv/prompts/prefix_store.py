@@ -12,6 +12,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
+from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.model_fingerprint import digest_of, fingerprint_of
 from ..storage.staleness import digest
@@ -109,7 +110,10 @@ class PrefixStore:
         """
         model = cache.model.get("looked up")
         with self._lock:
-            seed = self._seed(cache, model)
+            longest = max(map(len, rows))
+            if (rope := length_rope(model)) is not None and not rope.settled(longest):
+                return self._missed(0)
+            seed = self._seed(cache, model, longest)
             best = [self._best(seed, ids, cache, model) for ids in rows]
             prompts = [prompt for prompt, _ in best if prompt is not None]
             common = min(match for _, match in best)
@@ -128,6 +132,8 @@ class PrefixStore:
             tokens = min(matches) if whole else inside
             if whole and (beyond := max(ends) - tokens) > 0:
                 cache.crop(-beyond)
+            if cache.read_lengths is not None:
+                cache.read_lengths.restored(longest)
             for prompt in prompts:
                 self._touch(prompt)
             self.hits += 1
@@ -152,7 +158,10 @@ class PrefixStore:
         model = cache.model.get("kept")
         lengths = first.store.state.length[:, 0].tolist()
         with self._lock:
-            seed, header = self._seed(cache, model), saved_cache.header_of(cache, self._fingerprint)
+            read = None if cache.read_lengths is None else cache.read_lengths.whole(cache)
+            if cache.read_lengths is not None and (read is None or not cache.read_lengths.rope.settled(read)):
+                return  # no text that is read whole has these keys
+            seed, header = self._seed(cache, model, read or 0), saved_cache.header_of(cache, self._fingerprint)
             for row, ids in enumerate(rows):
                 if len(ids) == lengths[row] and len(ids) > 0:
                     self._add(cache, row, ids.clone(), seed, header)
@@ -175,8 +184,9 @@ class PrefixStore:
 
     # ---- in detail ------------------------------------------------------------------------------------------------
 
-    def _seed(self, cache: LowBitCache, model: Any) -> str:
-        """Identifies the model with its present weights, and what the cache stores."""
+    def _seed(self, cache: LowBitCache, model: Any, read: int) -> str:
+        """Identifies the model with its present weights, what the cache stores, and the rotary embeddings of a text of
+        `read` tokens."""
         self._fingerprint: Mapping[str, Any] = fingerprint_of(model)
         layers = [
             (
@@ -185,7 +195,11 @@ class PrefixStore:
             )
             for layer in cache.packed_layers
         ]
-        return digest_of({"model": digest_of(self._fingerprint), "layers": layers})
+        rope = length_rope(model)
+        return digest_of(
+            {"model": digest_of(self._fingerprint), "layers": layers}
+            | ({} if rope is None else {"rope": rope.beyond(read)})
+        )
 
     def _best(self, seed: str, ids: torch.Tensor, cache: LowBitCache, model: Any) -> tuple[KeptPrompt | None, int]:
         """The text from which most tokens can be restored, and the length of the common prefix."""

@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
 from ..cache.implementation import selected
+from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..generation.enable import Enabled
 from ..generation.kept_caches import kept_caches
@@ -77,6 +78,8 @@ class PackedCache(PagedAttentionCache):
         if state.max_new_tokens is None:
             raise ValueError("max_new_tokens=None is not allowed: a row is kept free for all tokens that it may write")
         limit = len(state.initial_tokens) + state.max_new_tokens
+        if (rope := length_rope(self.steps.model)) is not None:
+            rope.refuse_row(limit)
         if not self.steps.pool.could_ever_fit(limit):
             raise ValueError(
                 f"the prompt has {len(state.initial_tokens)} tokens and {state.max_new_tokens} may be written: that does not "

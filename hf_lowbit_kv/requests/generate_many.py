@@ -12,7 +12,7 @@ import torch
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.served_models import longest_text, tp_size, unwrap_generating
+from ..cache.served_models import tp_size, unwrap_generating
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
@@ -20,7 +20,7 @@ from ..presets import PresetName
 from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import USABLE, activation_bytes, free_memory, memory_in_bytes, pool_size
-from .pool_models import empty_caches
+from .pool_models import empty_caches, longest_row
 from .pool_steps import PoolSteps, read_once, stored_layers
 from .request import Request, RequestReader
 from .result import Interrupted, Result, described
@@ -84,9 +84,9 @@ def generate_many(
 
     Raises:
         ValueError: an option of the call cannot be served (beams, assistants, images, unknown names), or no request of a
-            list; the model has layers that are not packed, or rotary embeddings that depend on the longest row; or there
-            is too little memory. Nothing is allocated then. If single requests cannot be served, because of their prompt
-            or their own options, they get a result with an error instead.
+            list; the model has layers that are not packed, or there is too little memory. Nothing is allocated then. If
+            single requests cannot be served, because of their prompt or their own options, they get a result with an error
+            instead.
         Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.
 
     Example:
@@ -300,8 +300,7 @@ class _Run:
         memory = self._memory
         if memory is None:
             memory = int(USABLE * max(free_memory(model.device) - needed, 0))
-        longest = longest_text(model.config)
-        size = pool_size(layers, memory, limits, longest, self._max_rows, self._share)
+        size = pool_size(layers, memory, limits, longest_row(model), self._max_rows, self._share)
         pool = RowPool(layers, size.slots, size.tokens, size.max_length)
         steps = PoolSteps(model, template, pool)
         prefixes = SharedPrefixes(pool, size.slots) if self._share else None

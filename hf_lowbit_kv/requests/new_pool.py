@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.served_models import longest_text
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
+from .pool_models import longest_row
 from .pool_steps import PoolSteps, read_once, stored_layers
 from .row_pool import RowPool
 from .shared_prefixes import SharedPrefixes
@@ -52,8 +52,7 @@ def new_pool(
         layer.store = None  # the rows of the pool take its place
     if memory is None:
         memory = int(share * max(free_memory(model.device) - needed, 0))
-    longest = longest_text(model.config)
-    size = pool_size(layers, memory, limits, longest, max_rows, share_prefixes)
+    size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes)
     pool = RowPool(layers, *agree([size.slots, tokens or size.tokens, size.max_length]))
     prefixes = SharedPrefixes(pool, pool.slots) if share_prefixes else None
     return PoolSteps(model, template, pool, record), prefixes

@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
+from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
-
-#: rotary embeddings that depend on the longest row of a batch
-BATCH_ROPE = ("dynamic", "longrope")
 
 
 def empty_caches(
@@ -46,22 +45,15 @@ def empty_caches(
         raise ValueError(
             f"{type(model).__name__} reads more than text, which a pool of rows does not serve; use lb.generate"
         )
-    if (kind := _batch_rope(config)) is not None:
-        raise ValueError(
-            f"the rotary embeddings of {type(model).__name__} are {kind!r}: they look at the longest row of a batch, so a "
-            "request's text would depend on its neighbours; use lb.generate"
-        )
     accepted = inspect.signature(model.forward).parameters
     if lacking := [name for name in ("position_ids", "logits_to_keep") if name not in accepted]:
         raise ValueError(f"{type(model).__name__} takes no {lacking[0]}, which a pool of rows needs; use lb.generate")
     return make
 
 
-def _batch_rope(config: Any) -> str | None:
-    """The kind of the model's rotary embedding if it depends on the longest row, otherwise `None`."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for parameters in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind in BATCH_ROPE:
-            return kind
-    return None
+def longest_row(model: Any) -> int | None:
+    """Tokens of the longest row that a pool serves; `None`: the model's configuration does not say. Rotary embeddings that
+    depend on the length look at the longest row of a batch beyond their limit."""
+    rope = length_rope(model)
+    limits = [longest_text(model.config), None if rope is None else rope.limit]
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
+from ..cache.length_rope import length_rope
 from ..generation.call_options import check_options, new_tokens_of, return_sequences
 from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_settings, processors_of
@@ -83,7 +84,7 @@ class RequestReader:
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
-        self.model, self.tokenizer, self.options = model, tokenizer, dict(options)
+        self.model, self.tokenizer, self.options, self._rope = model, tokenizer, dict(options), length_rope(model)
         if "max_new_tokens" not in options and "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -116,6 +117,8 @@ class RequestReader:
             options = {**self.options, **request}
             ids = self._ids(*next(iter(prompts.items())), mask, options)
             config, new_tokens = self._config(ids, options)
+            if self._rope is not None:
+                self._rope.refuse_row(len(ids) + new_tokens)
             own_options = {name: options[name] for name in OWN_OPTIONS if options.get(name) is not None}
             ends = config._eos_token_tensor
             end_tokens = frozenset() if ends is None else frozenset(ends.tolist())

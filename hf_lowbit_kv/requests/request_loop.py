@@ -1,10 +1,17 @@
-"""A thread that answers requests on a pool of rows as they come, until it is stopped. The server is built on it."""
+"""A thread that answers requests on a pool of rows as they come, until it is stopped. The server is built on it.
+
+An error in a step of the model ends the requests of that step. An error in taking a result ends nothing. Only an error
+after which no step can run ends the thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +26,10 @@ from .request import Request, RequestReader
 from .result import Result, described
 from .scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+#: waiting requests of which the first one that fits gets the next row
+LOOK_AHEAD = 64
+
 
 class LoopEndedError(RuntimeError):
     """The thread has ended and answers no more requests."""
@@ -27,12 +38,12 @@ class LoopEndedError(RuntimeError):
 class Ticket:
     """A request that was submitted."""
 
-    def __init__(self, request: Request, done: Callable[[Result], None]):
-        self.request, self.done, self.cancelled = request, done, False
+    def __init__(self, request: Request, done: Callable[[Result], None], cancelled: queue.SimpleQueue[Ticket]):
+        self.request, self.done, self._cancelled = request, done, cancelled
 
     def cancel(self) -> None:
-        """End the request at its next token, or before it begins."""
-        self.cancelled = True
+        """End the request at its next token, or before it begins. No effect after its end."""
+        self._cancelled.put(self)
 
 
 class RequestLoop:
@@ -66,8 +77,10 @@ class RequestLoop:
                 self.model, make_cache, chunk_size, memory=memory, max_rows=max_rows, share_prefixes=share_prefixes
             )
         self.pool = steps.pool
-        self._scheduler = Scheduler(steps, self._source(), chunk_size, prefixes, tokenizer)
-        self._submitted: queue.Queue[Ticket] = queue.Queue()
+        self._scheduler = Scheduler(steps, self._source(), chunk_size, prefixes, tokenizer, look_ahead=LOOK_AHEAD)
+        self._submitted: deque[Ticket] = deque()
+        self._news = threading.Event()
+        self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         self._numbers = itertools.count()
         self._closing, self._abandoning = threading.Event(), threading.Event()
@@ -98,12 +111,13 @@ class RequestLoop:
                 f"the prompt has {len(request.prompt_ids)} tokens and {request.new_tokens} may be written: that does not fit, "
                 f"a row may hold {self.pool.longest} tokens"
             )
-        ticket = Ticket(request, done)
+        ticket = Ticket(request, done, self._cancelled)
         with self._guard:
             if self._closing.is_set() or self.error is not None:
                 raise LoopEndedError(f"requests are not taken any more: {self.error or 'the server is stopping'}")
             self._tickets[request.id] = ticket
-        self._submitted.put(ticket)
+            self._submitted.append(ticket)
+        self._news.set()
         return ticket
 
     @property
@@ -112,7 +126,9 @@ class RequestLoop:
 
     def cancel_all(self) -> None:
         """Cancel all requests that have no result yet."""
-        for ticket in list(self._tickets.values()):
+        with self._guard:
+            tickets = list(self._tickets.values())
+        for ticket in tickets:
             ticket.cancel()
 
     def stop(self, patience: float = 0.0) -> None:
@@ -127,8 +143,6 @@ class RequestLoop:
     # ---- the thread -----------------------------------------------------------------------------------------------
 
     def _alone(self) -> Any:
-        import contextlib
-
         stack = contextlib.ExitStack()
         stack.enter_context(kept_caches(self.model).lock)
         stack.enter_context(selected(self.model))
@@ -140,19 +154,22 @@ class RequestLoop:
         """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
         else to do."""
         while True:
-            idle = not self._scheduler.sequences
-            try:
-                ticket = self._submitted.get(timeout=0.02) if idle else self._submitted.get_nowait()
-            except queue.Empty:
-                if self._closing.is_set():
-                    return
-                yield None
-                continue
-            request = ticket.request
-            if ticket.cancelled:
-                yield Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled")
+            if not self._submitted and not self._scheduler.sequences and self._cancelled.empty():
+                self._news.wait(0.02)
+            self._news.clear()
+            if self._submitted:
+                yield self._submitted.popleft().request
+            elif self._closing.is_set():
+                return
             else:
-                yield request
+                yield None
+
+    def _end_cancelled(self) -> None:
+        while not self._cancelled.empty():
+            ticket = self._cancelled.get()
+            if ticket.request.id in self._tickets and not self._scheduler.cancel(ticket.request):
+                self._submitted.remove(ticket)  # nobody has asked for it yet
+                self._deliver(_without_tokens(ticket.request))
 
     def _run(self) -> None:
         scheduler = self._scheduler
@@ -163,15 +180,18 @@ class RequestLoop:
                 scheduler.steps.begin()
                 more = True
                 while more and not self._abandoning.is_set():
-                    for sequence in scheduler.sequences:
-                        if self._tickets[sequence.request.id].cancelled:
-                            scheduler.end(sequence, "cancelled")
-                    more = scheduler.advance()
+                    self._end_cancelled()
+                    try:
+                        more = scheduler.advance()
+                    except Exception as error:
+                        scheduler.fail(error)
+                        logger.exception("a step of the model failed; its requests have ended")
                     while scheduler.finished:
                         self._deliver(scheduler.finished.popleft())
                 for result in scheduler.abandon():
                     self._deliver(result)
         except BaseException as error:
+            logger.critical("no request can be answered any more: the thread of the model has ended", exc_info=error)
             with self._guard:
                 self.error = error
         finally:
@@ -179,13 +199,21 @@ class RequestLoop:
             scheduler.free()
 
     def _deliver(self, result: Result) -> None:
-        self._tickets.pop(result.id).done(result)
+        ticket = self._tickets.pop(result.id)
+        try:
+            ticket.done(result)
+        except Exception:
+            logger.exception("the result of a request was not taken")
 
     def _fail_the_rest(self) -> None:
         """Give a result to each request that has none yet."""
         for ticket in list(self._tickets.values()):
-            request = ticket.request
-            result = Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled")
+            result = _without_tokens(ticket.request)
             if self.error is not None:
                 result.finish_reason, result.error = "error", described(self.error)
             self._deliver(result)
+
+
+def _without_tokens(request: Request) -> Result:
+    """The result of a request that was cancelled before it began."""
+    return Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled")

@@ -3,7 +3,8 @@
 A round has three parts. It admits requests while rows and pages are left. It reads prompts, at most as many tokens as a
 chunk has. And it takes one decode step of all rows that have read their prompts. So a decoding row waits at most one
 chunk for its next token. Prompts are always divided at multiples of the chunk size, so the text of a request does not
-depend on its neighbours.
+depend on its neighbours. A prompt that fits into the rest of a chunk is read before the long ones, in every second
+round at least.
 
 On a GPU the CPU receives the tokens of a step while the next step runs. If a row has ended with such a token, it has
 taken one step too many, and that step's token is dropped.
@@ -77,6 +78,10 @@ class Waiting:
     seed: int
     numbers: list[int] = field(default_factory=list)
     """indices of the sequences that have no row yet"""
+    overtaken: int = 0
+    """later requests that got a row before this one"""
+    tried_at: int = -1
+    """`Scheduler._departures` when it did not fit"""
 
 
 class Scheduler:
@@ -89,6 +94,8 @@ class Scheduler:
         prefixes: shares full pages among requests; `None`: pages are not shared.
         kept: prompts that other calls have read; `None`: none.
         tokenizer: for texts and stop strings, or `None`.
+        look_ahead: number of waiting requests of which the first one that fits gets the next row. 1: requests begin in
+            their order. No request is overtaken by more than twice as many others as there are rows.
     """
 
     def __init__(
@@ -99,11 +106,16 @@ class Scheduler:
         prefixes: SharedPrefixes | None = None,
         tokenizer: Any = None,
         kept: KeptPrompts | None = None,
+        look_ahead: int = 1,
     ):
         self.steps, self.pool = steps, steps.pool
         self._source: Iterator[Request | Result | None] | None = iter(source)
         self.chunk_size, self.prefixes, self.tokenizer, self.kept = chunk_size, prefixes, tokenizer, kept
+        self.look_ahead = look_ahead
         self._heads: deque[Waiting] = deque()  # requests that do not fit yet, or whose sequences do not all fit
+        self._departures = 0  # sequences that have left the pool
+        self._oldest_first = False  # shorter prompts were read in the last round, and nothing of the oldest
+        self._stepping: list[Sequence] = []  # those that the running step of the model is for
         self.reading: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []
         self._siblings: dict[Sequence, Waiting] = {}  # sequences to fork from one whose prompt is being read
@@ -125,6 +137,32 @@ class Scheduler:
             time.sleep(0.001)  # the source had nothing at the moment
         return not idle or bool(self._heads) or self._source is not None
 
+    def fail(self, error: Exception) -> None:
+        """`advance` raised this error: end the sequences of the step that failed. The others go on.
+
+        Raises:
+            Exception: `error`, if it was not raised by a step, or if the device cannot be used any more.
+        """
+        failed, self._stepping = self._stepping, []
+        if not failed:
+            raise error
+        self.steps.begin()
+        if self._late:
+            torch.cuda.synchronize(self.steps.device)
+        for sequence in failed:
+            self.end(sequence, "error", error, keep=False)
+
+    def cancel(self, request: Request) -> bool:
+        """End a request that has a row or waits for one. Returns whether there was one."""
+        for sequence in self.sequences:
+            if sequence.request is request:
+                self.end(sequence, "cancelled")
+        waiting = [each for each in self._heads if each.request is request]
+        for each in waiting:
+            self._heads.remove(each)
+            self.finished += self._cancelled(each)
+        return any(result.id == request.id for result in self.finished)
+
     def take_finished(self) -> list[Result]:
         """Results of the sequences that have ended since the last call."""
         results = list(self.finished)
@@ -134,10 +172,17 @@ class Scheduler:
     # ---- admitting requests ---------------------------------------------------------------------------------------
 
     def _let_in(self) -> None:
+        blocked: list[Waiting] = []
         while self.pool.free_slots and (waiting := self._next()) is not None:
-            if not self._enter(waiting):
-                self._heads.appendleft(waiting)
-                return
+            if waiting.tried_at < self._departures and self._enter(waiting):
+                for each in blocked:
+                    each.overtaken += 1
+                continue
+            waiting.tried_at = self._departures  # it does not fit before another one leaves
+            blocked.append(waiting)
+            if len(blocked) == self.look_ahead or waiting.overtaken >= 2 * self.pool.slots:
+                break
+        self._heads.extendleft(reversed(blocked))
 
     def _next(self) -> Waiting | None:
         if self._heads:
@@ -226,21 +271,29 @@ class Scheduler:
         return slice(start, end)
 
     def _read_prompts(self) -> None:
-        """Read prompts in the order in which they came, at most as many tokens as a chunk has."""
-        left = self.chunk_size
-        while self.reading:
-            sequence = self.reading[0]
+        """Read prompts, at most as many tokens as a chunk has: those that fit into the rest of the chunk first, then the
+        oldest one. After a round without the oldest one, it comes first."""
+        left, oldest_was_read, overtaken = self.chunk_size, False, False
+        while self.reading and (left > 0 or left == self.chunk_size):
+            oldest = self.reading[0]
+            short = (each for each in self.reading if len(each.request.prompt_ids) - each.row.length <= left)
+            sequence = oldest if self._oldest_first else next(short, oldest)
+            self._oldest_first = False
             self._look_for_prefix(sequence)
             chunk = self._chunk(sequence)
             if (tokens := chunk.stop - chunk.start) > left and left < self.chunk_size:
-                return
+                break
             left -= tokens
+            oldest_was_read |= sequence is oldest
+            overtaken |= sequence is not oldest
+            self._stepping = [sequence]
             logits = self.steps.read(sequence.row, on_device(sequence.request.prompt_ids[chunk], self.steps.device))
             if chunk.stop == len(sequence.request.prompt_ids):
-                self.reading.popleft()
                 self._begin_to_write(sequence, logits)
-            if left <= 0:
-                return
+            self._stepping = []
+            if self.chunk_size == 0:
+                break
+        self._oldest_first = overtaken and not oldest_was_read
 
     def _look_for_prefix(self, sequence: Sequence) -> None:
         """Called before a sequence's first chunk: sequences that were admitted with it may have read its prefix
@@ -261,6 +314,9 @@ class Scheduler:
 
     def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
         """The prompt is read: fork the request's other sequences, and draw the first token of each."""
+        self.reading.remove(first)
+        first.decoding = True
+        self.decoding.append(first)
         if self.prefixes is not None:
             self.prefixes.keep(first.row, first.request.prompt_ids)
         if self.kept is not None:
@@ -271,11 +327,10 @@ class Scheduler:
                 row = self.pool.fork(first.row, first.request.limit)
                 sequences.append(self._sequence(waiting, waiting.numbers.pop(0), row))
                 sequences[-1].result.cached_tokens = first.result.cached_tokens
+                sequences[-1].decoding = True
+                self.decoding.append(sequences[-1])
             if waiting.numbers:  # these read the prompt again when there is room
                 self._heads.appendleft(waiting)
-        for sequence in sequences:
-            sequence.decoding = True
-        self.decoding += sequences
         self._draw(sequences, logits.expand(len(sequences), -1))
 
     def _can_fork(self, sequence: Sequence) -> bool:
@@ -294,11 +349,13 @@ class Scheduler:
         sequences = [each for each in self.decoding if each.tokens_drawn < each.request.new_tokens]
         if not sequences:
             return False
+        self._stepping = sequences
         logits = self.steps.decode([each.row for each in sequences])
         slots = [each.row.slot for each in sequences]
         if slots != list(range(len(slots))):
             logits = logits[on_device(slots, logits.device)]
         self._draw(sequences, logits[: len(slots)])
+        self._stepping = []
         return True
 
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
@@ -335,8 +392,10 @@ class Scheduler:
 
     def _settle(self, pending: _Pending) -> None:
         """Receive drawn tokens on the CPU, and end the sequences that are complete."""
+        self._stepping = pending.sequences
         if pending.arrived is not None:
             pending.arrived.synchronize()
+        self._stepping = []
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
         for place, sequence in enumerate(pending.sequences):
@@ -381,8 +440,14 @@ class Scheduler:
 
     # ---- ending ---------------------------------------------------------------------------------------------------
 
-    def end(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End the sequence. Its row is free for another one."""
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None, keep: bool = True
+    ) -> None:
+        """End the sequence. Its row is free for another one.
+
+        Args:
+            keep: whether its full pages may be kept as a prefix.
+        """
         if sequence.ended:
             return
         result, streamer = sequence.result, sequence.request.options.get("streamer")
@@ -398,16 +463,20 @@ class Scheduler:
             self.reading.remove(sequence)
         if (waiting := self._siblings.pop(sequence, None)) is not None:
             self._heads.appendleft(waiting)
-        if self.prefixes is not None:
+        if self.prefixes is not None and keep:
             self.prefixes.keep(sequence.row, sequence.ids if sequence.decoding else sequence.request.prompt_ids)
         self.steps.leave(sequence.row)
+        self._departures += 1
         self.finished.append(result)
 
     def _complete(self, result: Result, reason: FinishReason, error: BaseException | None = None) -> None:
         result.finish_reason = reason
         result.error = None if error is None else described(error)
         if self.tokenizer is not None:
-            result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+            try:
+                result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+            except Exception as problem:
+                result.finish_reason, result.error = "error", described(error or problem)
 
     @property
     def sequences(self) -> list[Sequence]:

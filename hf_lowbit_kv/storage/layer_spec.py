@@ -83,6 +83,11 @@ class LayerSpec:
                 raise ValueError(
                     f"{role}={getattr(self, role).name!r} is not allowed where a layer caches a latent (MLA)"
                 )
+        if self.value_transform.centered:
+            raise ValueError(
+                f"value_transform={self.value_transform.name!r} is not allowed: it takes off a center, which drops out of "
+                "the softmax for keys only"
+            )
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not offered; allowed: {PAGE_SIZES}")
 

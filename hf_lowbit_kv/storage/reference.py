@@ -28,18 +28,29 @@ QUERY_BLOCK = 512
 class _Softmax:
     """Running softmax-weighted sum over segments of keys and values (flash attention's recurrence, float32)."""
 
-    def __init__(self, q: torch.Tensor, num_kv_heads: int, scaling: float, softcap: float | None):
+    def __init__(
+        self,
+        q: torch.Tensor,
+        num_kv_heads: int,
+        scaling: float,
+        softcap: float | None,
+        lacking: torch.Tensor | None = None,
+    ):
         batch, heads, tokens, _ = q.shape
         self.shape = (batch, heads, tokens)
         self.q = q.float().reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, -1)
         self.tokens, self.scaling, self.softcap = tokens, scaling, softcap
+        self.lacking = None if lacking is None else lacking.reshape(self.q.shape[:-1])[..., None]
         self.max = q.new_full(self.q.shape[:-1], float("-inf"), dtype=torch.float32)
         self.sum = torch.zeros_like(self.max)
         self.out: torch.Tensor | None = None
 
     def add(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
         """Keys and values `[B, H, n, D]`; `valid` bool `[B, n]` (any query) or `[B, S, n]` (per query token)."""
-        scores = self.q @ k.float().transpose(-1, -2) * self.scaling
+        scores = self.q @ k.float().transpose(-1, -2)
+        if self.lacking is not None:
+            scores = scores + self.lacking
+        scores = scores * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         groups = scores.shape[2] // self.tokens  # rows are query heads times tokens
@@ -88,14 +99,16 @@ def transformed_with(kernel: Callable, chunk: Chunk, store: LayerStore, keys: bo
     spec = store.spec
     if spec.untransformed:
         return chunk
-    (q, k, v), tensors = chunk[:3], store.tensors()
+    (q, k, v), tensors, lacking = chunk[:3], store.tensors(), chunk.lacking
     if keys and not spec.key_transform.identity:
+        if q is not None and chunk.shifts_matter:
+            lacking = spec.key_transform.lacking(q, tensors["key_transform"], k.shape[1])
         apply = transform if spec.key_transform.fused is None else kernel
         q, k = apply(q, k, spec.key_transform, tensors["key_transform"])
     if not spec.value_transform.identity:
         apply = transform if spec.value_transform.fused is None else kernel
         _, v = apply(None, v, spec.value_transform, tensors["value_transform"])
-    return Chunk(q, k, v, *chunk[3:])
+    return chunk._replace(q=q, k=k, v=v, lacking=lacking)
 
 
 def restored(out: torch.Tensor, store: LayerStore) -> torch.Tensor:
@@ -127,7 +140,8 @@ class Reference(Operations):
         (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), store.spec.reading, []
         for start in range(0, q.shape[2], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, q.shape[2])
-            softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap)
+            lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
+            softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap, lacking)
             for first, second, valid in history(store):
                 softmax.add(*reading.join(first, second), valid)
             position = torch.arange(stop, device=q.device)
@@ -277,14 +291,27 @@ def _page(state: LayerState, page_id: int) -> torch.Tensor:
     raise IndexError(f"page_id={page_id} is beyond the pool")
 
 
-def plain_attention(q, k, v, mask, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+def plain_attention(
+    q,
+    k,
+    v,
+    mask,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    lacking: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which PyTorch's SDPA does not offer.
 
-    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key.
+    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key. lacking: see
+    `Chunk`.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-1, -2)).float() * scaling
+    scores = (q @ k.transpose(-1, -2)).float()
+    if lacking is not None:
+        scores = scores + lacking[..., None]
+    scores = scores * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:

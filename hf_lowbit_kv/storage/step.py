@@ -32,6 +32,9 @@ class Chunk(NamedTuple):
     """`[Hq]`, a logit per query head that takes weight and gives no value (gpt-oss), or `None`"""
     seen: int | None = None
     """no row holds more tokens than this before the step, where Python knows it; changes no result"""
+    lacking: torch.Tensor | None = None
+    """float32 `[B, Hq, S]`, added to all q.k of a query: what transformed keys lack (`Transform.lacking`). `None`:
+    nothing, or it would not change the result"""
 
     @property
     def queries(self) -> torch.Tensor:
@@ -51,8 +54,13 @@ class Chunk(NamedTuple):
 
     def rows(self, rows: slice) -> Chunk:
         """The chunk of some of the rows."""
-        q, mask = (None if x is None else x[rows] for x in (self.q, self.mask))
-        return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask)
+        q, mask, lacking = (None if x is None else x[rows] for x in (self.q, self.mask, self.lacking))
+        return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask, lacking=lacking)
+
+    @property
+    def shifts_matter(self) -> bool:
+        """Whether a number that is added to all scores of a query changes its result."""
+        return self.softcap is not None or self.sinks is not None
 
 
 class Operations(ABC):

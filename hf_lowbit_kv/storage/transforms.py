@@ -6,6 +6,9 @@ map:
     keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
     values    v' = v M      the output is mapped back, o = o' M^-1
 
+A transform of keys may first take off a center: k' = (k - c) M. All scores of a query then lack the same number, q . c,
+which does not change a softmax. `Transform.lacking` adds it where it does: with a softcap, and beside the logit of a sink.
+
 A rotation spreads a few large channels over all channels, so that few bits store them better. Factors make channels
 alike. `+` joins transforms: "smooth+hadamard" divides by factors first, then rotates.
 
@@ -81,6 +84,11 @@ class Transform(Parametrized, ABC):
         """Whether it is a rotation (`fused`, without factors) that maps what it has mapped back, but for rounding."""
         return False
 
+    @property
+    def centered(self) -> bool:
+        """Whether keys lose a center before they are mapped. Such a transform is for keys only."""
+        return False
+
     @abstractmethod
     def map(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Map keys or values, float32."""
@@ -92,6 +100,10 @@ class Transform(Parametrized, ABC):
     @abstractmethod
     def unmap(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """The inverse of `map`, float32."""
+
+    def map_center(self, q: torch.Tensor, tensors: Tensors) -> torch.Tensor | None:
+        """q . c of queries, float32 `[B, H, n]`; `None`: there is no center."""
+        return None
 
     def validate(self, head_dim: int) -> None:
         """Raise `ValueError` if heads of this size cannot be mapped."""
@@ -105,6 +117,15 @@ class Transform(Parametrized, ABC):
     def counterpart(self, q: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
         """Queries `[B, Hq, n, head_dim]` -> queries for stored keys, in the dtype of `q`."""
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
+
+    def lacking(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
+        """What the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys lack, float32 `[B, Hq,
+        n]`; `None`: nothing."""
+        if not self.centered:
+            return None
+        grouped = q.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+        products = self.map_center(grouped, tensors)
+        return None if products is None else products.reshape(q.shape[:-1])
 
     def inverse(self, x: torch.Tensor, tensors: Tensors = (), num_kv_heads: int = 1) -> torch.Tensor:
         """Stored tokens, or an output, `[B, Hq, n, head_dim]` -> mapped back, in the dtype of `x`."""
@@ -250,13 +271,41 @@ class Matrix(Transform):
 @dataclass(frozen=True)
 class Eigen(Matrix):
     """A matrix whose calibration makes the channels of a page independent, and sorts them by what an error in them
-    costs."""
+    costs. Before keys are multiplied they lose a center, in float32. Biases of keys would otherwise spread over all
+    channels, and the model's dtype would round off what is the token's own.
+
+    Parameters: `matrix`, as in `Matrix`, and `center`, float32 `[H, head_dim]`.
+    """
 
     weighed: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
         return "eigen"
+
+    @property
+    def centered(self) -> bool:
+        return True
+
+    def parameters(self, head_dim: int, num_kv_heads: int):
+        center = Parameter("center", (num_kv_heads, head_dim), torch.float32)
+        return (*super().parameters(head_dim, num_kv_heads), center)
+
+    def record_parameters(self, head_dim: int, num_kv_heads: int):
+        center = Parameter("center", (num_kv_heads, head_dim), torch.float32)
+        return (*super().record_parameters(head_dim, num_kv_heads), center)
+
+    def prepare(self, tensors):
+        return *super().prepare(tensors[:1]), tensors[1]
+
+    def map(self, x, tensors):
+        return super().map(x - tensors[2].unsqueeze(-2), tensors)
+
+    def map_center(self, q, tensors):
+        return (q @ tensors[2].unsqueeze(-1)).squeeze(-1)
+
+    def unmap(self, x, tensors):
+        return super().unmap(x, tensors) + tensors[2].unsqueeze(-2)
 
 
 @dataclass(frozen=True)
@@ -282,6 +331,10 @@ class Chain(Transform):
             return None
         first_rotates = parts[0].rotated  # type: ignore[union-attr]
         return Fused(not first_rotates, True, first_rotates)
+
+    @property
+    def centered(self) -> bool:
+        return any(stage.centered for stage in self.stages)
 
     def validate(self, head_dim: int) -> None:
         for stage in self.stages:
@@ -327,6 +380,14 @@ class Chain(Transform):
         for stage, of_stage in self._with_tensors(tensors):
             q = stage.map_queries(q, of_stage)
         return q
+
+    def map_center(self, q, tensors):
+        products = None
+        for stage, of_stage in self._with_tensors(tensors):
+            if (product := stage.map_center(q, of_stage)) is not None:
+                products = product if products is None else products + product
+            q = stage.map_queries(q, of_stage)
+        return products
 
     def unmap(self, x, tensors):
         for stage, of_stage in reversed(self._with_tensors(tensors)):

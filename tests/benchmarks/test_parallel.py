@@ -49,7 +49,6 @@ def _rank(rank: int, folder: str) -> None:
         preset=["dense", "kivi-4-sink", "eigen-2"],
         mode=["eager"],
         case=["1x600", "3x300"],
-        record_collectives=False,
         reference=parallel.Path(folder),
         steps=3,
         rounds=1,

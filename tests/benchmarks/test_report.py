@@ -9,8 +9,10 @@ import pytest
 import typer
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv import presets
 from hf_lowbit_kv.eval.benchmarks import measure, tables
-from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, read_records
+from hf_lowbit_kv.eval.provenance import RESULTS, append_record
 
 
 @pytest.fixture
@@ -54,11 +56,34 @@ def test_every_table_is_shown_somewhere():
 
 def test_the_committed_records_are_of_todays_bytes():
     """Otherwise a format has changed, and `make measure` is due."""
-    records = read_records(measure.OUT)
+    records = current_records(measure.OUT)
     for preset in {record["preset"] for record in records}:
         assert accuracy_rows.definition(preset) in {
             record["definition"] for record in records if record["preset"] == preset
         }
+
+
+def test_a_record_speaks_for_its_formats_only(tmp_path):
+    """Whatever its preset means today; a preset that is gone has no record."""
+    path = tmp_path / "new.jsonl"
+    append_record(path, {"preset": "fp8", "ms": 1.0})
+    append_record(path, {"cache": "kivi-4-sink", "ms": 2.0})
+    append_record(path, {"cache": "DynamicCache", "ms": 3.0})
+    assert [(r.get("keys"), r.get("values")) for r in read_records(path)] == [
+        ("fp8-centered", "fp8"), ("int4-channel", "int4-token"), (None, None)
+    ]  # fmt: skip
+    then = [("fp8", "fp8"), ("kv8", "int8-token"), ("kv6", "int6-token")]
+    written(tmp_path / "old.jsonl", *({"preset": name, "keys": fmt, "values": fmt} for name, fmt in then))
+    assert current_records(path) == read_records(path)
+    assert [record["preset"] for record in current_records(tmp_path / "old.jsonl")] == ["kv8"]
+
+
+def test_committed_records_of_presets_have_formats():
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for record in read_records(path):
+            name = record.get("preset", record.get("cache"))
+            if isinstance(name, str) and presets._derive(name) is not None:
+                assert {"keys", "values"} <= set(record), f"{path.name}: {name}"
 
 
 def test_a_definition_is_that_of_the_stored_bytes():
@@ -70,7 +95,8 @@ def test_a_definition_is_that_of_the_stored_bytes():
 @pytest.fixture
 def record():
     return {
-        "preset": "kivi-2", "text": "transcript", "definition": measure.definition("kivi-2"), "kl": 0.25, "kl_p99": 2.5,
+        "preset": "kivi-2", "keys": "int2-channel", "values": "int2-token", "text": "transcript",
+        "definition": measure.definition("kivi-2"), "kl": 0.25, "kl_p99": 2.5,
         "top1": 0.75, "ppl": 9.0, "ppl_full": 8.0, "by_position": [{"from": 512, "to": 4096, "kl": 0.25, "top1": 0.75}],
         **measure.setting(),
     }  # fmt: skip
@@ -122,7 +148,7 @@ def test_errors_are_shown_where_records_have_them(record, tmp_path):
     """KL with its error; a ratio of two presets whose blocks are proportional has none."""
     blocks = [0.1, 0.4, 0.25]
     ours = record | {
-        "preset": "eigen-2",
+        **{"preset": "eigen-2", "keys": "static-44422000", "values": "static-2-tn"},
         "kl_error": 0.0123,
         "kl_blocks": blocks,
         "definition": measure.definition("eigen-2"),

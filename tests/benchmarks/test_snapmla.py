@@ -76,7 +76,7 @@ def test_fp8_through_a_cache():
 
     ours, theirs = tiny_models("llama")
     ids, mask = left_padded(2, 60)
-    cache = lb.from_preset("fp8", ours, page_size=32, residual=0)
+    cache = lb.LowBitCache(ours, "fp8", "fp8", page_size=32, residual=0)
     with torch.no_grad():
         for part, padding in zip(ids.split(20, 1), (mask[:, :20], mask[:, :40], mask)):
             found = ours(part, attention_mask=padding, past_key_values=cache).logits

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, cache_of, continued, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -92,7 +92,8 @@ def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, resid
         assert torch.equal(keys, before[row][:, : keys.shape[1]])
         assert keys.shape[1] == 40 - 7 * row
     more_ids, _ = left_padded(2, 100, seed=3)
-    _prefill(model, cache, more_ids[:, -60:])  # packs again, on top of what was read back
+    # packs again, on top of what was read back
+    _prefill(model, cache, more_ids[:, -60:], continued(mask[:, :40], 60))
     assert int(cache.get_seq_length()) == 100
     assert _history(cache)[1].shape[1] == 93
 
@@ -134,8 +135,8 @@ def test_crop_counts_padding_of_single_tokens(model, max_cache_len):
     _prefill(model, cache, ids[:, :20], mask[:, :20])
     for token in range(20, 200):
         _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
-    _prefill(model, cache, ids[:, 200:240])  # without a mask
     mask[:, 200:240] = 1
+    _prefill(model, cache, ids[:, 200:240], mask[:, :240])  # whose own tokens have none
     for token in range(240, 330):
         _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
     end = 330
@@ -298,7 +299,7 @@ def test_copies_are_independent(model):
     _prefill(model, cache, ids, mask)
     twin = copy.deepcopy(cache)
     before = _history(cache)
-    _prefill(model, twin, ids)
+    _prefill(model, twin, ids, torch.cat([mask, mask], 1))
     for got, want in zip(_history(cache), before, strict=True):
         assert torch.equal(got, want)
     assert int(cache.get_seq_length()) == 100
@@ -389,8 +390,7 @@ def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
 def test_presets():
     assert lb.preset_names() == [
         *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
-        *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4"),
-        *("kv8", "kv6", "kv5", "kv4", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
+        *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
         *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
         *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),

@@ -22,7 +22,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("name", "close"), [("kivi2", "kivi-2"), ("k4v22", "k4v2"), ("bitdecoding", "bitdecoding-kc-4")]
+    ("name", "close"), [("kivi2", "kivi-2"), ("k4v22", "k4v2"), ("bitdecoding-kc", "bitdecoding-kc-4")]
 )
 def test_unknown_preset_names_the_close_ones(model, name, close):
     with pytest.raises(ValueError, match=f"preset='{name}' is not known; did you mean.*'{close}'"):

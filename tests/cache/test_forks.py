@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, one_of_each_width, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -53,15 +53,16 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         _read(model, each, ids, mask)
     first, second = cache.fork(2)
     texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
-    found = [_read(model, each, text) for each, text in zip((first, second, cache), texts, strict=True)]
+    mask_behind = continued(mask, 70)
+    found = [_read(model, each, text, mask_behind) for each, text in zip((first, second, cache), texts, strict=True)]
     for text, got in zip(texts, found, strict=True):
         fresh = cache_of(model, formats, **options)
         _read(model, fresh, ids, mask)
-        assert torch.equal(_read(model, fresh, text), got)
+        assert torch.equal(_read(model, fresh, text, mask_behind), got)
     # and what stands in them now is theirs alone
     for each, text in zip((first, second, cache), texts, strict=True):
         fresh = copy.deepcopy(alone)
-        _read(model, fresh, text)
+        _read(model, fresh, text, mask_behind)
         step = torch.tensor([[7], [9]])
         assert torch.equal(_read(model, fresh, step), _read(model, each, step))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from cases import FORMATS, SMALL_PAGES, cache_of, filled, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, one_of_each_width, tiny_models
 from mla_cases import tiny_models as mla_models
 from transformers import DynamicCache
 
@@ -60,10 +60,11 @@ def test_a_restored_cache_gives_the_logits_of_the_saved_one(model, formats, resi
         cache = cache_of(model, formats, sink=4, page_size=32, residual=residual, max_cache_len=saved_as)
         _read(model, cache, ids, mask)
         new = _reopened(tmp_path, model, cache, max_cache_len=opened_as)
-        assert torch.equal(_read(model, new, text), _read(model, cache, text))
-        for each in (new, cache):
-            each.crop(-75)
-        assert torch.equal(_read(model, new, text), _read(model, cache, text))
+        for cropped in (0, 75):
+            for each in (new, cache):
+                each.crop(-cropped)
+            whole = continued(mask[:, : 100 if cropped == 0 else 95], 70)
+            assert torch.equal(_read(model, new, text, whole), _read(model, cache, text, whole))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -246,7 +247,7 @@ def test_adapters(model, saved, tmp_path):
 
 
 def test_another_preset_or_version(model, saved, tmp_path):
-    with pytest.raises(ValueError, match="holds a cache of preset='kivi-4', not of preset='kivi-2'"):
+    with pytest.raises(ValueError, match=r"holds a cache of preset='kivi-4' .*, not of preset='kivi-2'"):
         lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
     with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
         lb.LowBitCache.from_pretrained(saved, model, max_cache_len=10)
@@ -261,6 +262,23 @@ def test_another_preset_or_version(model, saved, tmp_path):
         (tmp_path / saved_cache.FILE_NAME).write_text(saved_cache._signed(description))
         with pytest.raises(ValueError, match=message):
             lb.LowBitCache.from_pretrained(tmp_path, model)
+
+
+def test_a_preset_is_what_it_stores(model, tmp_path):
+    """An older release may have stored something else under a preset's name, or the same under another."""
+    old = lb.LowBitCache(model, "fp8", "fp8", preset="fp8", **SMALL_PAGES)
+    with torch.no_grad():
+        model(left_padded(1, 80)[0], past_key_values=old)
+    old.save_pretrained(tmp_path / "old")
+    assert lb.LowBitCache.from_pretrained(tmp_path / "old", model).spec.key_format.name == "fp8"
+    stored, asked = "keys 'fp8', values 'fp8', sink 0", "keys 'fp8-centered', values 'fp8', sink 0"
+    with pytest.raises(ValueError, match=rf"preset='fp8' \({stored}\), not of preset='fp8' \({asked}\)"):
+        lb.LowBitCache.from_pretrained(tmp_path / "old", model, preset="fp8")
+    filled(model, "bitdecoding-kc-4", residual=128).save_pretrained(tmp_path / "same")
+    for name in ("kivi-4", "bitdecoding-kc-4"):
+        assert lb.LowBitCache.from_pretrained(tmp_path / "same", model, preset=name).preset == "bitdecoding-kc-4"
+    with pytest.raises(ValueError, match="not of preset='kivi-4-sink'"):
+        lb.LowBitCache.from_pretrained(tmp_path / "same", model, preset="kivi-4-sink")
 
 
 def _calibrations(model):

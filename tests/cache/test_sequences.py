@@ -10,7 +10,7 @@ import zlib
 
 import hypothesis
 import pytest
-from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Setting, sequences
+from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Setting, sequences
 from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
@@ -66,6 +66,9 @@ def test_any_sequence_on_a_gpu(kind):
 #: what random sequences seldom come to
 KEPT = {
     "the second of two crops reaches into pages": [Append(96), Crop(30), Crop(20), Append(40)],
+    "rows end inside a page, in the window and in the sink": [
+        *(Append(150, "left"), Hide((90, 5), 40), Hide((0, 300), 2), Crop(20), Append(60)),
+    ],
     "padding where tokens were cropped": [Append(40, "any"), Crop(20), Append(20, "any"), Crop(15), Append(30)],
 }
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from cases import left_padded, random_parameters, tiny_models
+from fake_graph import FakeGraph
 from ranks import raised, run_ranks
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.generation import fused_pieces, recording
+from hf_lowbit_kv.generation.tensor_parallel import local, splits
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
 
 #: eigen-2 has a matrix for each KV head, of which a rank needs its own
@@ -56,6 +60,47 @@ def batched(model) -> list:
     return [[output.error, output.generated_tokens] for output in found.values()]
 
 
+def recorded(model, rank: int) -> dict:
+    """Texts of steps that are recorded in fake graphs, how many graphs there are after each call, and how often they
+    were replayed. In between one rank changes something that a recording depends on, or fails to record."""
+    made: list[FakeGraph] = []
+
+    def make() -> FakeGraph:
+        made.append(FakeGraph())
+        return made[-1]
+
+    found: dict[str, list] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "graphs_for", lambda device: make)
+        ids, mask = left_padded(2, 300)
+        options = {"preset": "kivi-2", "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "progress": False}
+
+        def call(name: str) -> None:
+            before = sum(graph.replays for graph in made)
+            out = lb.generate(model, ids, attention_mask=mask, **options)
+            found[name] = [out[:, 300:].tolist(), len(made), sum(graph.replays for graph in made) - before]
+
+        call("first")
+        call("again")
+        if rank == 1:
+            model.model.layers[0].note = "changed on one rank"
+        call("changed on one rank")
+        if rank == 1:
+            patch.setattr(FakeGraph, "capture", _fails)
+        model.model.layers[0].other_note = "recorded anew"
+        call("fails on one rank")
+        lb.release(model)
+    return found
+
+
+_capture = FakeGraph.capture
+
+
+def _fails(graph: FakeGraph, call):
+    _capture(graph, call)  # the other rank takes part in its collectives
+    raise RuntimeError("no memory")
+
+
 def load(folder: str):
     """This rank's part of a model."""
     from transformers import AutoModelForCausalLM
@@ -83,6 +128,13 @@ def _batching_rank(rank: int, folder: str) -> None:
 def _rank(rank: int, folder: str) -> None:
     model = load(f"{folder}/two-heads")
     results = {"texts": texts(model)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results["recorded"] = recorded(model, rank)
+    results["warned"] = [str(each.message) for each in caught if "cannot be recorded" in str(each.message)]
+    attention = model.model.layers[0].self_attn
+    results["split"] = [splits(attention.q_proj), fused_pieces.why_not_replaced(attention.q_proj)]
+    results["local"] = list(local(attention.q_proj.weight).shape)
     with raised() as results["one head"]:
         lb.from_preset("kivi-2", load(f"{folder}/one-head"))
     with raised() as results["one head, generate"]:
@@ -124,6 +176,30 @@ def test_texts_of_both_ranks_are_those_of_one_process(two_ranks, one_process, pr
 def test_a_rank_holds_half_of_the_bytes(two_ranks, one_process, preset):
     for found in two_ranks[0]:
         assert {name: 2 * n for name, n in found["texts"][preset][2].items()} == one_process[preset][2]
+
+
+def test_ranks_record_drop_and_refuse_alike(two_ranks, one_process):
+    """Steps with collectives hang, or mix their results, if one rank replays what another runs eagerly."""
+    ranks = [found["recorded"] for found in two_ranks[0]]
+    assert ranks[0] == ranks[1]
+    (first, again, changed, failed) = ranks[0].values()
+    assert {str(each[0]) for each in ranks[0].values()} == {str(one_process["kivi-2"][1])}
+    assert first[1] >= 1
+    assert (first[1], again[1], again[2]) == (1, 1, NEW - 1), "all later steps are replayed"
+    assert (changed[1], changed[2]) == (2, first[2]), "both ranks record again"
+    assert (failed[1] > changed[1], failed[2]) == (True, 0), "both ranks run eagerly"
+    for found in two_ranks[0]:
+        assert len(found["warned"]) == 1
+    assert "no memory" in two_ranks[0][1]["warned"][0]
+    assert "another rank cannot record it" in two_ranks[0][0]["warned"][0]
+
+
+def test_a_split_layer_is_known_and_its_part_is_read(two_ranks):
+    model, _ = tiny_models("llama")
+    rows, columns = model.model.layers[0].self_attn.q_proj.weight.shape
+    for found in two_ranks[0]:
+        assert found["split"] == [True, None]
+        assert found["local"] == [rows // 2, columns]
 
 
 def test_a_kv_head_is_not_cut_in_two(two_ranks):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import method_caches
 from hf_lowbit_kv.calibration import calibrate as calibrating
-from hf_lowbit_kv.calibration.calibration_windows import Tokens
+from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
 from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
 from hf_lowbit_kv.calibration.kmeans import _lloyd, kmeans
 from hf_lowbit_kv.calibration_files import calibration_lookup
@@ -74,11 +74,13 @@ def test_what_is_made(model, calibration):
     ]
     # the factors, from a plain pass over the same windows
     windows = Tokens(TEXTS, Tokenizer()).draw(8, 256, 0, "cpu", least=256).windows
+    firsts = first_positions(model, 8, 256, 0)
+    assert len(set(firsts)) == 8
     largest = torch.zeros(2, 2, 64)
-    for window in windows:
+    for window, first in zip(windows, firsts, strict=True):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(window[None], past_key_values=cache)
+            model(window[None], position_ids=torch.arange(first, first + 256)[None], past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             largest[index] = largest[index].maximum(layer.keys[0, :, 4:].abs().amax(1))
     for index in range(2):

@@ -101,7 +101,7 @@ DAMAGES = {
     "empty": (lambda path: path.write_bytes(b""), "may be truncated"),
     "text": (lambda path: path.write_text("not this"), "may be truncated"),
     "other tensors": (lambda path: save_file({"a": torch.zeros(1)}, path), "no calibration"),
-    "older": (lambda path: with_metadata(path, version="0"), "version '0', and this release reads 1"),
+    "older": (lambda path: with_metadata(path, version="0"), "version '0', and this release reads 2"),
     "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not say what it was made for"),
     "no model": (lambda path: with_metadata(path, model=None), "does not say what it was made for"),
     "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not say what it was made for"),

@@ -91,11 +91,11 @@ ATTENDS = [
         Case(**EIGEN_3, lengths=(300, 40), groups=16, heads=1, dtype=torch.bfloat16),
         Case(**EIGEN_2, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0),
         Case(**EIGEN_3, **PAGES, lengths=(500, 1), heads=1, outliers=True),
-        Case(keys="static-53222110", values="static-4", lengths=(300, 40), groups=1, page_size=64),
+        Case(keys="static-53222110", values="static-4-tn", lengths=(300, 40), groups=1, page_size=64),
         Case(keys="static-44422000", values="static-2-tn", **PAGES, lengths=(700, 1, 290)),
-        Case(keys="static-65444333-n", values="static-4-tn", lengths=(300, 40), heads=1, groups=3, dtype=torch.bfloat16),
-        Case(keys="static-4", values="static-3-n", lengths=(300,), heads=1, head_dim=96, page_size=64, padded=True, tokens=3),
-        Case(keys="static-442200", values="static-2-t", head_dim=96, page_size=256, lengths=(600,), heads=1),
+        Case(keys="static-65444333", values="static-4-tn", lengths=(300, 40), heads=1, groups=3, dtype=torch.bfloat16),
+        Case(keys="static-4", values="static-3-tn", lengths=(300,), heads=1, head_dim=96, page_size=64, padded=True, tokens=3),
+        Case(keys="static-442200", values="static-2-tn", head_dim=96, page_size=256, lengths=(600,), heads=1),
         Case(**TRELLIS, **PAGES, lengths=(700, 1, 290)),
         Case(**TRELLIS, **PAGES | {"head_dim": 64}, lengths=(900, 300), heads=1, groups=16, dtype=torch.bfloat16),
         Case(keys="static-4", values="trellis-2", head_dim=96, page_size=256, lengths=(600,), groups=6, padded=True, tokens=3),
@@ -238,7 +238,9 @@ TRANSFORMED = [
     Case(head_dim=80, tokens=10, heads=1, dtype=torch.bfloat16, transform="hadamard"),
     Case(head_dim=80, groups=2, transform="smooth+hadamard", value_transform="matrix"),
     Case(groups=2, transform="hadamard+smooth", value_transform="hadamard"),
-    Case(**EIGEN_2, lengths=(300, 37), transform="matrix", value_transform="hadamard"),
+    Case(**EIGEN_2, lengths=(300, 37), transform="eigen", value_transform="hadamard"),
+    Case(**EIGEN_2, lengths=(90, 3), transform="eigen", value_transform="hadamard", softcap=20.0, dtype=torch.bfloat16),
+    Case(**PAGES, lengths=(300,), groups=3, tokens=4, padded=True, transform="smooth+eigen", softcap=9.0, sinks=True),
     Case(**PAGES, lengths=(700, 1), groups=3, tokens=2, padded=True, transform="matrix", value_transform="hadamard"),
     Case(head_dim=96, heads=1, transform="matrix", dtype=torch.bfloat16, sinks=True),
     Case(head_dim=80, head_dim_v=256, lengths=(40,), transform="matrix", value_transform="hadamard"),
@@ -246,7 +248,7 @@ TRANSFORMED = [
 ]
 
 
-@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {3, 5}))
+@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {3, 5, 6, 7}))
 def test_attend_transformed(case):
     kernels.check_attend_transformed(fragment(case))
 
@@ -278,9 +280,9 @@ STORES = [
     ),
     (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
-    (Case(keys="static-53222110", values="static-4", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
+    (Case(keys="static-53222110", values="static-4-tn", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
     (Case(keys="static-65444333", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70, 0]),
-    (Case(keys="static-4-n", values="static-4-tn", heads=1, lengths=(5,), dtype=torch.bfloat16), [70]),
+    (Case(keys="static-4", values="static-4-tn", heads=1, lengths=(5,), dtype=torch.bfloat16), [70]),
     (Case(keys="vq-d4b8", values="vq-d2b3", lengths=(5,), heads=1, ties=True), [70]),
     (Case(keys="vq-d4b8", values="vq-d2b8", lengths=(5,), outliers=True), [70]),
     (Case(**KITTY, heads=1, padded=True, page_size=64), [90, 70, 0, 0]),

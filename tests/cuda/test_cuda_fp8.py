@@ -1,4 +1,5 @@
-"""The CUDA kernels for `formats.fp8`, emulated: by the instruction that converts e4m3 (sm89 and later), and by moving bits."""
+"""The CUDA kernels for `formats.fp8` and `formats.fp8_centered`, emulated: by the instruction that converts e4m3 (sm89 and
+later), and by moving bits."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry
 
 FP8 = {"keys": "fp8", "values": "fp8"}
+CENTERED = {"keys": "fp8-centered", "values": "fp8"}
 PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
 half, bf16 = torch.float16, torch.bfloat16
 needs_emulator = pytest.mark.skipif(
@@ -51,6 +53,7 @@ def slow(*cases) -> list:
 
 ATTENDS = [
     Case(**FP8, **PAGES, lengths=(700, 1, 290)),
+    Case(**CENTERED, **PAGES, lengths=(700, 1, 290), heads=1, key_offset=300.0),
     # an open page, which ends inside of a piece; NaN stands behind its last token
     Case(**FP8, residual=0, sink=0, lengths=(70, 33), groups=5, dtype=bf16, heads=1),
     *slow(
@@ -64,13 +67,22 @@ ATTENDS = [
     ),
     *(
         Case(keys="fp8", values=other, lengths=(300, 40), heads=1, groups=5, dtype=bf16)
-        for other in ("dense", "int2-channel", "int8-token-g32", "int2-token", "vq-d4b6", "static-3-t")
+        for other in ("dense", "int2-channel", "int8-token-g32", "int2-token", "vq-d4b6", "static-3-tn")
     ),
     *(
         Case(keys=other, values="fp8", lengths=(300, 40), heads=1, groups=5)
         for other in ("dense", "int2-channel", "int4-token", "boosted2-r0.125", "vq-d4b6", "static-44422000")
     ),
     Case(**FP8, residual=0, page_size=256, head_dim=128, lengths=(200, 300), groups=16, heads=1),
+    *(
+        Case(**CENTERED, page_size=size, head_dim=dim, groups=groups, dtype=dtype, lengths=(600, 1, 90), heads=1,
+             key_offset=300.0, padded=tokens > 1, tokens=tokens, softcap=softcap, sinks=softcap is not None)
+        for dim, size, groups, dtype, tokens, softcap in (
+            (64, 32, 1, half, 1, None), (80, 64, 4, bf16, 3, 20.0), (96, 128, 5, half, 1, None), (128, 256, 16, bf16, 1, 20.0),
+            (256, 64, 4, half, 1, None), (128, 128, 8, bf16, 1, None),
+        )
+    ),
+    Case(keys="fp8-centered", values="int4-token", **PAGES, lengths=(500, 1), heads=1, outliers=True, dtype=bf16, groups=3),
     Case(**FP8, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0, dtype=bf16),
     Case(**FP8, **PAGES, lengths=(500, 1), heads=1, outliers=True, dtype=bf16, groups=3),
     Case(**FP8, **PAGES, lengths=(500, 1), heads=1, softcap=20.0, sinks=True),
@@ -96,7 +108,9 @@ def test_attend(case, launch):
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
+        (Case(**CENTERED, heads=1, head_dim=80, dtype=bf16, key_offset=300.0), [37, 0, 60, 0, 0]),
         *slow(
+            (Case(**CENTERED, heads=1, padded=True, head_dim=256, page_size=64, outliers=True), [130, 0, 40]),
             (Case(**FP8, heads=1, padded=True, head_dim=96), [37, 0, 60, 0, 0]),
             (Case(**FP8, heads=1, padded=True, residual=0, sink=3, outliers=True), [30, 0, 0, 40, 0]),
             (
@@ -120,6 +134,7 @@ def test_store(case, chunks, monkeypatch):
         (Case(**FP8, lengths=(94, 37), heads=1), 6),
         (Case(**FP8, residual=0, lengths=(65, 2), groups=5, dtype=bf16, heads=1), 4),
         *slow(
+            (Case(**CENTERED, lengths=(94, 37), heads=1, key_offset=300.0), 6),
             (Case(**FP8, residual=0, lengths=(65, 2), heads=1, padded=True), 4),
             (Case(**FP8, **PAGES, lengths=(286, 700), heads=1, groups=16, dtype=bf16), 4),
             (Case(**FP8, lengths=(91, 33), residual=5, transform="hadamard", heads=1), 34),
@@ -156,15 +171,15 @@ def test_special_rows(case, monkeypatch):
 
 def test_which_are_served():
     """A scale a token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
-    for name, reason in (("fp8", None), ("fp8-static", "no kernels for"), ("fp8-block", "no kernels for")):
-        said = geometry.why_not(
-            LayerSpec(parse_format(name), parse_format(name)), (128, 128), None, torch.device("cpu")
-        )
+    served = [("fp8", "fp8"), ("fp8-centered", "fp8")]
+    others = [("fp8-static", "fp8-static"), ("fp8-block", "fp8-block"), ("fp8", "fp8-centered")]
+    for names, reason in [(names, None) for names in served] + [(names, "no kernels for") for names in others]:
+        said = geometry.why_not(LayerSpec(*map(parse_format, names)), (128, 128), None, torch.device("cpu"))
         assert (said is None) == (reason is None)
         assert reason is None or reason in said
     spec = get_preset("fp8").spec()
     assert (spec.residual, get_preset("snapmla").spec().residual) == (128, 0)
     stored = storage_spec(spec, "cuda")
-    assert [fmt.name for fmt in stored.formats] == ["fp8@fragment-1", "fp8@fragment-1t"]
+    assert [fmt.name for fmt in stored.formats] == ["fp8-centered@fragment-1", "fp8@fragment-1t"]
     with pytest.raises(ValueError, match=r"backend='cuda' stores 'fp8@fragment-1' in layout 'fragment-1t'"):
-        format_structs.needs(stored.key_format, 128, 128, half, True)
+        format_structs.needs(parse_format("fp8@fragment-1"), 128, 128, half, True)

@@ -188,7 +188,7 @@ def test_no_other_source_includes_a_formats_files():
     [
         Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128),
         Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, dtype=torch.bfloat16),
-        Case(keys="static-64332222", values="static-3-t", head_dim=128, page_size=128, residual=128),
+        Case(keys="static-64332222", values="static-3-tn", head_dim=128, page_size=128, residual=128),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -110,6 +111,23 @@ def test_the_best_is_what_measuring_says(model):
     assert names["cache"].preset == "kivi-4"
     assert 0 < best["kl_error"] < best["kl"]
     assert not best["calibrated"]
+
+
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM has key biases")
+def test_what_key_biases_spoil_is_not_proposed(model):
+    biased = copy.deepcopy(model)
+    for layer in biased.model.layers:
+        projection = layer.self_attn.k_proj
+        projection.bias = torch.nn.Parameter(torch.zeros(projection.out_features))
+    rows = recommend(biased, Numbers(), TEXT, Budget(9, None, 32768), ["kv8", "kivi-4"], None, 640, 600, progress=False)
+    assert {row["preset"] for row in rows} == {"kv8", "kivi-4"}
+    biased = copy.deepcopy(biased)
+    with torch.no_grad():
+        biased.model.layers[1].self_attn.k_proj.bias[31] = 1000.0
+    rows = recommend(biased, Numbers(), TEXT, Budget(9, None, 32768), ["kv8", "kivi-4"], None, 640, 600, progress=False)
+    assert [row["preset"] for row in rows] == ["kivi-4"]
+    with pytest.raises(ValueError, match="key biases spoil the keys of all of these presets: kv8, kv4"):
+        recommend(biased, Numbers(), TEXT, Budget(9, None, 32768), ["kv8", "kv4"], None, 640, 600, progress=False)
 
 
 def test_overrides_are_part_of_the_code(model):

@@ -58,6 +58,12 @@ def test_layout_changes_no_number_of_fp8(head_dim, layout):
         assert fmt.page_bytes(head_dim, page_size, x.dtype) == plain.page_bytes(head_dim, page_size, x.dtype)
         decoded = [f.decode(f.encode(x), head_dim, page_size, x.dtype).view(torch.int32) for f in (fmt, plain)]
         assert torch.equal(*decoded)
+    centered = parse_format("fp8-centered")
+    decoded = [
+        f.decode(f.encode(x), head_dim, 128, x.dtype).view(torch.int32)
+        for f in (centered.with_layout(layout), centered)
+    ]
+    assert torch.equal(*decoded)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,4 +1,5 @@
-"""Packed bytes of every preset, in both layouts, are what they were: `golden_bytes.json` holds their hashes."""
+"""Packed bytes of every preset, and of formats that no preset has twice, in both layouts, are what they were:
+`golden_bytes.json` holds their hashes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
@@ -31,9 +33,14 @@ def numbers(tokens: int, head_dim: int, seed: int, dtype: torch.dtype) -> torch.
     return x.to(dtype)
 
 
+def spec_of(name: str) -> lb.LayerSpec:
+    """Of a preset, or of two formats `keys/values`."""
+    return lb.LayerSpec(*map(lb.parse_format, name.split("/"))) if "/" in name else lb.get_preset(name).spec()
+
+
 def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
     """Of all pages of a layer that a prompt and single tokens were stored in."""
-    spec = ops.storage_spec(lb.get_preset(preset).spec(), layout)
+    spec = ops.storage_spec(spec_of(preset), layout)
     asked = spec.parameters(head_dim, head_dim, HEADS)
     given = {
         name: (numbers(shape[1], 64, 3, kind)[0, :, :, : shape[2]] / 4).contiguous() for name, shape, kind in asked
@@ -51,12 +58,10 @@ def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
 
 def defined(preset: str) -> bool:
     """Whether its bytes are defined to the last bit: a full matrix is multiplied as the device does."""
-    return not any(
-        parameter.name.endswith(".matrix") for parameter in lb.get_preset(preset).spec().parameters(64, 64, 1)
-    )
+    return not any(parameter.name.endswith(".matrix") for parameter in spec_of(preset).parameters(64, 64, 1))
 
 
-NAMES = [name for name in lb.preset_names() if defined(name)]
+NAMES = [name for name in (*lb.preset_names(), *PAPER_PRESETS, "fp8/fp8") if defined(name)]
 
 
 def cases() -> list[tuple[str, str, int, str]]:
@@ -68,7 +73,7 @@ def cases() -> list[tuple[str, str, int, str]]:
 def fits(preset: str, layout: str, head_dim: int) -> bool:
     """Whether the layout takes heads of that size."""
     try:
-        ops.storage_spec(lb.get_preset(preset).spec(), layout).validate(head_dim, head_dim)
+        ops.storage_spec(spec_of(preset), layout).validate(head_dim, head_dim)
     except ValueError:
         return False
     return True

@@ -98,6 +98,6 @@ def test_names():
     assert parse_format("trellis-2") == Trellis()
     assert Trellis().name == "trellis-2"
     assert Trellis().with_layout("planar-1") == Trellis()
-    assert Trellis().calibrated == Static("2", True, False)
+    assert Trellis().calibrated == Static("2", True)
     with pytest.raises(ValueError, match="are not allowed"):
-        Trellis(page_mean=True)
+        Trellis(token_scale=False)

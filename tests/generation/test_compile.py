@@ -8,7 +8,7 @@ import torch._dynamo.testing
 import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.config
-from cases import left_padded, tiny_models
+from cases import continued, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -49,18 +49,19 @@ def test_one_graph_equal_to_eager(preset, residual):
     assert torch.equal(eager, compiled)
     assert caches[0].nbytes.codes == caches[1].nbytes.codes > 0
     # another prompt, after reset and as a second turn: the compiled step is used again
+    stored = mask[:, :0]
     for turn in range(2):
         for cache in caches:
             if turn == 0:
                 cache.reset()
         more_ids, more_mask = left_padded(2, 30, seed=turn)
-        if turn:
-            more_mask = torch.cat([torch.ones(2, int(caches[0].get_seq_length()), dtype=torch.long), more_mask], dim=1)
+        more_mask = torch.cat([stored, more_mask], dim=1)
         results = [
             _decode(model, each, cache, more_ids, more_mask, 5)
             for each, cache in zip((model, step), caches, strict=True)
         ]
         assert torch.equal(*results)
+        stored = continued(more_mask, 5)
     assert counter.frame_count == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -199,3 +200,20 @@ def test_a_copied_prompt_can_be_continued_twice(llama):
     twice = [_generate(ours, copy.deepcopy(prompt), ids, mask) for _ in range(2)]
     assert torch.equal(*twice)
     assert int(prompt.get_seq_length()) == 80
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "message"),
+    [(20, 13, "prompt and answer may have 33 tokens"), (40, 2, "the prompt has 40 tokens"), (20, 12, None)],
+)
+def test_texts_beyond_the_models_positions_are_announced_before_they_are_read(tokens, new, message):
+    model = tiny_models("llama", max_position_embeddings=32)[0]
+    said = []
+    model.register_forward_pre_hook(lambda *args: said.append(len(caught)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lb.generate(model, torch.randint(3, 150, (1, tokens)), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    assert said[0] == len(caught) == (message is not None)
+    if message is not None:
+        assert f"{message}, and the model was made for texts of at most 32" in str(caught[0].message)
+        assert caught[0].filename == __file__

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from cases import left_padded, tiny_models
+from cases import continued, left_padded, tiny_models
 from fake_graph import READS, FakeGraph, in_place_of_graphs
 from generation_cases import GREEDY, MODES, Collect, ours, turns
 from packaging.version import Version
@@ -120,9 +120,12 @@ def test_python_counts_what_replays_store(model, graphs, preset):
     for each in (cache, replayed):
         each.crop(-40)
     ids = left_padded(3, 5)[0]
+    # of the first turn 90 tokens and 12 written, then 21 of the second prompt
+    mask = torch.cat([continued(left_padded(3, 90)[1], 12), continued(left_padded(3, 21)[1], 5)], 1)
     with torch.no_grad():
         torch.testing.assert_close(
-            model(ids, past_key_values=replayed).logits, model(ids, past_key_values=cache).logits
+            model(ids, attention_mask=mask, past_key_values=replayed).logits,
+            model(ids, attention_mask=mask, past_key_values=cache).logits,
         )
 
 

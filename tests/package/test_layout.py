@@ -21,6 +21,7 @@ SHARED = {
     "common",
     "dense",
     "fp8",
+    "fp8_centered",
     "fragment",
     "latent",
     "static",

@@ -144,6 +144,14 @@ def test_command():
     assert "40960 positions" in shown.stdout
 
 
+@pytest.mark.parametrize(("context", "noted"), [(4096, False), (4097, True)])
+def test_a_model_that_drops_its_cache_is_noted(context, noted):
+    config = tiny_config("phi3", max_position_embeddings=131072, original_max_position_embeddings=4096)
+    table = fits(config, context, "24GB", presets=["kivi-4-sink"])
+    assert ("model.generate of this model drops every cache beyond 4096 tokens" in str(table)) == noted
+    assert ("drops every cache" in " ".join(table.notes)) == noted
+
+
 def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
     table = fits("Qwen/Qwen3-8B", "64k", "24GB")
     rows = list(table)[1:]
@@ -162,7 +170,7 @@ def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
     assert "k8v4" in str(table.whole)
     assert "more presets" not in str(table.whole)
     assert table.recommended.preset == "kivi-4-sink"
-    assert table.advice == "Recommended: kivi-4-sink, the default. kv8 fits too: nearest to 16 bits."
+    assert table.advice == "Recommended: kivi-4-sink, the default. int8 fits too: nearest to 16 bits."
     assert str(table).count("kivi-4-sink +") == 1
     assert str(table).splitlines()[-1] == table.advice
     assert max(map(len, str(table).splitlines()[: len(table.shown) + 2])) <= 80
@@ -188,6 +196,21 @@ def test_the_advice(context, presets, advice):
     assert re.fullmatch(advice, table.advice)
     if presets is not None:
         assert [fit.preset for fit in table] == [FULL, *presets]
+
+
+def test_families_with_key_biases():
+    """Presets with a range per token are marked, and not recommended."""
+    config = tiny_config("qwen2", head_dim=64)
+    table = fits(config, 4096, "24GB", presets=["kv8", "int8", "k4v2"])
+    assert [fit.biased for fit in table] == [False, True, False, False]
+    assert table.advice.startswith("Recommended: int8, it is nearest")
+    assert "kv8 !" in str(table)
+    assert "!: this family has key biases" in str(table)
+    assert table[1].as_dict()["biased"] is True
+    without = fits(tiny_config("llama"), 4096, "24GB", presets=["kv8"])
+    assert "!" not in str(without)
+    assert without.recommended.preset == "kv8"
+    assert not any(fit.biased for fit in fits(config, 4096, "24GB")), "a listed preset"
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("65536", 65536), ("64k", 65536), ("128K", 131072), (" 2 k ", 2048)])

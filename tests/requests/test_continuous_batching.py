@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from cases import tiny_models
+from length_rope_cases import LIMIT, ROPES, rope_models
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
@@ -284,3 +285,15 @@ def test_a_kept_manager_is_that_of_its_pages(models):
         with lb.enable(model, "kivi-2"), pytest.raises(RuntimeError, match="made for other pages"):
             model.generate_batch([prompt(20)], **run)
         model.destroy_cached_continuous_batching_manager()
+
+
+@needs_release
+@pytest.mark.parametrize("kind", ROPES)
+def test_requests_that_may_pass_the_length_where_rope_changes_are_refused(kind):
+    ours, theirs = rope_models(kind)
+    long, short = prompt(LIMIT - NEW + 1), prompt(LIMIT - NEW)
+    with lb.enable(ours, "dense"):
+        refused, served = written(ours, [long, short])
+    assert f"beyond {LIMIT} tokens they look at the longest row" in refused.error
+    want = theirs.generate(torch.tensor([short]), attention_mask=torch.ones(1, len(short)), generation_config=config())
+    assert served.generated_tokens == want[0, len(short) :].tolist()

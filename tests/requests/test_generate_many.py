@@ -636,22 +636,6 @@ def test_models_whose_layers_are_not_all_packed_are_refused(pools):
     assert not pools
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "rope_theta": 10000.0,
-         "original_max_position_embeddings": 64},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)  # fmt: skip
-def test_rotary_embeddings_that_look_at_the_longest_row_are_refused(rope, pools):
-    model = tiny_models("llama", rope_parameters=rope)[0]
-    with pytest.raises(ValueError, match=f"{rope['rope_type']!r}: they look at the longest row"):
-        lb.generate_many(model, [[5]], max_new_tokens=3)
-    assert not pools
-
-
 def test_no_requests(model, pools):
     assert lb.generate_many(model, [], max_new_tokens=3) == []
     assert not pools

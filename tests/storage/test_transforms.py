@@ -9,9 +9,11 @@ import torch
 from cases import FORMATS, cache_of, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import HEAD_DIMS
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard, rotated
 
 PAGES = {"page_size": 32, "residual": 32}
@@ -37,15 +39,19 @@ def test_no_hadamard_matrix(order):
 
 
 NAMES = ["none", "hadamard", "smooth", "matrix", "smooth+hadamard", "hadamard+smooth", "matrix+hadamard+smooth"]
+CENTERED = ["eigen", "smooth+eigen", "eigen+hadamard"]
 
 
 def parameters_of(transform, head_dim, heads=2):
     """Random ones by name, and the tensors that a layer holds of them."""
     given = {}
     for name, shape, dtype in transform.parameters(head_dim, heads):
-        given[name] = (
-            torch.rand(shape, dtype=dtype) + 0.5 if name == "factors" else torch.linalg.qr(torch.randn(shape))[0] * 2
-        )
+        x = torch.randn(shape) * 3
+        if name.endswith("factors"):
+            x = torch.rand(shape, dtype=dtype) + 0.5
+        elif name.endswith("matrix"):
+            x = torch.linalg.qr(x)[0] * 2
+        given[name] = x
     record = transform.record(given, head_dim, heads, slice(0, heads), torch.device("cpu"))
     return given, () if record is None else transform.tensors(record, head_dim)
 
@@ -58,25 +64,31 @@ def exact_map(transform, given, head_dim, heads=2):
             found = found @ hadamard(head_dim) * head_dim**-0.5
         elif name == "smooth":
             found = found / given["factors"].double()[:, None, :]
-        elif name == "matrix":
+        elif name in ("matrix", "eigen"):
             found = found @ given["matrix"].double()
     return found
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + CENTERED)
 def test_products_of_queries_and_keys_stay(name, head_dim):
-    """By KV head, with the queries of two heads for each."""
+    """By KV head, with the queries of two heads for each. Without a center, which all products of a query lack."""
     transform = lb.parse_transform(name)
     given, tensors = parameters_of(transform, head_dim)
     q, k = torch.randn(2, 4, 5, head_dim), torch.randn(2, 2, 50, head_dim)
     keys, queries = transform.forward(k, tensors), transform.counterpart(q, tensors, 2)
     want = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)
     got = queries.double() @ keys.double().repeat_interleave(2, 1).transpose(-1, -2)
-    assert torch.allclose(got, want, atol=2e-5 * head_dim**0.5)
-    assert torch.allclose(keys.double(), k.double() @ exact_map(transform, given, head_dim), atol=1e-4)
+    lacking = transform.lacking(q, tensors, 2)
+    assert (lacking is None) == (name in NAMES)
+    if lacking is not None:
+        assert float(lacking.abs().mean()) > 1
+        got += lacking.double()[..., None]
+    assert torch.allclose(got, want, atol=5e-5 * head_dim**0.5)
+    linear = keys.double() - transform.forward(torch.zeros(1, 2, 1, head_dim), tensors).double()
+    assert torch.allclose(linear, k.double() @ exact_map(transform, given, head_dim), atol=1e-4)
     assert torch.allclose(transform.inverse(keys, tensors, 2), k, atol=1e-4)
-    if "matrix" not in name:
+    if "matrix" not in name and name in NAMES:
         for dtype in (torch.float16, torch.bfloat16):  # rounded once
             half = k.to(dtype)
             assert torch.equal(transform.forward(half, tensors), transform.forward(half.float(), tensors).to(dtype))
@@ -99,6 +111,44 @@ def test_what_kernels_apply_is_what_is_defined(name):
     if fused.after:
         want = want * tensors[0][:, None]
     assert torch.equal(transform.forward(x, tensors), want)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (5.0, False), (None, True), (5.0, True)])
+def test_a_center_changes_no_output(backend, softcap, sinks):
+    """Attention over keys with a large bias, against float32 attention over the keys as they were. All tokens are in
+    16 bits here, so nothing is lost but roundings of the model's dtype. The tokens' own parts would be lost in it, if
+    the bias was rotated with them."""
+    heads, head_dim, past = 2, 64, 40
+    spec = LayerSpec.parse("static-44422000|static-2-tn|8|64|32|eigen|hadamard|separate")
+    bias = torch.zeros(heads, 1, head_dim)
+    bias[..., 24:32] = 300.0
+    matrix = torch.linalg.qr(torch.randn(heads, head_dim, head_dim))[0]
+    given = {"key_transform.matrix": matrix, "key_transform.center": bias[:, 0] + torch.randn(heads, head_dim)}
+    for role in ("key_format", "value_format"):
+        given |= {f"{role}.center": torch.zeros(heads, head_dim), f"{role}.step": torch.ones(heads, head_dim)}
+    records = spec.records(given, (head_dim, head_dim), heads, slice(0, heads), torch.device("cpu"))
+    store = PagedStore(spec, 1, heads, head_dim, head_dim, torch.bfloat16, "cpu", None, records)
+    q = torch.randn(1, 2 * heads, past + 3, head_dim).bfloat16()
+    k, v = (
+        (torch.randn(1, heads, past + 3, head_dim) + bias).bfloat16(),
+        torch.randn(1, heads, past + 3, head_dim).bfloat16(),
+    )
+    logits = torch.tensor([3.0, -2.0, 40.0, 1.0]) if sinks else None
+    store.reserve(past + 3)
+    ops.append(Chunk(None, k[:, :, :past], v[:, :, :past]), store, backend)
+    chunk = Chunk(q[:, :, past:], k[:, :, past:], v[:, :, past:], None, head_dim**-0.5, softcap, logits)
+    out = ops.attend(chunk, store, backend)
+    allowed = torch.arange(past + 3) <= torch.arange(past, past + 3)[:, None]
+    exact = reference.plain_attention(
+        q[:, :, past:].float(), k.float(), v.float(), allowed, head_dim**-0.5, softcap, logits
+    )
+    assert float((out.float() - exact).square().mean() / exact.square().mean()) ** 0.5 < 0.015
+
+
+def test_values_have_no_center():
+    with pytest.raises(ValueError, match=r"value_transform='eigen' is not allowed: it takes off a center"):
+        LayerSpec.parse("static-44422000|static-2-tn|8|64|32|eigen|eigen|separate")
 
 
 def test_parameters_of_all_heads_are_shared():

@@ -25,9 +25,10 @@ FORMATS = [
     ("fp8", "fp8-static"),
     ("fp8", "fp8"),
     ("vq-d4b6", "vq-d8b5"),
-    ("static-44422000", "static-3-t"),
+    ("static-44422000", "static-3-tn"),
     ("static-64332222", "static-2-tn"),
     ("int4-token", "trellis-2"),
+    ("fp8-centered", "fp8"),
 ]
 
 #: pairs that have the paths of another, with another width, other groups or without one of its steps
@@ -156,6 +157,11 @@ def left_padded(batch: int, tokens: int, vocab_size: int = 160, seed: int = 0):
     for row in range(batch):
         ids[row, : 7 * row], mask[row, : 7 * row] = 0, 0
     return ids, mask
+
+
+def continued(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The mask `[batch, n]` of stored tokens, and of `tokens` more in each row."""
+    return torch.nn.functional.pad(mask, (0, tokens), value=1)
 
 
 def filled(model, preset="kivi-2", **options):

@@ -40,10 +40,24 @@ class FakeGraph:
     def replay(self) -> None:
         self.replays += 1
         for function, args, kwargs, out in self.operations:
-            found = tree_leaves(function(*args, **kwargs))
+            found = [_waited(function, each) for each in tree_leaves(function(*args, **kwargs))]
             for held, new in zip(tree_leaves(out), found, strict=True):
                 if isinstance(held, torch.Tensor) and held.data_ptr() != new.data_ptr():
                     held.copy_(new)
+
+
+def _wraps(kind: type) -> bool:
+    """Whether tensors of this class hold other tensors (`DTensor`, results of collectives)."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _waited(function: Any, result: Any) -> Any:
+    """The result of an operation, after its end if it is a collective."""
+    if isinstance(result, torch.ScriptObject):
+        result.wait()
+    elif function.namespace == "_c10d_functional":
+        return torch.ops._c10d_functional.wait_tensor(result)
+    return result
 
 
 class _Recording(TorchDispatchMode):
@@ -55,6 +69,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(map(_wraps, types)):  # the operations on what it wraps come here, too
+            return NotImplemented
         if function._schema.name in self.graph.reads:
             raise RuntimeError(f"{function._schema.name} is not permitted while recording")
         for argument, value in zip(function._schema.arguments, args, strict=False):
@@ -63,6 +79,8 @@ class _Recording(TorchDispatchMode):
             if argument.name in kwargs:
                 self._before(argument, kwargs[argument.name])
         out = function(*args, **kwargs)
+        if _wraps(type(out)):
+            return out
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:

@@ -12,8 +12,12 @@ from hf_lowbit_kv.storage.step import Chunk
 
 #: where `check_special_rows` is run: straight into pages and through the ring
 SPECIAL = [
-    Case(keys="fp8", values="fp8", **sizes, heads=1, lengths=(0,), capacity=300, dtype=dtype)
-    for sizes in ({"residual": 0, "sink": 0}, {"head_dim": 80, "head_dim_v": 96})
+    Case(keys=keys, values="fp8", **sizes, heads=1, lengths=(0,), capacity=300, dtype=dtype)
+    for keys, sizes in (
+        ("fp8", {"residual": 0, "sink": 0}),
+        ("fp8", {"head_dim": 80, "head_dim_v": 96}),
+        ("fp8-centered", {"head_dim": 80, "head_dim_v": 96}),
+    )
     for dtype in (torch.float16, torch.bfloat16)
 ]
 

@@ -17,7 +17,8 @@ OTHER_WIDTHS = [
     *(("boosted2-r0.25", "int2-token"), tuple(EIGEN_3.values())),
 ]
 #: pairs with paths of their own. `int4-channel/int4-token` meets every shape; these meet those that their paths depend on
-OWN_PATHS = [("boosted2-r0.125", "int2-token"), ("fp8", "fp8"), tuple(EIGEN_2.values()), tuple(TRELLIS.values())]
+OWN_PATHS = [("boosted2-r0.125", "int2-token"), ("fp8", "fp8"), ("fp8-centered", "fp8")]
+OWN_PATHS += [tuple(EIGEN_2.values()), tuple(TRELLIS.values())]
 #: what stores boosted channels: each way to choose them, none and all of them, on either side
 BOOSTED_STORES = [
     *(("boosted2-r0.125", "int5-token-g32"), ("boosted2-r0.3-range", "int8-token"), ("fp8", "boosted2-r1")),

@@ -41,6 +41,8 @@ class Case:
     """by how much the first token's score, with a value of 0, is above all others together"""
     value_offset: float | None = None
     """what the first channel of values is everywhere; errors are then those of the others"""
+    key_offset: float | None = None
+    """what is added to the first two channels of keys, as a large bias adds it"""
     key_size: float = 1.0
     """a factor of keys; queries are divided by it"""
     value_size: float = 1.0
@@ -88,6 +90,8 @@ def random_tokens(case: Case, tokens: int, gen: torch.Generator) -> tuple[torch.
         if case.heavy_sink is not None:
             x *= 2.0**-5
         x *= case.value_size if out else case.key_size
+        if case.key_offset is not None and not out:
+            x[..., :2] += case.key_offset
         out.append(x.to(case.dtype).transpose(1, 2))
     if case.spread is not None:
         put_spread(case, *out, gen)
@@ -234,10 +238,11 @@ def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case
         store.state.sink_v[:, :, 0] = 0
 
 
-def plain(step: Step, state: LayerState, case: Case) -> torch.Tensor:
-    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it."""
+def plain(step: Step, state: LayerState, case: Case, lacking: torch.Tensor | None = None) -> torch.Tensor:
+    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it. lacking: see
+    `Chunk`."""
     k, v, valid = dense_view(step, state, case)
-    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks)
+    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks, lacking)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 

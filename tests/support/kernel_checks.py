@@ -198,9 +198,9 @@ def check_attend_transformed(case: Case, seed: int = SEED) -> None:
     exact = reference.OPERATIONS.attend(wide.chunk(case), ref)
     with poisoned():
         out = launch.OPERATIONS.attend(here.chunk(case), dev)
-    inputs = reference.transformed(step.chunk(case), ref)[:3]
-    transformed = dataclasses.replace(step, **dict(zip("qkv", inputs, strict=True)))
-    near = reference.restored(plain(transformed, ref.state, case), ref)
+    chunk = reference.transformed(step.chunk(case), ref)
+    transformed = dataclasses.replace(step, q=chunk.q, k=chunk.k, v=chunk.v)
+    near = reference.restored(plain(transformed, ref.state, case, chunk.lacking), ref)
     error = relative_error(real_queries(out, step), real_queries(exact, step))
     error_plain = relative_error(real_queries(near, step), real_queries(exact, step))
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")

@@ -9,8 +9,8 @@ from kernel_cases import Case
 
 from hf_lowbit_kv.formats import HEAD_DIMS
 
-EIGEN_2 = {"keys": "static-44422000", "values": "static-2-t"}
-EIGEN_3 = {"keys": "static-64332222", "values": "static-3-t"}
+EIGEN_2 = {"keys": "static-44422000", "values": "static-2-tn"}
+EIGEN_3 = {"keys": "static-64332222", "values": "static-3-tn"}
 TRELLIS = {"keys": "static-44422000", "values": "trellis-2"}
 
 SMALL = [
@@ -19,6 +19,17 @@ SMALL = [
     Case(keys="int8-token", values="int8-token", sink=0, residual=0, lengths=(33, 64)),
     Case(keys="int2-channel-g32", values="int2-token-g32", page_size=64, residual=64, lengths=(140, 1), heads=1),
     Case(keys="fp8", values="fp8", lengths=(70, 33), heads=1, sink=0, residual=0),
+    Case(keys="fp8-centered", values="fp8", lengths=(100, 33), heads=1, key_offset=300.0),
+    Case(
+        keys="fp8-centered",
+        values="fp8-centered",
+        head_dim=80,
+        tokens=5,
+        padded=True,
+        heads=1,
+        softcap=20.0,
+        sinks=True,
+    ),
     Case(keys="dense", values="int4-channel", lengths=(0, 130), tokens=5, padded=True, sinks=True, heads=1),
     Case(groups=3, softcap=20.0, head_dim=80, head_dim_v=96, lengths=(33, 100), tokens=9, heads=1),
     Case(keys="int4-token", values="dense", lengths=(31, 64), tokens=20, sink=0, residual=0, padded=True, heads=1),
@@ -76,11 +87,12 @@ SMALL_STORES = [
     (Case(heads=1, keys="int8-channel", values="dense", residual=0, outliers=True), [30, 0, 1, 40]),
     (Case(heads=1, keys="int2-channel-g32", values="int4-channel", head_dim=80, page_size=64, residual=5), [130]),
     (Case(heads=1, keys="fp8", values="fp8-static", residual=0, sink=3, padded=True, outliers=True), [30, 0, 40]),
+    (Case(heads=1, keys="fp8-centered", values="fp8", padded=True, outliers=True, key_offset=300.0), [70, 0, 40]),
     (Case(keys="vq-d4b5", values="vq-d2b8", lengths=(5, 37), residual=5), [45, 0]),
     (Case(keys="vq-d2b8", values="vq-d4b10", lengths=(5,), heads=1, residual=5, ties=True), [45, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37), residual=5), [55, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
-    (Case(keys="static-4-n", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70]),
+    (Case(keys="static-4", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70]),
     (Case(keys="int4-token", values="trellis-2", heads=1, lengths=(5,), head_dim=80, outliers=True), [70, 0]),
     (Case(keys="int4-token", values="trellis-2", heads=1, lengths=(5,), page_size=256, residual=5), [270]),
     (Case(keys="int6-token", values="int5-token", heads=1, residual=0, sink=3, outliers=True), [30, 0, 40]),
@@ -117,6 +129,7 @@ GRAPHS = [
     {"keys": "boosted2-r0.125", "values": "int2-token", "residual": 128, "transform": "hadamard"},
     {"keys": "fp8", "values": "fp8", "residual": 0},
     {"keys": "fp8", "values": "fp8", "residual": 128},
+    {"keys": "fp8-centered", "values": "fp8", "residual": 128},
     {**EIGEN_2, "residual": 128, "transform": "hadamard", "value_transform": "hadamard"},
 ]
 
@@ -146,7 +159,15 @@ def transformed() -> list[Case]:
         Case(keys="int4-channel", values="dense", head_dim=256, groups=16, tokens=4, lengths=(300, 90)),
         Case(**EIGEN_2, head_dim=128, page_size=128, residual=128, groups=16, lengths=(300,) * 40),
     ]
-    both += [dataclasses.replace(case, transform="matrix", value_transform="hadamard") for case in own]
+    both += [dataclasses.replace(case, transform="eigen", value_transform="hadamard") for case in own]
+    # what a center takes off all scores counts here: few rows, many, padding, more tokens than one launch projects
+    both += [
+        Case(**EIGEN_2, head_dim=128, page_size=128, lengths=(700, 1, 290), transform="eigen", softcap=20.0),
+        Case(**EIGEN_3, groups=3, tokens=5, padded=True, lengths=(300, 1), transform="eigen", sinks=True),
+        Case(
+            keys="int4-channel", groups=2, tokens=60, lengths=(90,), transform="smooth+eigen", softcap=9.0, sinks=True
+        ),
+    ]
     return [dataclasses.replace(case, transform="hadamard") for case in cases] + both
 
 
@@ -157,7 +178,7 @@ def format_names() -> list[str]:
         f"int{bits}-{axis}{group}" for bits in (2, 4, 5, 6, 8) for axis in ("channel", "token") for group in groups
     ]
     ratios = ("r0", "r0.125", "r0.125-random3", "r0.25-variance", "r0.3-range", "r1")
-    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8"]
+    return [*affine, "dense", *(f"boosted2-{ratio}" for ratio in ratios), "fp8", "fp8-centered"]
 
 
 def matrix() -> list[Case]:
@@ -178,6 +199,7 @@ def matrix() -> list[Case]:
         ("int6-token", "int6-token"),
     ]
     pairs += [("boosted2-r0.125", "int2-token"), ("boosted2-r0.25", "int2-token"), ("fp8", "fp8")]
+    pairs += [("fp8-centered", "fp8")]
     shapes = ((1, torch.float16), (3, torch.bfloat16), (8, torch.float16))
     for number, (keys, values) in enumerate(pairs):
         pair = {"keys": keys, "values": values}
@@ -236,6 +258,7 @@ def stores() -> list[tuple[Case, list[int]]]:
             ("boosted2-r0.25", "boosted2-r0.125-variance", 128),
             ("fp8", "fp8", 0),
             ("fp8", "fp8", 128),
+            ("fp8-centered", "fp8", 128),
         ):
             case = Case(
                 keys=keys, values=values, head_dim=dim, residual=residual, page_size=128, padded=True, lengths=(1, 1)
@@ -289,12 +312,12 @@ def static_attends() -> list[Case]:
         cases.append(Case(lengths=(40000,), heads=1, **pair, **base))
         cases += [Case(lengths=lengths, **pair, **base | {"page_size": size}) for size in (32, 64, 256)]
         cases += static_sizes(lengths=lengths, **pair, **base)
-    cases.append(Case(keys="static-442200", values="static-2-t", lengths=lengths, **base | {"head_dim": 96}))
-    cases.append(Case(keys="static-53222110", values="static-4", lengths=lengths, **base))
-    for values, dtype in (("static-2-tn", half), ("static-3-tn", bf16), ("static-4-tn", half)):  # without page means
+    cases.append(Case(keys="static-442200", values="static-2-tn", lengths=lengths, **base | {"head_dim": 96}))
+    cases.append(Case(keys="static-53222110", values="static-4-tn", lengths=lengths, **base))
+    for values, dtype in (("static-2-tn", half), ("static-3-tn", bf16), ("static-4-tn", half)):
         cases.append(Case(keys="static-65444333", values=values, lengths=lengths, dtype=dtype, **base))
         cases.append(Case(keys=EIGEN_2["keys"], values=values, outliers=True, lengths=lengths, dtype=dtype, **base))
-    cases.append(Case(keys="static-4-n", values="static-4-n", lengths=lengths, **base))
+    cases.append(Case(keys="static-4", values="static-4-tn", lengths=lengths, **base))
     cases.append(Case(keys=EIGEN_2["keys"], values="int2-token", lengths=lengths, **base))
     cases.append(Case(keys="int4-channel", values=EIGEN_2["values"], lengths=lengths, **base))
     cases.append(Case(keys=EIGEN_2["keys"], values=EIGEN_3["values"], head_dim_v=64, lengths=lengths, **base))
@@ -317,8 +340,12 @@ def static_stores() -> list[tuple[Case, list[int]]]:
     """Bytes of static codes."""
     chunks = [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]
     base = {"residual": 128, "page_size": 128, "lengths": (1, 1)}
-    patterns = [("static-44422000", "static-2-t"), ("static-64332222", "static-3-t"), ("static-53222110", "static-4")]
-    without = [("static-65444333", f"static-{bits}-tn") for bits in (2, 3, 4)]  # page means
+    patterns = [
+        ("static-44422000", "static-2-tn"),
+        ("static-64332222", "static-3-tn"),
+        ("static-53222110", "static-4-tn"),
+    ]
+    without = [("static-65444333", f"static-{bits}-tn") for bits in (2, 3, 4)]
     paths = [(64, torch.float16, 128), (96, torch.bfloat16, 256), (128, torch.float16, 128), (256, torch.bfloat16, 64)]
     return (
         [

@@ -38,6 +38,7 @@ def spread_cases(**options) -> list[Case]:
         "int4-token-g32",
         "boosted2-r0.125",
         "fp8",
+        "fp8-centered",
     )
     values = ("int2-token", "int4-token", "int8-token", "int2-token-g32", "int4-token-g64", "int4-channel", "fp8")
     half, bf16 = torch.float16, torch.bfloat16

@@ -43,7 +43,7 @@ KINDS |= {f"latent {'/'.join(pair)}": dict(zip(("key_format", "value_format"), p
 #: kinds that have the paths of another, with another width, codebook or transform: `make gpu-test-all` alone has them
 OTHER_WIDTHS = [
     *("int4-token/int4-token", "int8-channel-g32/int2-token-g32", "int2-token-g32/int4-channel", "int4-channel/dense"),
-    *("smooth+hadamard dense", "kivi-2-hadamard", "kv6", "kv5", "kv4-hadamard", "k4v2", "k2v4", "k8v4", "kitty-pro"),
+    *("smooth+hadamard dense", "kivi-2-hadamard", "int6", "int5", "k4v2", "k2v4", "k8v4", "kitty-pro"),
     *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-3", "eigen-4"),
     *("kitty-variance", "kitty-range", "static-64332222/static-2-tn"),
 ]
@@ -86,6 +86,14 @@ class Attend(NamedTuple):
 
 
 class Crop(NamedTuple):
+    tokens: int
+
+
+class Hide(NamedTuple):
+    """A chunk of so many tokens comes in, and its mask hides the newest stored tokens of rows: so many of each, repeated as
+    needed."""
+
+    hidden: tuple[int, ...]
     tokens: int
 
 
@@ -141,6 +149,7 @@ def operations() -> st.SearchStrategy[list]:
         appends: 12,
         st.builds(Attend, st.one_of(st.integers(1, 3), chunk_lengths())): 2,
         st.builds(Crop, crops): 6,
+        st.builds(Hide, st.lists(crops, min_size=1, max_size=4).map(tuple), st.integers(2, 70)): 3,
         st.builds(Reorder, rows): 2,
         st.builds(Repeat, st.integers(1, 3)): 1,
         st.builds(Select, rows): 1,

@@ -190,7 +190,8 @@ class Machine:
             if text.dense:
                 self._update_dense(text, index, step)
             else:
-                self.attend_and_store(text, index, step, mask if padding else None)
+                masked = padding or (tokens > 1 and not text.mask.all())
+                self.attend_and_store(text, index, step, mask if masked else None)
         text.mask = mask
 
     def _rows(self, text: Text, index: int) -> list[TrueRow]:
@@ -262,6 +263,18 @@ class Machine:
         for rows in text.layers:
             for row, length in zip(rows, text.mask.sum(1).tolist(), strict=True):
                 row.crop(length)
+        self.check_stored(text)
+
+    def hide(self, hidden: tuple[int, ...], tokens: int) -> None:
+        text, most = self.text, self.setting.capacity or MOST_TOKENS
+        if text.dense or not text.seen or text.seen + tokens > most:
+            return
+        counts = torch.tensor([hidden[row % len(hidden)] for row in range(text.rows)])
+        text.mask = text.mask & (text.mask.flip(1).cumsum(1).flip(1) > counts[:, None])
+        for rows in text.layers:
+            for row, length in zip(rows, text.mask.sum(1).tolist(), strict=True):
+                row.crop(length)
+        self.append(tokens, "any")
         self.check_stored(text)
 
     def reorder(self, rows: tuple[int, ...]) -> None:

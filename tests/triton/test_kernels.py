@@ -107,6 +107,8 @@ def test_attend_transformed(case):
         {"head_dim": 64, "transform": "hadamard"},
         {"head_dim": 96, "transform": "hadamard"},
         {"head_dim": 64, "transform": "smooth+hadamard", "value_transform": "matrix"},
+        {"head_dim": 64, "transform": "eigen", "softcap": 9.0, "keys": "static-44422000", "values": "static-2-tn"},
+        {"head_dim": 64, "transform": "eigen", "sinks": True, "lengths": (190, 0, 1), "capacity": 300},
         {"head_dim": 64, "transform": "matrix", "value_transform": "hadamard"},
     ],
     ids=str,

@@ -92,6 +92,15 @@ def test_small(case, layout, stretch, monkeypatch):
 
 
 @kernels.needs_interpreter
+def test_small_center(monkeypatch):
+    """What a center takes off the scores of a query is added in every stretch, for padded rows too."""
+    monkeypatch.setitem(config.FUSED_ROWS, "triton", 0)
+    case = Case(tokens=40, padded=True, lengths=(0, 130), groups=3, transform="eigen", softcap=9.0, sinks=True)
+    in_stretches(monkeypatch, case, 128, 20)
+    kernels.check_attend_transformed(case)
+
+
+@kernels.needs_interpreter
 @pytest.mark.parametrize(("stretch", "launches"), [(None, 1), (1024, 2)])
 def test_small_split(stretch, launches, monkeypatch):
     """Few rows over a long history are divided among programs, and merged at the end."""
@@ -177,7 +186,7 @@ ONE_SIZE = ("int2-token", "int8-channel", "boosted2-r0", "boosted2-r1")
         ("static-64332222", 128),
         ("static-53222110", 64),
         ("static-442200", 96),
-        ("static-4-n", 64),
+        ("static-4", 64),
     ],
 )
 def test_small_read(name, head_dim):
@@ -187,7 +196,7 @@ def test_small_read(name, head_dim):
         if name.startswith("boosted")
         else "static-3-tn"
         if name.endswith("-n")
-        else "static-3-t"
+        else "static-3-tn"
         if name.startswith("static")
         else name
     )

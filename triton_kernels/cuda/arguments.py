@@ -34,7 +34,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
-        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale".split()),
+        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale lacking".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
         *_TABLES,
     ]
@@ -64,7 +64,7 @@ class TransformArgs(ctypes.Structure):
 
 class ProjectArgs(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q k v q_out k_out v_out q_matrix k_matrix".split()),
+        *((name, ctypes.c_void_p) for name in "q k v q_out k_out v_out q_matrix k_matrix k_center lacking".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s matrix_h".split()),
         *((name, ctypes.c_int) for name in "batch q_heads heads tokens".split()),
     ]

@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     w.begin();
     give_record(w.values, a.tables[1], row.h);
     w.keys.begin(rows, size, size + ROWS, scale, lane);
+    w.load_lacking(a, row, row_block, scale, lane);
     if (both) {
       window.attend(w, row_block, rows_raw, scale);
       enter_pages(w.values, w.o, lane);

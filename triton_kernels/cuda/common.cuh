@@ -58,6 +58,7 @@ struct Args {
   float scaling, softcap;
   const u8* raw_k;  // TRANSFORMED: the chunk's keys as the model made them; `k` receives them transformed
   const float *q_scale, *k_scale;  // factors of channels; those of KV head h begin at h * scale_h
+  const float* lacking;            // LACKING: [B, Hq, S], added to all products of a query with keys
   i64 raw_b, raw_h, raw_s, scale_h;
   Parameter tables[2];  // codebooks of keys and values, or null
 };

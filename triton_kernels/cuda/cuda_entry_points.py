@@ -155,9 +155,12 @@ def _project(chunk: Chunk, store: LayerStore) -> Chunk:
     q, k, v, fused = aligned(q), aligned(k), aligned(v), spec.value_transform.fused
     assert fused is not None
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    matrix, queries = store.tensors()["key_transform"]
+    matrix, queries, *center = store.tensors()["key_transform"]
+    lacking = None
+    if spec.key_transform.centered and chunk.shifts_matter:
+        lacking = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     args = ProjectArgs(
-        *(x.data_ptr() for x in (q, k, v, *outs, queries, matrix)),
+        *(address(x) for x in (q, k, v, *outs, queries, matrix, center[0] if center else None, lacking)),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], matrix.stride(0) if matrix.shape[0] > 1 else 0),
         *(batch, q_heads, heads, tokens),
     )
@@ -166,7 +169,7 @@ def _project(chunk: Chunk, store: LayerStore) -> Chunk:
     blocks = products + (-(-rows * heads // (PROJECT_THREADS // 32)) if fused.rotated else 0)
     module = load("project.cu", project_defines(head_dim_k, head_dim_v, q.dtype, fused), q.device)
     _launch(module, "project", (blocks, 1, 1), PROJECT_THREADS, args)
-    return Chunk(outs[0], outs[1], outs[2] if fused.rotated else v, *chunk[3:])
+    return chunk._replace(q=outs[0], k=outs[1], v=outs[2] if fused.rotated else v, lacking=lacking)
 
 
 def _append(chunk: Chunk, store: LayerStore) -> None:

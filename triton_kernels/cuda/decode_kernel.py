@@ -81,6 +81,7 @@ def attend_kernel(chunk: Chunk, tokens: int, store: LayerStore, inside: Inside |
         mask=chunk.mask is not None,
         sinks=0 if chunk.sinks is None else 1 if chunk.sinks.dtype == q.dtype else 2,
         softcap=chunk.softcap is not None,
+        lacking=spec.key_transform.centered and chunk.shifts_matter,
         transform=inside and inside.fused,
         ordered=fixed_order(),
         store=storing,
@@ -143,7 +144,7 @@ class DecodeKernel:
 
     def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the chunk's keys as they are stored."""
-        q, k, v, mask, scaling, softcap, sinks, _ = chunk
+        q, k, v, mask, scaling, softcap, sinks, _, lacking = chunk
         assert q is not None
         args, strides = self._args, (q.stride(), k.stride(), v.stride(), mask is not None and mask.stride())
         if strides != self._strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -161,6 +162,7 @@ class DecodeKernel:
         args.q, args.k, args.v, args.out = q.data_ptr(), keys.data_ptr(), v.data_ptr(), out.data_ptr()
         args.mask, args.sinks, args.scaling = address(mask), address(sinks), scaling
         args.softcap = 1.0 if softcap is None else softcap
+        args.lacking = address(lacking)
         args.partial, args.counters = partial.data_ptr(), counters.data_ptr()
         if isinstance(args, StepArgs):
             store = self._store
@@ -191,7 +193,7 @@ class DecodeKernel:
 
 def kernel_for(chunk: Chunk, store: LayerStore, storing: bool) -> DecodeKernel:
     """The kernel for such chunks of the layer: the one that the layer holds, or a new one."""
-    q, k, v, mask, _, softcap, sinks, _ = chunk
+    q, k, v, mask, _, softcap, sinks, *_ = chunk
     assert q is not None
     kind = (
         q.shape,

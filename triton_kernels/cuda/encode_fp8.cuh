@@ -11,12 +11,18 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
   // Tokens [low, high) of a page whose token 0 has index `base`.
   static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew,
                                 void* space) {
-    float* scale = static_cast<Space*>(space)->scale;
+    store(part, low, high, crew, *static_cast<Space*>(space),
+          [&](int token, int c) { return to_float(source.token(base + token)[c]); });
+  }
+
+  // Tokens [low, high) of a page. number: channel c of a token.
+  template <class F>
+  static __device__ void store(u8* part, int low, int high, const Crew& crew, Space& own, const F& number) {
+    float* scale = own.scale;
     const int lane = crew.thread & 31;
     for (int i = low + (crew.thread >> 5); i < high; i += WARPS) {
-      const u16* x = source.token(base + i);
       float most = 0.f;
-      for (int n = lane; n < D; n += 32) most = fmaxf(most, e4m3_size(to_float(x[n])));
+      for (int n = lane; n < D; n += 32) most = fmaxf(most, e4m3_size(number(i, n)));
 #pragma unroll
       for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
       if (lane == 0) reinterpret_cast<float*>(part + SCALE_AT)[i] = scale[i] = e4m3_scale(most);
@@ -37,9 +43,7 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
         const int token = block * 32 + 4 * token_x + 2 * h + token_j;
         if (token < low || token >= high) continue;
         taken |= 0xffu << (8 * f);
-        value |= to_e4m3(__fdiv_rn(to_float(source.token(base + token)[channel_of<D>(c, channel_j, channel_x)]),
-                                   scale[token]))
-                 << (8 * f);
+        value |= to_e4m3(__fdiv_rn(number(token, channel_of<D>(c, channel_j, channel_x)), scale[token])) << (8 * f);
       }
       if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
     }

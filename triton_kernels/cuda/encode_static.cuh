@@ -8,7 +8,8 @@ template <u32... X> struct Thresholds {
   static __device__ __forceinline__ int below(float x) { return ((x >= __uint_as_float(X) ? 1 : 0) + ...); }
 };
 
-template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class T, class... W> struct StaticEncoder {
+// VALUES: tokens have scales, and codes are in the order of values; otherwise the page has means. AT: where these are in the page.
+template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder {
   static constexpr int PARTS = 4;  // threads that share a channel's sum over a page
   static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2   ? LANE
                                                     : LANE <= 4 ? 4
@@ -51,7 +52,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
   }
 
   static __device__ void means(u8* part, Space& own, const Crew& crew) {
-    if constexpr (MEAN_AT < 0) {
+    if constexpr (VALUES) {
       for (int c = crew.thread; c < D; c += CREW) own.off[c] = 0.f;
       crew.meet();
       return;
@@ -61,12 +62,9 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     crew.meet();
     for (int c = crew.thread; c < D; c += CREW) {
       const float total = __fadd_rn(__fadd_rn(own.sum[0][c], own.sum[2][c]), __fadd_rn(own.sum[1][c], own.sum[3][c]));
-      of_channel(c, [&](auto width) {
-        const float unit = __uint_as_float(decltype(width)::UNIT);  // a power of two
-        const float mean = fminf(fmaxf(rintf(__fdiv_rn(total * (1.f / PAGE), unit)), -127.f), 127.f);
-        part[MEAN_AT + c] = (u8)(int)mean;
-        own.off[c] = mean * unit;
-      });
+      const u32 mean = pack_half(fminf(fmaxf(total * (1.f / PAGE), -65504.f), 65504.f), 0.f);
+      reinterpret_cast<u16*>(part + AT)[c] = (u16)mean;
+      own.off[c] = half_to_float(mean);
     }
     crew.meet();
   }
@@ -81,7 +79,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
       square[i] = __fmul_rn(x[i], x[i]);
     }
     float scale = 1.f;
-    if constexpr (SCALED) {
+    if constexpr (VALUES) {
       const int k = number_of_scale(square);
       scale = scale_of(k);
       if (lane == 0) own.k[n] = (u8)k;
@@ -93,7 +91,7 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
         of_channel(c, [&](auto width) {
           using X = decltype(width);
           own.codes[n * D + c] =
-              (u8)fminf(fmaxf(floorf(SCALED ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MOST);
+              (u8)fminf(fmaxf(floorf(VALUES ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MOST);
         });
     }
   }
@@ -161,13 +159,12 @@ template <bool TRANSPOSED, bool SCALED, int D, int MEAN_AT, int SCALE_AT, class 
     for (int block = 0; block < PAGE / 32; block++) {
       for (int n = crew.thread >> 5; n < 32; n += WARPS) quantize(own, block * 32 + n, n, crew.thread & 31);
       crew.meet();
-      if constexpr (TRANSPOSED) {
+      if constexpr (VALUES) {
         using X = typename First<W...>::Type;
         pack_values<X>(reinterpret_cast<u32*>(part) + block * D * X::BITS, own, crew);
       } else pack_keys(reinterpret_cast<u32*>(part) + block * 32 * Columns<D, W...>::WORDS, own, crew);
-      if constexpr (SCALED)
-        for (int i = crew.thread; i < 16; i += CREW)
-          part[SCALE_AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+      if constexpr (VALUES)
+        for (int i = crew.thread; i < 16; i += CREW) part[AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
       crew.meet();
     }
   }

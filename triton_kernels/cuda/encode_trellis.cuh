@@ -5,7 +5,7 @@
 #include "trellis.cuh"
 
 template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
-  using Scales = StaticEncoder<true, true, D, -1, SCALE_AT, T, W>;
+  using Scales = StaticEncoder<true, D, SCALE_AT, T, W>;
   static constexpr int FIELDS = Trellis<D>::TWO_FIELDS ? 2 : 1;  // fields of a word that a chain takes
   static constexpr int WORDS = D / 16, V = Trellis<D>::V;
   static constexpr int TOKENS = PAGE < Trellis<D>::CHAIN ? PAGE : Trellis<D>::CHAIN, BLOCKS = TOKENS / 32,

@@ -22,9 +22,10 @@ from ...formats.boosted import Boosted
 from ...formats.codebook import Codebook
 from ...formats.dense import Dense
 from ...formats.fp8 import Fp8
+from ...formats.fp8_centered import Fp8Centered
 from ...formats.static import Static
 from ...formats.trellis import Trellis
-from . import affine, boosted, codebook, dense, fp8, static, trellis
+from . import affine, boosted, codebook, dense, fp8, fp8_centered, static, trellis
 from .needs import Needs
 
 KERNELS: dict[type[Format], ModuleType] = {
@@ -33,6 +34,7 @@ KERNELS: dict[type[Format], ModuleType] = {
     Codebook: codebook,
     Dense: dense,
     Fp8: fp8,
+    Fp8Centered: fp8_centered,
     Static: static,
     Trellis: trellis,
 }

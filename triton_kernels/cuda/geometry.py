@@ -234,10 +234,11 @@ def attend_defines(
     fused: bool = False,
     per_head: bool = False,
     restores: bool = False,
+    lacking: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
     ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well.
-    restores: whether outputs are rotated back."""
+    restores: whether outputs are rotated back. lacking: whether something is added to all scores of a query."""
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
@@ -257,6 +258,7 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": sinks,
             "SOFTCAP": int(softcap),
+            "LACKING": int(lacking),
             "ORDERED": int(ordered),
             "FUSED": int(fused),
             "SHARED_TABLES": int(not per_head),

@@ -275,7 +275,7 @@ OPERATIONS = CudaLatentOperations()
 
 def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
     state, spec = store.state, store.spec
-    q, k, v, mask, scaling, softcap, sinks, _ = chunk
+    q, k, v, mask, scaling, softcap, sinks, *_ = chunk
     assert q is not None
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     many = _exact(spec) and heads * tokens > DENSE_ROWS

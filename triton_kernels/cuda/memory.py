@@ -44,7 +44,7 @@ def memory(
     rows = 8 * row_tiles
     ring = 2 * sum(side.codes * piece // 32 + side.meta(piece) for side in (keys, values)) + values.scratch * piece
     if keys.same_for >= 2 * piece:
-        ring -= keys.meta(piece)
+        ring -= keys.meta(piece) - keys.again * piece
     return Memory(
         queries=_rounded(keys.queries * rows * (2 * head_dim_k + 16) + 4 * rows * (1 + keys.sums)),
         ring=ring,

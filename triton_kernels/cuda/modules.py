@@ -28,6 +28,8 @@ class AttendKernel(NamedTuple):
     sinks: int
     """0 none, 1 in the model's dtype, 2 in float32"""
     softcap: bool
+    lacking: bool
+    """whether something is added to all scores of a query (`Chunk.lacking`)"""
     transform: Fused | None
     ordered: bool
     store: bool
@@ -52,7 +54,7 @@ def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], 
     choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, kernel.per_head)
     fused = kernel.store and can_store(spec, head_dim_k, head_dim_v, choice)
     options = {"transform": kernel.transform, "ordered": kernel.ordered, "fused": fused, "per_head": kernel.per_head}
-    options["restores"] = kernel.restores
+    options |= {"restores": kernel.restores, "lacking": kernel.lacking}
     return choice, fused, attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
 
 

@@ -36,6 +36,8 @@ class Needs(NamedTuple):
     same_for: int = 0
     """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in
     affine_keys.cuh)"""
+    again: int = 0
+    """keys with `same_for`: bytes for each token that a second piece brings all the same"""
     scratch: int = 0
     """values: bytes a token that scales are made into (`SCRATCH` in affine_values.cuh)"""
     queries: int = 2

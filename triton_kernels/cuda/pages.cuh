@@ -105,8 +105,8 @@ struct Pages {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
-          s[k][n][i] = Warp::capped(s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1), cap) +
-                       w.values.exponent(k, i);
+          const float score = s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1);
+          s[k][n][i] = Warp::capped(w.whole(score, n, i & 1), cap) + w.values.exponent(k, i);
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
     w.subtract_maximum<TILES>(s);
@@ -117,7 +117,7 @@ struct Pages {
     float ahead[TILES][NT][4];
     w.keys.scores(ahead, keys, rows, lane);
     w.values.add(w.o, w.l, s, values, scratch, limit, lane);
-    if constexpr (PIECE == 1 || PAGE < UNIT) end_page(w.values, w.o, w.l, values, lane);
+    if constexpr (PIECE == 1 || PAGE < UNIT) end_page(w.values, w.l);
 #pragma unroll
     for (int k = 0; k < TILES; k++)
 #pragma unroll

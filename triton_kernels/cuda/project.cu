@@ -1,5 +1,5 @@
-// Runs in front of a decode step whose key transform is a full matrix for each KV head. One launch multiplies queries and the chunk's keys by
-// their matrices, and (ROTATED) rotates the chunk's values. Products are summed in float32.
+// Runs in front of a decode step whose key transform is a full matrix for each KV head. One launch multiplies queries and the chunk's keys
+// (less a center, if there is one) by their matrices, and (ROTATED) rotates the chunk's values. Products are summed in float32.
 //
 // A block takes EACH rows of one KV head and COLUMNS columns of its matrix. Its warps share the sums. A lane begins all its loads of the
 // matrix at once, and loads the rows meanwhile, so a block waits for memory once.
@@ -9,6 +9,8 @@ struct ProjectArgs {
   const u8 *q, *k, *v;
   u8 *q_out, *k_out, *v_out;         // contiguous
   const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are channels as the model made them
+  const float* k_center;             // what keys lose first; KV head h's begins at h * matrix_h; null: nothing
+  float* lacking;                    // receives the products of queries with the center; null: nobody needs them
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
   i64 matrix_h;
   int batch, q_heads, heads, tokens;
@@ -23,10 +25,10 @@ struct Space {
 };
 
 // Multiplies rows `first` and up of a KV head's `rows` by a slice of a matrix. Rows are counted head by head, then token by token; each: query
-// heads of a KV head, or 1.
+// heads of a KV head, or 1. center: subtracted from rows (or null). lacking: see `ProjectArgs`, `of_center` the KV head's center.
 __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice,
                                              i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows,
-                                             int tokens) {
+                                             int tokens, const float* center, float* lacking, const float* of_center) {
   auto& x = space.x;
   auto& part = space.part;
   const int share = threadIdx.x >> 5, lane = threadIdx.x & 31, column = COLUMNS * slice + lane;
@@ -43,10 +45,19 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
     int b, head, token;
     place(min(first + j, rows - 1), b, head, token);
     const u32 pair = reinterpret_cast<const u32*>(from + 2 * (b * b_ + head * h_ + token * s_))[c];
-    x[j][2 * c] = to_float((u16)pair);
-    x[j][2 * c + 1] = to_float((u16)(pair >> 16));
+    x[j][2 * c] = to_float((u16)pair) - (center ? center[2 * c] : 0.f);
+    x[j][2 * c + 1] = to_float((u16)(pair >> 16)) - (center ? center[2 * c + 1] : 0.f);
   }
   __syncthreads();
+  for (int j = share; lacking && slice == 0 && j < EACH && first + j < rows; j += SHARES) {
+    float sum = 0.f;
+    for (int c = lane; c < DIM; c += 32) sum += x[j][c] * of_center[c];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    int b, head, token;
+    place(first + j, b, head, token);
+    if (lane == 0) lacking[((i64)b * heads * each + head) * tokens + token] = sum;
+  }
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
     float sum = 0.f;
@@ -78,17 +89,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES,
             blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // blocks of a KV head
   int block = blockIdx.x;
+  auto center_of = [&](int h) { return a.k_center ? a.k_center + h * a.matrix_h : nullptr; };
   if (block < blocks_q * a.heads) {
     const int h = block / blocks_q, at = block % blocks_q;
     project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % SLICES, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
-                 at / SLICES * EACH, rows_q, a.tokens);
+                 at / SLICES * EACH, rows_q, a.tokens, nullptr, a.lacking, center_of(h));
     return;
   }
   block -= blocks_q * a.heads;
   if (block < blocks_k * a.heads) {
     const int h = block / blocks_k, at = block % blocks_k;
     project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % SLICES, a.k_b, a.k_h, a.k_s, 1, h, a.heads,
-                 at / SLICES * EACH, rows_k, a.tokens);
+                 at / SLICES * EACH, rows_k, a.tokens, center_of(h), nullptr, nullptr);
     return;
   }
 #if ROTATED

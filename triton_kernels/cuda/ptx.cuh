@@ -149,19 +149,6 @@ __device__ __forceinline__ u32 byte_of(u32 x, int i) {
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(0x4440 + i));
   return r;
 }
-// Two neighbouring bytes (0 and 1, or 2 and 3) as fp16, and byte `i` as a float. The bytes hold numbers plus 128
-__device__ __forceinline__ u32 signed_halves(u32 x, int upper) {
-  u32 r;
-  asm("{.reg .b32 t; prmt.b32 t, %1, 0x64646464, %2; add.f16x2 %0, t, %3;}"
-      : "=r"(r)
-      : "r"(x), "r"(upper ? 0x4342 : 0x4140), "r"(0xe480e480u));
-  return r;  // 1024 + byte - 1152
-}
-__device__ __forceinline__ float signed_byte(u32 x, int i) {
-  u32 r;
-  asm("prmt.b32 %0, %1, 0x4b000000, %2;" : "=r"(r) : "r"(x), "r"(0x7540 + i));
-  return __uint_as_float(r) - 8388736.f;  // 2^23 + byte - 2^23 - 128
-}
 // 32 bits of two words, from bit `by` (below 32) on
 __device__ __forceinline__ u32 funnel(u32 low, u32 high, int by) {
   u32 r;

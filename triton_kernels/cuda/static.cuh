@@ -1,6 +1,6 @@
 // Static codes (`formats/static.py`) in layout `fragment-1`: the columns of a page, and how a query is prepared. Steps and centers do not
 // depend on the page, so they are multiplied into the query once a decode step:
-//   q . k = sum (q step gain) code + sum (q step unit) mean + [sum q center - sum (q step gain) middle]
+//   q . k = sum (q step gain) code + sum (q step) mean + [sum q center - sum (q step gain) middle]
 // The bracket is one number for each query. The term with the mean is one product for each page.
 #pragma once
 #include "affine.cuh"
@@ -16,15 +16,15 @@ template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(con
   }
 }
 
-// Neighbouring channels of one width. GAIN, UNIT: bits of the floats that multiply a code's distance from the middle, and a page's mean.
-template <int BITS_, u32 GAIN_, u32 UNIT_> struct Width {
+// Neighbouring channels of one width. GAIN: bits of the float that multiplies a code's distance from the middle.
+template <int BITS_, u32 GAIN_> struct Width {
   static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
-  static constexpr u32 GAIN = GAIN_, UNIT = UNIT_;
+  static constexpr u32 GAIN = GAIN_;
   static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
   static constexpr bool TRELLIS = false;
 };
 // Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They stand for eight levels that are half a step apart.
-template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_, 0> {
+template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_> {
   static constexpr float MIDDLE = 3.5f;
   static constexpr bool TRELLIS = true;
 };
@@ -110,21 +110,20 @@ template <int D, class X> struct StaticFold {
     for (int k = 0; k < WORDS; k++) {
       const int pair = k * 32 + lane;
       if (pair >= D / 2) continue;
-      float code[2] = {}, mean[2], middle = 0.f;
+      float code[2] = {}, y[2], middle = 0.f;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float y = scaled(x, k, e) * inverse;
+        y[e] = scaled(x, k, e) * inverse;
         X::of_group(2 * pair, [&](auto width) {
           using W = decltype(width);
-          if (W::BITS) code[e] = y * __uint_as_float(W::GAIN);
-          mean[e] = y * __uint_as_float(W::UNIT);
+          if (W::BITS) code[e] = y[e] * __uint_as_float(W::GAIN);
           middle = W::MIDDLE;
         });
         constant += to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(center[k][e]);
       }
       const u32 both = pack_half(code[0], code[1]);
       codes[pair] = both;
-      means[pair] = pack_half(mean[0], mean[1]);
+      means[pair] = pack_half(y[0], y[1]);
       // computed from the rounded factors of the codes, because the two nearly cancel
       constant -= (half_to_float(both & 0xffff) + half_to_float(both >> 16)) * middle * back;
     }
@@ -137,14 +136,12 @@ template <int D, class X> struct StaticFold {
   }
 };
 
-// MEAN_AT: -1 if pages have no means.
 template <int D, int MEAN_AT, class... W> struct StaticKeys {
   using X = Columns<D, W...>;
   using Fold = StaticFold<D, X>;
   static constexpr bool NORMALISED = true;  // needs its own copies of the queries
   static constexpr int GROUPS = 1, LIFT = 0;
-  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + (MEAN_AT < 0 ? 0 : D),
-                       SECOND = PAGE >= UNIT ? CODES : SLOT;
+  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + 2 * D, SECOND = PAGE >= UNIT ? CODES : SLOT;
 
   u32 q[NT][2 * X::TILES];  // right operand for codes
   float c[NT][2];           // the unit of products with q and with means
@@ -175,8 +172,7 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * X::BYTES, lane);
-    if constexpr (MEAN_AT >= 0)
-      if (fresh || token % PAGE == 0) copy_linear<D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
+    if (fresh || token % PAGE == 0) copy_linear<2 * D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
   }
 
   // Multiplies queries by a page's means, as if these were one more row of keys. A lane has eight neighbouring channels of every 32.
@@ -186,12 +182,10 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     constexpr int STRIDE = D * 2 + 16, WHOLE = D / 32;
     float acc[2][NT][4] = {};
 #pragma unroll
-    for (int b = 0; MEAN_AT >= 0 && b < (D + 16) / 32; b++) {
-      u32 m[2] = {}, a[4];
-      if (b < WHOLE) lds<2>(m, slot + CODES + 32 * b + 8 * t);
-      else lds<1>(m, slot + CODES + 32 * b + 4 * t);
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = signed_halves(m[i >> 1] ^ 0x80808080u, i & 1);
+    for (int b = 0; b < (D + 16) / 32; b++) {
+      u32 a[4] = {};
+      if (b < WHOLE) lds<4>(a, slot + CODES + 64 * b + 16 * t);
+      else lds<2>(a, slot + CODES + 64 * b + 8 * t);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 x[4] = {};

@@ -15,20 +15,18 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
     fmt.validate(head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     groups = _groups(fmt, head_dim)
-    place = f"{head_dim}, {at.get('mean', -1)}"  # -1: the pages have no means
-    scaled = f"{str(fmt.token_scale).lower()}, {place}, {at.get('scale', 0)}"
-    values = f"StaticValues<{scaled}, {groups[0]}>"
+    place = f"{head_dim}, {at['scale' if transposed else 'mean']}"
     thresholds = ", ".join(f"{float_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
     return Needs(
         "static_values.cuh" if transposed else "static.cuh",
-        values if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
+        f"StaticValues<{place}, {groups[0]}>" if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
         "encode_static.cuh",
-        f"StaticEncoder<{str(transposed).lower()}, {scaled}, Thresholds<{thresholds}>, {', '.join(groups)}>",
+        f"StaticEncoder<{str(transposed).lower()}, {place}, Thresholds<{thresholds}>, {', '.join(groups)}>",
         128 * words(fmt.planes(head_dim), fmt.layout),
-        lambda piece: (head_dim if fmt.page_mean else 0) + (piece // 2 if fmt.token_scale else 0),
+        lambda piece: piece // 2 if transposed else 2 * head_dim,
         bits=-(-sum(map(int, fmt.pattern)) // len(fmt.pattern)),
         same_for=0 if transposed else page_size,
-        scratch=8 if transposed and fmt.token_scale else 0,
+        scratch=8 if transposed else 0,
         queries=3,
     )
 
@@ -36,11 +34,8 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
 def _groups(fmt: Static, head_dim: int) -> list[str]:
     """The C++ type of each group of channels."""
     size = head_dim // len(fmt.pattern)
-    numbers = zip(fmt.gain(head_dim)[::size].tolist(), fmt.mean_step(head_dim)[::size].tolist(), strict=True)
-    return [
-        f"Width<{digit}, {float_bits(gain)}u, {float_bits(unit)}u>"
-        for digit, (gain, unit) in zip(fmt.pattern, numbers, strict=True)
-    ]
+    gains = fmt.gain(head_dim)[::size].tolist()
+    return [f"Width<{digit}, {float_bits(gain)}u>" for digit, gain in zip(fmt.pattern, gains, strict=True)]
 
 
 def float_bits(x: float) -> int:

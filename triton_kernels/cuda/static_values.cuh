@@ -1,13 +1,12 @@
 // Values in static codes, layout `fragment-1t`: see static.cuh and `formats/static.py`.
-// Pages without means (MEAN_AT is -1) do not have the last term.
-//   sum p v = center sum p + step [gain (sum p t code - middle sum p t) + unit sum over pages of mean (sum p of the page)]
+//   sum p v = center sum p + step gain (sum p t code - middle sum p t)
 // Sums are kept in units of step x gain. A token's scale t is added to the exponent of its weight, so codes are multiplied by p t. For
-// the sum of p, weights are divided by t again. Means are added after each page, in float32.
+// the sum of p, weights are divided by t again.
 #pragma once
 #include "static.cuh"
 #include "trellis.cuh"
 
-template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticValues {
+template <int D, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
   static_assert(BITS == 2 || BITS == 3 || BITS == 4, "formats.static.validate");
   static constexpr int PER_TILE = HIGH / 2,
@@ -17,10 +16,9 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
                            : WORDS % 2 == 0 ? 2
                                             : 1,
                        BYTES = 128 * WORDS;
-  static constexpr int CODES = PT / 32 * BYTES, MEANS = CODES, SCALES = MEANS + (MEAN_AT < 0 ? 0 : D);
+  static constexpr int CODES = PT / 32 * BYTES, SCALES = CODES;
   using Path = typename TrellisOf<D, W::TRELLIS>::Type;
-  static constexpr int PAST = SCALES + (SCALED ? PT / 2 : 0), SLOT = PAST + Path::BEFORE,
-                       SCRATCH = SCALED ? 2 * PT * 4 : 0;
+  static constexpr int PAST = SCALES + PT / 2, SLOT = PAST + Path::BEFORE, SCRATCH = 2 * PT * 4;
   static constexpr float SUM_UNIT = 1 / TWO24,
                          STEPS = 1 << W::LOW;  // `add` sums multiples of STEPS code steps, times SUM_UNIT
   static constexpr bool RECORD = true;         // needs the KV head's parameters
@@ -38,17 +36,10 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     path.begin();
   }
 
-  // Whether the piece at `token` is the last one of its page or unit.
-  static __device__ __forceinline__ constexpr bool ends(int token) { return PAGE < UNIT || token % UNIT != 0; }
-
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
     copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * BYTES, lane);
     Path::copy(in_unit(limit), slot + PAST, part + token / 32 * BYTES, token, lane);
-    constexpr int MEAN_LANES = MEAN_AT < 0 ? 0 : D / 16, SCALE_LANES = SCALED ? PT / 32 : 0;
-    if constexpr (MEAN_LANES + SCALE_LANES == 0) return;
-    const bool mean = lane < MEAN_LANES;
-    const u8* from = mean ? part + MEAN_AT + 16 * lane : part + SCALE_AT + token / 2 + 16 * (lane - MEAN_LANES);
-    cp16_if(in_unit(limit) && (mean ? ends(token) : lane < MEAN_LANES + SCALE_LANES), slot + MEANS + 16 * lane, from);
+    cp16_if(in_unit(limit) && lane < PT / 32, slot + SCALES + 16 * lane, part + SCALE_AT + token / 2 + 16 * lane);
   }
 
   // A token's place in words multiplies its code by 2^place. j: number among the lane's four neighbouring tokens.
@@ -58,30 +49,22 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
 
   // For each token of the piece compute log2(scale / 2^place), and 1 / (scale / 2^place).
   __device__ __forceinline__ void weigh(u32 slot, u32 scratch, int, int lane) {
-    if constexpr (!SCALED) {
+    constexpr int EACH = PT / 32;  // neighbouring tokens of a lane: one or two
+    const u32 first = lane * EACH, pair = lds_u16(slot + SCALES + first / 4 * 2);
+    float x[2][EACH];
 #pragma unroll
-      for (int blk = 0; blk < PT / 32; blk++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) shift[blk][j] = -place(j);
-      return;
-    } else {
-      constexpr int EACH = PT / 32;  // neighbouring tokens of a lane: one or two
-      const u32 first = lane * EACH, pair = lds_u16(slot + SCALES + first / 4 * 2);
-      float x[2][EACH];
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const u32 token = first + e, j = token & 3, k = pair >> 4 * j & 15;
-        const int at = HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1);
-        x[0][e] = (float)((int)k - 8 - 4 * at) * 0.25f;
-        x[1][e] = ex2(-x[0][e]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; i++) sts<EACH>(scratch + 4 * (i * PT + EACH * lane), x[i]);
-      __syncwarp();
-#pragma unroll
-      for (int blk = 0; blk < PT / 32; blk++)
-        lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+    for (int e = 0; e < EACH; e++) {
+      const u32 token = first + e, j = token & 3, k = pair >> 4 * j & 15;
+      const int at = HIGH == 4 ? 4 * (j & 1) : 2 * (j & 1) + 4 * (j >> 1);
+      x[0][e] = (float)((int)k - 8 - 4 * at) * 0.25f;
+      x[1][e] = ex2(-x[0][e]);
     }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sts<EACH>(scratch + 4 * (i * PT + EACH * lane), x[i]);
+    __syncwarp();
+#pragma unroll
+    for (int blk = 0; blk < PT / 32; blk++)
+      lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
   }
   __device__ __forceinline__ float exponent(int tile, int i) const {
     return shift[tile >> 1][2 * (tile & 1) + (i >> 1)];
@@ -95,7 +78,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     for (int blk = 0; blk < PT / 32; blk++) {
       float inverse[4];
       u32 p[2][NT][2];
-      if constexpr (SCALED) lds<4>(reinterpret_cast<u32*>(inverse), scratch + (PT + blk * 32 + lane / 4 * 4) * 4);
+      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (PT + blk * 32 + lane / 4 * 4) * 4);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -105,7 +88,7 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
           for (int i = 0; i < 4; i += EVERY) {
             const int j = 2 * h + (i >> 1);
             w[i] = eleven_bits(ex2(x[2 * blk + h][n][i]));
-            page[n][i & 1] += w[i] * (SCALED ? inverse[j] : (float)(1 << place(j)));
+            page[n][i & 1] += w[i] * inverse[j];
             z[n][i & 1] += w[i] * (-W::MIDDLE * (1 << place(j)));
           }
           p[h][n][0] = transposed(pack_half(w[0], w[1]));
@@ -156,52 +139,17 @@ template <bool SCALED, int D, int MEAN_AT, int SCALE_AT, class W> struct StaticV
     }
   }
 
-  // After the last piece of a page or unit: add its weights to the totals, and its means times its weights to o.
-  __device__ __forceinline__ void end_page(float (*o)[NT][4], float (*l)[2], u32 slot, int lane) {
+  // After the last piece of a page or unit: add its weights to the totals.
+  __device__ __forceinline__ void end_page(float (*l)[2]) {
     path.begin();
-    if constexpr (MEAN_AT < 0) {
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < COLUMNS_USED; e++) {
-          l[n][e] += page[n][e];
-          pages[n][e] += page[n][e];
-          page[n][e] = 0.f;
-        }
-      return;
-    }
-    const int g = lane >> 2;
-    // converts a mean times a weight to the unit of o
-    const float unit = __uint_as_float(W::UNIT) * (1 / (STEPS * TWO24)) / __uint_as_float(W::GAIN);
-    float part[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int e = 0; e < COLUMNS_USED; e++) {
         l[n][e] += page[n][e];
         pages[n][e] += page[n][e];
-        part[n][e] = sum_rows(page[n][e]) * unit;
         page[n][e] = 0.f;
       }
-#pragma unroll
-    for (int b = 0; b < (D + 16) / 32; b++) {
-      constexpr int WHOLE = D / 32;
-      u32 m[2];  // means of the lane's channels in two groups of 16 (`channel_of`), and of their neighbours
-      if (b < WHOLE) lds<2>(m, slot + MEANS + 32 * b + 8 * (g >> 1));
-      else lds<1>(m, slot + MEANS + 32 * b + 4 * (g >> 1));
-#pragma unroll
-      for (int u = 0; u < (b < WHOLE ? 2 : 1); u++) {
-        const u32 own = (m[u] ^ 0x80808080u) >> 8 * (g & 1);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const float mean = signed_byte(own, 2 * j);
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < COLUMNS_USED; e++) o[2 * b + u][n][2 * j + e] += mean * part[n][e];
-        }
-      }
-    }
   }
 
   __device__ __forceinline__ void decay(int n, int e, float a) {

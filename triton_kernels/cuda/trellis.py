@@ -27,7 +27,7 @@ def needs(fmt: Trellis, head_dim: int, page_size: int, dtype: torch.dtype, trans
 
     return Needs(
         "static_values.cuh",
-        f"StaticValues<true, {head_dim}, -1, {at}, {width}>",
+        f"StaticValues<{head_dim}, {at}, {width}>",
         "encode_trellis.cuh",
         f"TrellisEncoder<{head_dim}, {at}, Thresholds<{thresholds}>, {width}>",
         8 * head_dim,

@@ -59,8 +59,8 @@ template <class F> __device__ __forceinline__ void give_record(F& values, const 
 template <class F, class O> __device__ __forceinline__ void enter_pages(const F& values, O o, int lane) {
   if constexpr (Record<F>::WANTED) values.enter(o, lane);
 }
-template <class F, class O, class L> __device__ __forceinline__ void end_page(F& values, O o, L l, u32 slot, int lane) {
-  if constexpr (Record<F>::WANTED) values.end_page(o, l, slot, lane);
+template <class F, class L> __device__ __forceinline__ void end_page(F& values, L l) {
+  if constexpr (Record<F>::WANTED) values.end_page(l);
 }
 template <class F, class O> __device__ __forceinline__ void leave_pages(F& values, O o, int lane) {
   if constexpr (Record<F>::WANTED) values.leave(o, lane);
@@ -115,6 +115,7 @@ struct Row {
 struct Warp {
   float o[DV / 16][NT][4];
   float m[NT][2], l[NT][2];
+  float lacking[LACKING ? NT : 1][2];  // what is added to all scores of a query
   Keys keys;
   Values values;
 
@@ -127,6 +128,24 @@ struct Warp {
       l[n][0] = l[n][1] = 0.f;
     }
     values.begin();
+  }
+
+  // scale: the factor of scores.
+  __device__ __forceinline__ void load_lacking(const Args& a, const Row& row, int row_block, float scale, int lane) {
+    if constexpr (LACKING)
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < COLUMNS_USED; e++) {
+          const int t = lane & 3, r = SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e;
+          const int token = r / a.groups, head = (row.b * a.heads + row.h) * a.groups + r % a.groups;
+          lacking[n][e] = token < a.tokens ? a.lacking[(i64)head * a.tokens + token] * scale : 0.f;
+        }
+  }
+  // The score, and what it lacks.
+  __device__ __forceinline__ float whole(float x, int n, int e) const {
+    if constexpr (LACKING) return x + lacking[n][e];
+    else return x;
   }
 
   // Subtract the maximum from scores of T tiles, in powers of two. The maximum changes only if scores exceed it by too much.

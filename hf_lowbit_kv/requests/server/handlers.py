@@ -1,89 +1,124 @@
-"""transformers' request handlers. Fields that cannot be honoured are refused by name instead of being ignored."""
+"""transformers' request handlers on a pool of rows. Prompts are made in worker threads, and answers are read from queues."""
 
 from __future__ import annotations
 
-import math
-import re
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi import HTTPException
+import anyio
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletionMessageToolCall
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
+from starlette.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
-from .generation_manager import MAY_SHORTEN, SEED
+from ..result import Result
+from .answer_text import AnswerParser, AnswerStreamer, Failure
+from .generation_manager import MAY_SHORTEN, SEED, PoolGenerateManager, PoolState
+from .openai_errors import Refused, error_body, shown
+from .request_fields import OWN, check_fields, check_template_values, read_settings
 
-#: fields that are honoured
-HONOURED = {
-    *("model", "messages", "prompt", "suffix", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
-    *("stop", "seed", "logit_bias", "tools", "chat_template_kwargs", "generation_config"),
-}
-#: fields of OpenAI's API that change no answer. The usage is always reported, at the end of a stream too
-WITHOUT_EFFECT = {
-    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-}
-#: values at which a field has no effect
-USUAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),  # transformers would use it as another kind of penalty
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto",),
-}
-#: fields of one type: their type, and its name
-KINDS = (
-    ("stream", bool, "true or false"),
-    ("suffix", str, "a text"),
-    ("generation_config", str, "a text in JSON"),
-    ("chat_template_kwargs", dict, "an object"),
-    ("tools", list, "a list of objects"),
-)
-#: fields of this server that OpenAI's API does not have
-OWN = {"top_k", "repetition_penalty"}
+#: prompts that are made at once
+THREADS = 4
+#: bytes that a prompt may have for each token of the longest row, and those of usual texts
+TOKEN_BYTES, USUAL_BYTES = 64, 4
 
 
-class _Strict:
-    """A mixin for transformers' handlers."""
+@dataclass
+class Answer:
+    """An answer while it is written."""
+
+    id: str
+    body: dict[str, Any]
+    prompt_tokens: int
+    queue: asyncio.Queue
+    streamer: AnswerStreamer
+    streamed: bool
+    """whether the streamer takes each token when it is drawn"""
+    alive: Any
+    """function: whether the server answers further requests"""
+    calls: int = 0
+    """tool calls that were streamed"""
+
+    async def parts(self) -> AsyncIterator[list[Any]]:
+        """The parts that have come, again and again until the end. See `AnswerStreamer`."""
+        while True:
+            batch = [await self.queue.get()]
+            while not self.queue.empty():
+                batch.append(self.queue.get_nowait())
+            last = batch[-1]
+            if parts := [item for item in batch if item is not None and not isinstance(item, Result)]:
+                yield parts
+            if isinstance(last, Result):  # of an answer that is not streamed
+                await anyio.to_thread.run_sync(self.streamer.read, last, self.alive())
+            elif last is None:
+                return
+
+    @property
+    def usage(self) -> CompletionUsage:
+        tokens = self.streamer.total_tokens
+        return CompletionUsage(
+            prompt_tokens=self.prompt_tokens, completion_tokens=tokens, total_tokens=self.prompt_tokens + tokens
+        )
+
+
+class _PoolHandler:
+    """A mixin for transformers' handlers.
+
+    Args:
+        models: transformers' model manager, with one model. manager: of the requests. served: the model's id for clients.
+    """
 
     _valid_params_class: Any
-    #: the field that says what the model reads, and what it must be
-    _reads: tuple[str, str]
+    #: the field that says what the model reads
+    _reads: str
+
+    def __init__(self, models: Any, state: PoolState, manager: PoolGenerateManager, served: str):
+        super().__init__(models, state)  # type: ignore[call-arg]
+        self._manager, self._served = manager, served
+        self._model, self._processor = models.load_model_and_processor(models.process_model_name(models.force_model))
+        self._tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._threads: anyio.CapacityLimiter | None = None
+
+    async def handle_request(self, body: dict, request_id: str) -> StreamingResponse | JSONResponse:
+        """Answer a request. The prompt is made in a worker thread, so that other answers go on meanwhile."""
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(THREADS)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        answer = await anyio.to_thread.run_sync(self._begin, body, request_id, loop, queue, limiter=self._threads)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+        return JSONResponse(await self._whole(answer))
+
+    def _begin(self, body: dict, request_id: str, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any]) -> Answer:
+        """Check a request, make its prompt, and submit it."""
+        self._validate_request(body)
+        if body.get("model") not in (None, self._served, self.model_manager.force_model):
+            message = f"model={shown(body['model'])} is not served; {self._served!r} is"
+            raise Refused(404, message, "model", "model_not_found")
+        config = self._build_generation_config(body, self._model.generation_config, use_cb=True)
+        ids = self._prompt(body)
+        stops = config.stop_strings or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        streamer = AnswerStreamer(self._tokenizer, loop, queue, self._parser(body, ids), stops)
+        streamed = bool(body.get("stream") or stops)
+        self._manager.submit(request_id, ids, config, streamer, streamed)
+        return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
+
+    # ---- the request ----------------------------------------------------------------------------------------------
 
     def _validate_request(self, body: dict) -> None:
-        name, allowed = self._reads
-        if body.get(name) in (None, "", []):  # an empty text has no token
-            raise HTTPException(400, f"{name}={body.get(name)!r} is not allowed; it must be {allowed}")
         known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
-        for name, value in list(body.items()):
-            if value is None or (name in WITHOUT_EFFECT and name in known):
-                del body[name]  # treated as not given
-            elif any(type(value) is type(usual) and value == usual for usual in USUAL.get(name, ())):  # True is not 1
-                del body[name]
-            elif name not in known:
-                raise HTTPException(400, f"{name} is not a field of this request")
-            elif name not in HONOURED | OWN:
-                raise HTTPException(400, f"{name}={value!r} cannot be honoured by this server; leave it out")
-        _check_messages(body.get("messages"))
-        for name, kind, text in KINDS:
-            if name in body and not isinstance(body[name], kind):
-                raise HTTPException(400, f"{name}={body[name]!r} is not allowed; it must be {text}")
-        if not all(isinstance(tool, dict) for tool in body.get("tools", [])):
-            raise HTTPException(400, f"tools={body['tools']!r} is not allowed; it must be a list of objects")
-        _check_bias(body.get("logit_bias", {}))
-        _check_number(body, "temperature", 0, None)
-        _check_number(body, "top_p", 0, 1)
-        _check_number(body, "repetition_penalty", 0, None)
-        for name in ("max_tokens", "max_completion_tokens", "top_k"):
-            _check_number(body, name, 1, None, whole=True)
-        _check_number(body, "seed", 0, 2**63 - 1, whole=True)
-        stop = body.get("stop", [])
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-            raise HTTPException(400, f"stop={stop!r} is not allowed; it must be a text, or a list of texts")
+        check_fields(body, known, self._reads)
         super()._validate_request({name: x for name, x in body.items() if name not in OWN})  # type: ignore[misc]
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
@@ -91,10 +126,12 @@ class _Strict:
         settings = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
         if settings.get("stop") == []:
             del settings["stop"]
+        if "generation_config" in body:
+            settings["generation_config"] = json.dumps(read_settings(body["generation_config"], self._vocabulary))
         try:
             config = super()._build_generation_config(settings, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
-        except (AttributeError, TypeError, ValueError) as error:  # of generation_config or logit_bias
-            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise Refused(400, f"generation_config: {error}", "generation_config") from error
         config.use_cache = True
         for name in OWN & body.keys():
             setattr(config, name, body[name])
@@ -102,7 +139,7 @@ class _Strict:
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
         if body.get("temperature") == 0:
             config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-        elif {"temperature", "top_p", "top_k"} & body.keys():
+        elif {"temperature", "top_k"} & body.keys() or body.get("top_p", 1) != 1:
             config.do_sample = True  # transformers leaves a greedy model greedy at any temperature
         if body.get("top_p") == 0:
             config.top_p, config.top_k = None, 1
@@ -111,81 +148,195 @@ class _Strict:
         setattr(config, MAY_SHORTEN, not limits & body.keys())
         return config
 
+    def _prompt(self, body: dict) -> list[int]:
+        raise NotImplementedError
 
-def _check_messages(messages: Any) -> None:
-    """Raise for content that is not text, which transformers would drop silently."""
-    if messages is None:
-        return
-    if not isinstance(messages, list):
-        raise HTTPException(400, f"messages={messages!r} is not allowed; it must be a list of messages")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise HTTPException(400, f"messages: {message!r} is not allowed; it must be an object with a role")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise HTTPException(400, f"messages: content of type {kind!r} is not served; only text is")
-            if not isinstance(part.get("text"), str):
-                raise HTTPException(400, f"messages: {part!r} is not allowed; its text must be a text")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise HTTPException(400, f"messages: tool_calls={calls!r} is not allowed; it must be a list of objects")
-        if not isinstance(content, (str, list, type(None))):
-            raise HTTPException(400, f"messages: content={content!r} is not allowed; it must be a text")
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        """The tokens of a prompt. Of one that is far too long only a part is read."""
+        longest = self._manager.requests.pool.longest
+        if (size := len(text.encode())) > TOKEN_BYTES * longest:
+            raise Refused(400, f"the prompt has {size} bytes, which is more than a row may hold", self._reads)
+        for part in (text[: USUAL_BYTES * longest], text):
+            ids = list(self._tokenizer(part, **options)["input_ids"])
+            if len(ids) > longest:
+                message = f"the prompt has {len(ids)} tokens or more, which does not fit: a row may hold {longest}"
+                raise Refused(400, message, self._reads)
+            if len(part) == len(text):
+                break
+        return ids
+
+    def _parser(self, body: dict, ids: list[int]) -> AnswerParser | None:
+        return None
+
+    # ---- the answer -----------------------------------------------------------------------------------------------
+
+    async def _stream(self, answer: Answer) -> AsyncIterator[str]:
+        for part in self._opening(answer):
+            yield part
+        async for batch in answer.parts():
+            failure = batch[-1] if isinstance(batch[-1], Failure) else None
+            events = [self._event(answer, item) for item in batch if item is not failure]
+            if failure is not None:
+                events.append(f"data: {json.dumps(error_body(failure.status, failure.message))}\n\n")
+            yield "".join(events)
+            if failure is not None:
+                return
+        for part in self._closing(answer):
+            yield part
+        yield "data: [DONE]\n\n"
+
+    async def _whole(self, answer: Answer) -> dict[str, Any]:
+        items: list[Any] = []
+        async for batch in answer.parts():
+            items += batch
+        if items and isinstance(items[-1], Failure):
+            raise Refused(items[-1].status, items[-1].message)
+        return self._answer(answer, items)
+
+    def _opening(self, answer: Answer) -> list[str]:
+        return []
+
+    def _event(self, answer: Answer, item: Any) -> str:
+        raise NotImplementedError
+
+    def _closing(self, answer: Answer) -> list[str]:
+        raise NotImplementedError
+
+    def _answer(self, answer: Answer, items: list[Any]) -> dict[str, Any]:
+        raise NotImplementedError
 
 
-def _check_bias(bias: Any) -> None:
-    """Raise unless `bias` is an object of tokens and numbers."""
-    if not isinstance(bias, dict):
-        raise HTTPException(400, f"logit_bias={bias!r} is not allowed; it must be an object")
-    for token, value in bias.items():
-        if not re.fullmatch(r"[0-9]{1,18}", token):
-            raise HTTPException(400, f"logit_bias: {token!r} is not allowed; it must be the number of a token")
-        _check_number({f"logit_bias of {token}": value}, f"logit_bias of {token}", -100, 100)
+def _text(items: list[Any], kind: type) -> str:
+    return "".join(str(item) for item in items if type(item) is kind)
 
 
-def _check_number(body: dict, name: str, least: float, most: float | None, whole: bool = False) -> None:
-    if name not in body:
-        return
-    value = body[name]
-    kinds = (int,) if whole else (int, float)
-    number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not number or not least <= value < math.inf or (most is not None and value > most):  # NaN too
-        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise HTTPException(400, f"{name}={value!r} is not allowed; it must be a number {allowed}")
-
-
-class ChatHandler(_Strict, ChatCompletionHandler):
+class ChatHandler(_PoolHandler, ChatCompletionHandler):
     """`/v1/chat/completions`."""
 
-    _reads = "messages", "a list of messages, at least one"
+    _reads = "messages"
 
-    def _resolve_model(self, body: dict) -> Any:
-        """transformers calls this before it applies the chat template. A template raises for what it does not know, such as a
-        system message, and transformers would answer that the server is broken."""
-        resolved = super()._resolve_model(body)
-        _, model, processor = resolved
-        modality = self.model_manager.get_model_modality(model, processor=processor)
-        more = {**getattr(self, "chat_template_kwargs", {}), **body.get("chat_template_kwargs", {})}
+    def _prompt(self, body: dict) -> list[int]:
+        values, tools = body.get("chat_template_kwargs", {}), _tools(body)
+        check_template_values(values, self._variables(tools))
         try:
+            modality = self.model_manager.get_model_modality(self._model, processor=self._processor)
             messages = self.get_processor_inputs_from_messages(body["messages"], modality)
-            processor.apply_chat_template(
-                messages, add_generation_prompt=True, tools=body.get("tools"), tokenize=False, **more
+        except Exception as error:
+            message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
+            raise Refused(400, message, "messages") from error
+        text = self._rendered(messages, tools, values)
+        if tools and text == self._rendered(messages, None, values):
+            raise Refused(400, "tools: the chat template of the model has none; leave them out", "tools")
+        return self._ids(text, add_special_tokens=False)
+
+    def _variables(self, tools: list[dict] | None) -> set[str]:
+        """Variables of the chat template that are a client's own."""
+        try:
+            template = self._tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise Refused(400, f"messages: {error}", "messages") from error
+        others = {
+            "messages",
+            *self._tokenizer.special_tokens_map,
+            *_compile_jinja_template(template).environment.globals,
+        }
+        others |= set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
+        return set(_get_template_variables(template)) - others
+
+    def _rendered(self, messages: list[dict], tools: list[dict] | None, values: dict[str, Any]) -> str:
+        """The prompt as text. A template raises for what it does not know, such as a system message."""
+        try:
+            return self._processor.apply_chat_template(
+                messages, add_generation_prompt=True, tools=tools, tokenize=False, **values
             )
         except Exception as error:
-            raise HTTPException(400, f"messages: the chat template says {type(error).__name__}: {error}") from error
-        return resolved
+            message = f"messages: the chat template says {type(error).__name__}: {error}"
+            raise Refused(400, message, "messages") from error
+
+    def _parser(self, body: dict, ids: list[int]) -> AnswerParser | None:
+        template = get_response_template(self._processor, self._model)
+        if template is None:
+            return None
+        return AnswerParser(template, self._tokenizer.decode(ids), _tools(body), body.get("tool_choice") != "none")
+
+    # ---- the answer -----------------------------------------------------------------------------------------------
+
+    def _opening(self, answer: Answer) -> list[str]:
+        return [self._build_chunk_sse(answer.id, role="assistant", model=self._served)]
+
+    def _event(self, answer: Answer, item: Any) -> str:
+        if isinstance(item, ReasoningText):
+            return self._build_chunk_sse(answer.id, model=self._served, reasoning_content=item)
+        if not isinstance(item, ToolCall):
+            return self._build_chunk_sse(answer.id, model=self._served, content=item)
+        index = answer.calls
+        answer.calls += 1
+        call = ChoiceDeltaToolCall.model_validate({"index": index, **_call(answer, index, item)})
+        return self._build_chunk_sse(answer.id, model=self._served, tool_calls=[call])
+
+    def _closing(self, answer: Answer) -> list[str]:
+        reason = "tool_calls" if answer.calls else answer.streamer.finish_reason
+        return [self._build_chunk_sse(answer.id, finish_reason=reason, model=self._served, usage=answer.usage)]
+
+    def _answer(self, answer: Answer, items: list[Any]) -> dict[str, Any]:
+        calls: Any = [
+            ChatCompletionMessageToolCall.model_validate(_call(answer, index, item))
+            for index, item in enumerate(item for item in items if isinstance(item, ToolCall))
+        ]
+        return self._build_completion(
+            answer.id,
+            _text(items, str),
+            self._served,
+            finish_reason="tool_calls" if calls else answer.streamer.finish_reason,
+            usage=answer.usage,
+            tool_calls=calls or None,
+            reasoning_content=_text(items, ReasoningText) or None,
+        )
 
 
-class TextHandler(_Strict, CompletionHandler):
+def _tools(body: dict) -> list[dict] | None:
+    """The tools that the model may call."""
+    return None if body.get("tool_choice") == "none" else body.get("tools")
+
+
+def _call(answer: Answer, index: int, call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"{answer.id}_tool_call_{index}", "type": "function", "function": function}
+
+
+class TextHandler(_PoolHandler, CompletionHandler):
     """`/v1/completions`."""
 
-    _reads = "prompt", "a text that is not empty"
+    _reads = "prompt"
+
+    def _prompt(self, body: dict) -> list[int]:
+        return self._ids(body["prompt"])
+
+    def _event(self, answer: Answer, item: Any) -> str:
+        return self._build_chunk_sse(answer.id, self._served, text=item)
+
+    def _closing(self, answer: Answer) -> list[str]:
+        suffix = [self._event(answer, answer.body["suffix"])] if "suffix" in answer.body else []
+        reason = answer.streamer.finish_reason
+        return [*suffix, self._build_chunk_sse(answer.id, self._served, finish_reason=reason, usage=answer.usage)]
+
+    def _answer(self, answer: Answer, items: list[Any]) -> dict[str, Any]:
+        text = _text(items, str) + answer.body.get("suffix", "")
+        reason: Any = answer.streamer.finish_reason
+        choice = CompletionChoice(text=text, index=0, logprobs=None, finish_reason=reason)
+        completion = Completion(
+            id=answer.id,
+            created=int(time.time()),
+            model=self._served,
+            choices=[choice],
+            object="text_completion",
+            usage=answer.usage,
+        )
+        return completion.model_dump(exclude_none=True)
 
 
 class NotServed:
     """transformers' endpoints that run the model without packed pages."""
 
     async def handle_request(self, *args: Any) -> Any:
-        raise HTTPException(404, "this server has /v1/chat/completions, /v1/completions, /v1/models and /health")
+        raise Refused(404, "this server has /v1/chat/completions, /v1/completions, /v1/models and /health")

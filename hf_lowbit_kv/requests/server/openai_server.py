@@ -1,7 +1,7 @@
 """transformers' OpenAI-compatible server with a low-bit cache: its routes, its handlers, its model loading.
 
-Our own parts: rows of a pool generate (`generation_manager.py`), fields that cannot be honoured are refused
-(`handlers.py`), and a client that disconnects frees its row (`Departures`).
+Our own parts: rows of a pool generate (`generation_manager.py`, `answer_text.py`), fields that cannot be honoured are
+refused (`request_fields.py`), and clients are limited and may leave (`clients.py`).
 """
 
 from __future__ import annotations
@@ -13,93 +13,49 @@ import inspect
 import signal
 import socket
 import threading
-import uuid
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from ..request_loop import RequestLoop
+from ..result import described
+from .clients import Clients, SlowClients
 from .generation_manager import PoolGenerateManager, PoolState
-from .handlers import ChatHandler, NotServed, TextHandler
+from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler
+from .openai_errors import answer_errors
 
 #: routes that would unload the model while rows run on it, or load another one
 DROPPED = {"/reset", "/load_model", "/v1/audio/transcriptions", "/v1/systemone", "/v1/responses"}
-REQUEST_ID = b"x-request-id"
 #: seconds that cancelled requests may take at the end of the server: a chunk of a prompt is read to its end
 CANCELLING = 5
-#: bytes that a body may have, and those for each token of the longest row. Usual texts have 4 bytes a token
-BODY_BYTES, TOKEN_BYTES = 2**20, 64
+#: bytes that a body may have beside those for each token of the longest row
+BODY_BYTES = 2**20
+#: requests that may wait for a row
+MOST_WAITING = 512
 
 
 class OneModel(ModelManager):
-    """transformers' model manager, for the single model that is served."""
+    """transformers' model manager, for the single model that is served.
+
+    Args:
+        name: hub name or folder. served: the model's id for clients. options: of transformers' model manager.
+    """
+
+    def __init__(self, name: str, served: str, **options: Any):
+        super().__init__(force_model=name, **options)
+        self.served = served
 
     def list_models(self, cache_dir: str | None = None) -> list[dict]:
         """The answer of `/v1/models`. Older releases list the hub's cache, and fail if there is none."""
-        name = str(self.force_model)
-        return [{"id": name, "object": "model", "created": 0, "owned_by": "local"}]
+        return [{"id": self.served, "object": "model", "created": 0, "owned_by": "local"}]
 
     get_gen_models = list_models  # its name in older releases
-
-
-class Departures:
-    """ASGI middleware: a client that disconnects before its answer is complete frees its row. A body that is too long for any
-    row gets HTTP 413, before anybody waits for its tokens.
-
-    Args:
-        app: the server. manager: told which request to cancel. most_bytes: of a body.
-    """
-
-    def __init__(self, app: Any, manager: PoolGenerateManager, most_bytes: int):
-        self.app, self.manager, self.most_bytes = app, manager, most_bytes
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        name = f"{uuid.uuid4()}"  # our own id, because two clients may send the same one
-        headers = [(key, value) for key, value in scope["headers"] if key != REQUEST_ID]
-        scope = {**scope, "headers": [*headers, (REQUEST_ID, name.encode())]}
-        messages, gone = await _whole_body(receive, self.most_bytes), asyncio.Event()
-        if messages is None:
-            said = f"the body has more than {self.most_bytes} bytes, which is more than a row may hold"
-            await JSONResponse({"detail": said}, 413, {"connection": "close"})(scope, receive, send)
-            return
-        watch = asyncio.create_task(self._watch(receive, gone, name))
-
-        async def replayed() -> Any:
-            if messages:
-                return messages.pop(0)
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        try:
-            await self.app(scope, replayed, send)
-        finally:
-            watch.cancel()
-
-    async def _watch(self, receive: Any, gone: asyncio.Event, name: str) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
-        self.manager.cancel(name)
-
-
-async def _whole_body(receive: Any, most_bytes: int) -> list[Any] | None:
-    """The messages of a body; `None` if it is longer."""
-    messages, size = [await receive()], 0
-    while messages[-1]["type"] == "http.request":
-        size += len(messages[-1].get("body", b""))
-        if size > most_bytes:
-            return None
-        if not messages[-1].get("more_body"):
-            break
-        messages.append(await receive())
-    return messages
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -153,17 +109,30 @@ def _not_free(host: str, port: int, error: OSError) -> ValueError:
     )
 
 
+def served_name(name: str) -> str:
+    """The id of a model: its hub name, or the last part of its folder."""
+    folder = Path(name)
+    return folder.resolve().name if folder.exists() else name
+
+
 class PatientServer(uvicorn.Server):
     """uvicorn's server. When it shuts down, answers have some seconds to end; the rest is cancelled, and clients are told.
+    It shuts down by itself when no request can be answered any more.
 
     Args:
-        requests: answers them. patience: seconds.
+        requests: answers them. patience: seconds. most_open: requests at once.
     """
 
-    def __init__(self, config: uvicorn.Config, requests: RequestLoop, patience: float):
+    def __init__(self, config: uvicorn.Config, requests: RequestLoop, patience: float, most_open: int):
         super().__init__(config)
-        self._requests, self._patience = requests, patience
+        self._requests, self._patience, self._slow = requests, patience, SlowClients(most_open)
         config.timeout_graceful_shutdown = int(patience + CANCELLING)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second. Returns whether to shut down."""
+        if counter % 10 == 0:
+            self._slow.close(self, time.monotonic())
+        return await super().on_tick(counter) or not self._requests.alive
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(self._patience, self._requests.cancel_all)
@@ -173,13 +142,25 @@ class PatientServer(uvicorn.Server):
             timer.cancel()
 
 
-def build_app(models: ModelManager, requests: RequestLoop) -> Any:
-    """The ASGI application."""
+def build_app(
+    models: OneModel,
+    requests: RequestLoop,
+    *,
+    most_open: int,
+    api_key: str | None = None,
+    allow_origins: Sequence[str] = (),
+) -> Any:
+    """The ASGI application.
+
+    Args:
+        most_open: requests at once. api_key: what clients must send; `None`: nothing.
+        allow_origins: web pages whose scripts may ask (CORS); `"*"`: all.
+    """
     manager = PoolGenerateManager(requests)
     state = PoolState(manager)
     handlers = {
-        "chat_handler": ChatHandler(models, state),
-        "completion_handler": TextHandler(models, state),
+        "chat_handler": ChatHandler(models, state, manager, models.served),
+        "completion_handler": TextHandler(models, state, manager, models.served),
         "response_handler": NotServed(),
         "transcription_handler": NotServed(),
         "systemone_handler": NotServed(),
@@ -187,7 +168,12 @@ def build_app(models: ModelManager, requests: RequestLoop) -> Any:
     known = inspect.signature(build_server).parameters  # not every release has all these routes
     app = build_server(models, **{name: x for name, x in handlers.items() if name in known}, generation_state=state)  # type: ignore[arg-type]
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in DROPPED]
-    return Departures(app, manager, BODY_BYTES + TOKEN_BYTES * requests.pool.longest)
+    answer_errors(app)
+    most_bytes = BODY_BYTES + TOKEN_BYTES * requests.pool.longest
+    clients = Clients(app, manager, most_bytes, most_open, api_key)
+    if not allow_origins:
+        return clients
+    return CORSMiddleware(clients, allow_origins=allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",))
 
 
 def serve(
@@ -200,6 +186,12 @@ def serve(
     dtype: str = "auto",
     memory: int | None = None,
     max_rows: int | None = None,
+    max_waiting: int = MOST_WAITING,
+    chunk_size: int = 2048,
+    share_prefixes: bool = True,
+    served_model_name: str | None = None,
+    api_key: str | None = None,
+    allow_origins: Sequence[str] = (),
     patience: float = 10.0,
     cache_options: dict[str, Any] | None = None,
     say: Callable[[str], Any] = print,
@@ -209,32 +201,50 @@ def serve(
 
     Raises:
         ValueError: the address cannot be listened to, e.g. because another server does. Nothing is loaded then.
+        RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
-        name: hub name or folder. memory, max_rows: see `generate_many`. say: called with one line when the server is
-            ready.
+        name: hub name or folder. memory, max_rows, share_prefixes: see `generate_many`; chunk_size: its
+            `prefill_chunk_size`.
+        max_waiting: requests that may wait for a row; others get HTTP 429.
+        served_model_name: the model's id for clients; `None`: see `served_name`. api_key, allow_origins: see `build_app`.
+        say: called with one line when the server is ready.
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(contextlib.closing(each)) for each in bind(host, port)]
-        models = OneModel(device=device, dtype=dtype, force_model=name)
+        served = served_model_name or served_name(name)
+        models = OneModel(name, served, device=device, dtype=dtype)
         model, processor = models.load_model_and_processor(models.process_model_name(name))
         tokenizer = getattr(processor, "tokenizer", processor)
-        requests = RequestLoop(model, tokenizer, preset, memory=memory, max_rows=max_rows, cache_options=cache_options)
+        requests = RequestLoop(
+            model,
+            tokenizer,
+            preset,
+            memory=memory,
+            max_rows=max_rows,
+            chunk_size=chunk_size,
+            share_prefixes=share_prefixes,
+            cache_options=cache_options,
+        )
         stack.callback(requests.stop)
-        config = uvicorn.Config(build_app(models, requests), host=host, port=port, log_level="warning")
+        most_open = requests.pool.slots + max_waiting
+        app = build_app(models, requests, most_open=most_open, api_key=api_key, allow_origins=allow_origins)
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning")
         listen(sockets, host, port)  # clients that come now wait a moment
         pool = requests.pool
         url = f"http://{host}:{port}/v1"
         say(
-            f"{name} with {preset}: {pool.slots} rows at once, of up to {pool.longest} tokens; "
+            f"{served} with {preset}: {pool.slots} rows at once, of up to {pool.longest} tokens; "
             f"{pool.memory.nbytes / 1e9:.2f} GB. {url}"
         )
         if ready is not None:
             sizes = {"rows": pool.slots, "row_tokens": pool.longest, "bytes": pool.memory.nbytes}
-            ready({"url": url, "model": name, "preset": preset} | sizes)
+            ready({"url": url, "model": served, "preset": preset} | sizes)
         # uvicorn shuts down at SIGTERM, and then raises the signal again for the earlier handler
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: None))
-        PatientServer(config, requests, patience).run(sockets)
+        PatientServer(config, requests, patience, most_open).run(sockets)
+        if requests.error is not None:
+            raise RuntimeError(f"no request can be answered any more: {described(requests.error)}") from requests.error

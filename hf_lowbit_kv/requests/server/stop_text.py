@@ -40,8 +40,3 @@ class StopText:
         """Number of characters at the end of the held text that may begin this stop text."""
         most = min(len(stop) - 1, len(self._unsent))
         return next((count for count in range(most, 0, -1) if stop.startswith(self._unsent[-count:])), 0)
-
-
-def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of `stops`."""
-    return StopText(stops).feed(text) if any(stop in text for stop in stops) else text

@@ -56,7 +56,6 @@ template <int V> static void ldg(u32* r, const void* p) { if ((size_t)p % (4 * V
 static u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
 static u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 static u32 byte_of(u32 x, int i) { return x >> 8 * i & 0xff; }
-static float signed_byte(u32 x, int i) { return (float)(x >> 8 * i & 0xff) - 128.f; }
 static u32 funnel(u32 low, u32 high, int by) { return by ? low >> by | high << (32 - by) : low; }
 
 static float half_to_float(u32 h) { return _cvtsh_ss((u16)h); }
@@ -72,7 +71,6 @@ template <int BY> static u32 turned(u32 x) { return x << BY | x >> (32 - BY); }
 static float ex2(float x) { return exp2f(x); }
 static float lg2(float x) { return log2f(x); }
 static float rcp(float x) { return 1.f / x; }
-static u32 signed_halves(u32 x, int upper) { return pack_half(signed_byte(x, 2 * upper), signed_byte(x, 2 * upper + 1)); }
 
 static u32 transposed(u32 x) {
   const int g = current % 32 >> 2, t = current & 3;

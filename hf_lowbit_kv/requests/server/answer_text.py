@@ -1,0 +1,187 @@
+"""The text of an answer, from its tokens: reasoning, tool calls, stop texts. Streamed and whole answers are made here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from transformers.cli.serving.utils import DirectStreamer, _normalize_tool_call, response_events_to_chunks
+from transformers.utils.chat_parsing import ResponseParser
+
+from ..request_loop import Ticket
+from ..result import Result
+from .stop_text import StopText
+
+#: what a client is told whose request was cancelled
+CANCELLED = "the request was cancelled: the client left, or the server is stopping"
+
+
+class AnswerParser(ResponseParser):
+    """transformers' parser of answers. A tool call that is none, or that it cannot read, is text.
+
+    Args:
+        template: the response template of the model. prefix: the prompt. tools: those of the request.
+        calls: whether tool calls are served; otherwise all are text.
+    """
+
+    def __init__(self, template: Any, prefix: str, tools: list[Any] | None, calls: bool = True):
+        self._calls, self._opened_at = calls, 0
+        super().__init__(template, prefix=prefix, tools=tools)
+
+    def _open_explicit(self, events: list[dict], field: Any, m: Any) -> None:
+        self._opened_at = m.start()
+        super()._open_explicit(events, field, m)
+
+    def _close_current(self, events: list[dict]) -> None:
+        if self._current != "tool_calls" or not self._opened:
+            super()._close_current(events)
+            return
+        before = len(events)
+        try:
+            super()._close_current(events)
+            value = events.pop()["value"]
+            calls = value if isinstance(value, list) else [value]
+            if not self._calls or not all(_is_call(call) for call in calls):
+                raise ValueError("no tool call")
+            events += [{"type": "region_close", "field": "tool_calls", "value": call} for call in calls]
+        except Exception:  # whatever the model has written
+            del events[before:]
+            text = self._buffer[self._opened_at : self._pos]
+            events.append({"type": "region_chunk", "field": "content", "text": text, "dirty": False})
+            self._reset_to_implicit()
+
+
+def _is_call(value: Any) -> bool:
+    call = _normalize_tool_call(value)  # raises for what has no name or no arguments
+    return isinstance(call.name, str) and isinstance(call.arguments, str)
+
+
+class Failure:
+    """The last part of an answer that failed.
+
+    Args:
+        status: of HTTP, for an answer that has not begun.
+    """
+
+    def __init__(self, status: int, message: str):
+        self.status, self.message = status, message
+
+
+class AnswerStreamer(DirectStreamer):
+    """Puts the parts of an answer into a queue: `str`, `ReasoningText`, `ToolCall`, perhaps a `Failure`, and `None`.
+
+    Args:
+        tokenizer: of transformers. loop, queue: where the parts go. parser: `None`: the model's answers have no parts.
+        stops: the answer ends before the first of these texts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue,
+        parser: AnswerParser | None,
+        stops: list[str],
+    ):
+        self._stop = StopText(stops)
+        self._ticket: Ticket | None = None
+        self._unsent_space: dict[type, str | None] = {}
+        self.result: Result | None = None
+        beginning: list[dict] = []
+        if parser is not None:  # what the prompt has begun, e.g. reasoning
+            beginning, parser.initial_events = parser.initial_events, []
+        super().__init__(tokenizer._tokenizer, loop, queue, response_parser=parser)
+        for item in response_events_to_chunks(beginning):
+            self._enqueue(item)
+
+    def watch(self, ticket: Ticket) -> None:
+        """The request that writes this text."""
+        self._ticket = ticket
+        if self._stop.reached:  # it was faster
+            ticket.cancel()
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` or `length`, after the end."""
+        length = not self._stop.reached and self.result is not None and self.result.finish_reason == "length"
+        return "length" if length else "stop"
+
+    def put(self, value: Any) -> None:
+        """The next token, or the prompt. Tokens behind a stop text are neither shown nor counted."""
+        if not self._stop.reached:
+            super().put(value)
+            if self._stop.reached:
+                self.cancel()
+
+    def hand_over(self, result: Result) -> None:
+        """Put the result of an answer that is not streamed into the queue. `read` makes parts of it, in another thread
+        than the one of the model."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, result)
+
+    def read(self, result: Result, alive: bool = True) -> None:
+        """All tokens of an answer at once, and its end. Arguments as for `complete`."""
+        self._first = False
+        try:
+            self.put(torch.tensor(result.generated_tokens, dtype=torch.long))
+        except Exception as error:
+            result.error = result.error or f"{type(error).__name__}: {error}"
+        self.complete(result, alive)
+
+    def end(self) -> None:
+        """Called by the scheduler when the row has ended. The reason comes with `complete`."""
+
+    def complete(self, result: Result, alive: bool = True) -> None:
+        """The result has arrived.
+
+        Args:
+            alive: whether the loop answers further requests.
+        """
+        self.result = result
+        try:
+            if result.error is not None:
+                super()._enqueue(Failure(500 if alive else 503, result.error))
+            elif result.finish_reason == "cancelled" and not self._stop.reached:
+                super()._enqueue(Failure(503, CANCELLED))
+            else:
+                if not self._stop.reached:
+                    self._finish()
+        except Exception as error:
+            super()._enqueue(Failure(500, f"{type(error).__name__}: {error}"))
+        finally:
+            super()._enqueue(None)
+
+    def _finish(self) -> None:
+        if self._parser is not None:
+            super().end()
+        self._send(self._stop.end())
+
+    def _enqueue(self, item: Any) -> None:
+        if item is None:  # of transformers; `complete` ends the answer
+            return
+        if self._stop.reached:
+            return
+        self._send(self._stop.feed(item) if type(item) is str else item)
+
+    def _send(self, item: Any) -> None:
+        if self._parser is not None and isinstance(item, str):
+            item = self._without_edges(item)
+        if item != "":
+            super()._enqueue(item)
+
+    def _without_edges(self, text: str) -> str:
+        """The part of the text that can be sent, so that the whole has no white space at its edges. transformers does the
+        same with whole answers that it parses."""
+        kind = type(text)
+        unsent = self._unsent_space.get(kind)
+        text = text.lstrip() if unsent is None else unsent + text
+        shown = text.rstrip()
+        if shown:
+            self._unsent_space[kind] = text[len(shown) :]
+        elif unsent is not None:
+            self._unsent_space[kind] = text
+        return kind(shown)
+
+    def cancel(self) -> None:
+        if self._ticket is not None:
+            self._ticket.cancel()

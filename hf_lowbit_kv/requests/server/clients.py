@@ -1,0 +1,162 @@
+"""Clients of the server: who may ask, how much and how many at once, and what happens when they leave or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+import weakref
+from typing import Any
+
+import uvicorn
+
+from .generation_manager import PoolGenerateManager
+from .openai_errors import error_response
+
+REQUEST_ID = b"x-request-id"
+#: longest `x-request-id` of a client that comes back to it
+ID_BYTES = 256
+#: seconds in which a client must send its request, and take some of its answer
+SLOW = 60.0
+#: connections without a request that stay open beside those with one
+IDLE_CONNECTIONS = 256
+
+
+class Clients:
+    """ASGI middleware. A client that disconnects before its answer is complete frees its row. A body that is too long for
+    any row gets HTTP 413, and a request beyond `most_open` gets 429, before anybody waits for its tokens.
+
+    Args:
+        app: the server. manager: told who comes and leaves. most_bytes: of a body. most_open: requests at once.
+        api_key: what clients must send as `Authorization: Bearer ...`; `None`: nothing.
+    """
+
+    def __init__(
+        self, app: Any, manager: PoolGenerateManager, most_bytes: int, most_open: int, api_key: str | None = None
+    ):
+        self.app, self.manager, self.most_bytes, self.most_open = app, manager, most_bytes, most_open
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        name = f"{uuid.uuid4()}"  # our own id, because two clients may send the same one
+        headers = [(key, value) for key, value in scope["headers"] if key != REQUEST_ID]
+        sent = next((value for key, value in scope["headers"] if key == REQUEST_ID), b"")
+        shown = sent if 0 < len(sent) <= ID_BYTES else name.encode()
+
+        async def reply(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID]
+                message = {**message, "headers": [*kept, (REQUEST_ID, shown)]}
+            await send(message)
+
+        scope = {**scope, "headers": [*headers, (REQUEST_ID, name.encode())]}
+        if not self._may_ask(scope):
+            message = "a key is needed: Authorization: Bearer KEY"
+            await error_response(401, message, code="invalid_api_key", headers=CLOSE)(scope, receive, reply)
+        elif scope["method"] != "POST":
+            await self.app(scope, receive, reply)
+        elif len(self.manager) >= self.most_open:
+            message = f"{self.most_open} requests are open, which is the most; try again later"
+            wait = CLOSE | {"retry-after": "1"}
+            await error_response(429, message, code="rate_limit_exceeded", headers=wait)(scope, receive, reply)
+        else:
+            self.manager.enter(name)
+            try:
+                await self._ask(scope, receive, reply, name)
+            finally:
+                self.manager.leave(name)
+
+    def _may_ask(self, scope: Any) -> bool:
+        if self._key is None or scope["path"] == "/health":
+            return True
+        sent = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
+        scheme, _, key = sent.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+    async def _ask(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+        try:
+            messages = await asyncio.wait_for(self._body(receive), SLOW)
+        except asyncio.TimeoutError:  # another class than the builtin one in Python 3.10
+            await error_response(408, f"the body did not come in {SLOW:.0f} seconds", headers=CLOSE)(
+                scope, receive, send
+            )
+            return
+        if messages is None:
+            message = f"the body has more than {self.most_bytes} bytes, which is more than a row may hold"
+            await error_response(413, message, headers=CLOSE)(scope, receive, send)
+            return
+        if messages[-1]["type"] == "http.disconnect":
+            return
+        gone = asyncio.create_task(self._gone(receive))
+
+        async def replayed() -> Any:
+            if messages:
+                return messages.pop(0)
+            await asyncio.wait((gone,))
+            return {"type": "http.disconnect"}
+
+        answer = asyncio.create_task(self.app(scope, replayed, send))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.manager.leave(name)
+            gone.cancel()
+            answer.cancel()
+        await asyncio.wait((answer,))
+        if not answer.cancelled():
+            answer.result()  # raises what it raised
+
+    async def _body(self, receive: Any) -> list[Any] | None:
+        """The messages of a body; `None` if it is longer than allowed."""
+        messages, size = [await receive()], 0
+        while messages[-1]["type"] == "http.request":
+            size += len(messages[-1].get("body", b""))
+            if size > self.most_bytes:
+                return None
+            if not messages[-1].get("more_body"):
+                break
+            messages.append(await receive())
+        return messages
+
+    async def _gone(self, receive: Any) -> None:
+        """Wait until the client disconnects."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+CLOSE = {"connection": "close"}
+
+
+class SlowClients:
+    """Closes connections that do nothing: those whose client does not read its answer or does not send its request, and
+    the oldest idle ones if there are too many.
+
+    Args:
+        most_open: requests at once.
+    """
+
+    def __init__(self, most_open: int):
+        self._most = most_open + IDLE_CONNECTIONS
+        self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, float]] = weakref.WeakKeyDictionary()
+
+    def close(self, server: uvicorn.Server, now: float) -> None:
+        """Called once a second, at `now` seconds of a clock."""
+        idle = []
+        connections: set[Any] = server.server_state.connections
+        for each in list(connections):
+            unsent, cycle = each.transport.get_write_buffer_size(), each.cycle
+            asking = cycle is not None and not cycle.response_complete
+            state = unsent, id(cycle), asking
+            before, since = self._seen.get(each, (None, now))
+            if state != before:
+                self._seen[each] = state, now
+            elif (unsent or not asking) and now - since >= SLOW:
+                each.transport.abort()
+            if not asking:
+                idle.append((since, each))
+        surplus = len(connections) - self._most
+        for _, each in sorted(idle, key=lambda pair: pair[0])[: max(surplus, 0)]:
+            each.transport.abort()

@@ -1,0 +1,279 @@
+"""Which fields a request may have, and their values. A field that cannot be honoured is refused by name.
+
+Every value is bounded, so that no request takes much longer than the tokens that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...generation.sampling_settings import Allowed
+from .openai_errors import Refused, not_allowed, shown
+
+#: fields that are honoured
+HONOURED = {
+    *("model", "messages", "prompt", "suffix", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+    *("stop", "seed", "logit_bias", "tools", "tool_choice", "chat_template_kwargs", "generation_config"),
+}
+#: fields of OpenAI's API that change no answer. The usage is always reported, at the end of a stream too
+WITHOUT_EFFECT = {
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+}
+#: values at which a field has no effect
+USUAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),  # transformers would use it as another kind of penalty
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+    "tools": ([],),
+}
+#: fields of one type: their type, and its name
+KINDS = (
+    ("stream", bool, "true or false"),
+    ("suffix", str, "a text"),
+    ("generation_config", str, "a text in JSON"),
+    ("chat_template_kwargs", dict, "an object"),
+    ("tools", list, "a list of objects"),
+    ("messages", list, "a list of messages"),
+    ("prompt", str, "a text"),
+)
+#: fields of this server that OpenAI's API does not have
+OWN = {"top_k", "repetition_penalty"}
+
+#: the most messages and tools of a request, texts that end an answer and their characters, and biased tokens
+MESSAGES, TOOLS, STOPS, STOP_CHARACTERS, BIASED = 2048, 128, 16, 256, 1024
+#: the most characters of `generation_config` and of `chat_template_kwargs` in JSON
+SETTINGS_CHARACTERS = 2**16
+#: the most token ids of a setting, and of one of the sequences in `bad_words_ids`
+IDS, BAD_WORDS, BAD_WORD_IDS = 64, 16, 16
+
+_COUNT = Allowed(1, 2**31 - 1, whole=True)
+_TEMPERATURE, _PENALTY = Allowed(1e-5, 100), Allowed(0.01, 100)
+#: fields that are numbers
+NUMBERS = {
+    "top_p": Allowed(0, 1),
+    "repetition_penalty": _PENALTY,
+    "top_k": _COUNT,
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "seed": Allowed(0, 2**63 - 1, whole=True),
+}
+#: numbers in `generation_config`
+SETTINGS = {
+    "top_p": Allowed(0, 1),
+    "top_k": Allowed(0, 2**31 - 1, whole=True),
+    "min_p": Allowed(0, 1),
+    "typical_p": Allowed(0, 1),
+    "epsilon_cutoff": Allowed(0, 1),
+    "eta_cutoff": Allowed(0, 1),
+    "repetition_penalty": _PENALTY,
+    "max_new_tokens": _COUNT,
+    "min_new_tokens": Allowed(0, 2**31 - 1, whole=True),
+    "max_time": Allowed(0, 10**9),
+}
+SWITCHES = ("do_sample", "remove_invalid_values", "renormalize_logits")
+OTHER_SETTINGS = ("temperature", "stop_strings", "eos_token_id", "suppress_tokens", "bad_words_ids")
+#: what files of transformers say, and what changes no answer
+UNUSED_SETTINGS = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
+
+
+def check_fields(body: dict[str, Any], known: Collection[str], reads: str) -> None:
+    """Check a request, and drop fields that change no answer.
+
+    Args:
+        known: names that this request may have. reads: the field that says what the model reads.
+
+    Raises:
+        Refused: with the name of the field.
+    """
+    check_json(body)
+    for name, value in list(body.items()):
+        if value is None or (name in WITHOUT_EFFECT and name in known):
+            del body[name]  # treated as not given
+        elif any(type(value) is type(usual) and value == usual for usual in USUAL.get(name, ())):  # True is not 1
+            del body[name]
+        elif name not in known:
+            raise Refused(400, f"{name:.200} is not a field of this request", name[:200])
+        elif name not in HONOURED | OWN:
+            raise Refused(400, f"{name}={shown(value)} cannot be honoured by this server; leave it out", name)
+    for name, kind, text in KINDS:
+        if name in body and not isinstance(body[name], kind):
+            raise not_allowed(name, body[name], text)
+    if not body.get(reads):  # an empty text has no token
+        raise not_allowed(reads, body.get(reads), "a text or messages, at least one")
+    check_messages(body.get("messages", []))
+    check_tools(body.get("tools", []), body.get("tool_choice"))
+    _check_bias(body.get("logit_bias", {}))
+    _check_temperature("temperature", body.get("temperature"))
+    for name, allowed in NUMBERS.items():
+        if name in body and body[name] not in allowed:
+            raise not_allowed(name, body[name], str(allowed))
+    check_stops("stop", body.get("stop", []))
+
+
+def check_json(body: dict[str, Any]) -> None:
+    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite."""
+    try:
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"a text has half of a surrogate pair, {error.object[error.start]!a}") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body has a number that is not finite, or is nested too deeply: {error}") from error
+
+
+def check_messages(messages: list[Any]) -> None:
+    """Raise for content that is not text, which transformers would drop silently."""
+    if len(messages) > MESSAGES:
+        raise Refused(400, f"messages: {len(messages)} are too many; at most {MESSAGES} are served", "messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(
+                400, f"messages: {shown(message)} is not allowed; it must be an object with a role", "messages"
+            )
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise Refused(400, f"messages: content of type {shown(kind)} is not served; only text is", "messages")
+            if not isinstance(part.get("text"), str):
+                raise Refused(400, f"messages: {shown(part)} is not allowed; its text must be a text", "messages")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise Refused(
+                400, f"messages: tool_calls={shown(calls)} is not allowed; it must be a list of objects", "messages"
+            )
+        if not isinstance(content, (str, list, type(None))):
+            raise Refused(400, f"messages: content={shown(content)} is not allowed; it must be a text", "messages")
+
+
+def check_tools(tools: list[Any], choice: Any) -> None:
+    """Raise unless `tools` are objects, and the model may decide whether it calls them, or calls none."""
+    if len(tools) > TOOLS or not all(isinstance(tool, dict) for tool in tools):
+        raise not_allowed("tools", tools, f"a list of objects, at most {TOOLS}")
+    if choice not in (None, "none"):
+        raise Refused(
+            400, f"tool_choice={shown(choice)} cannot be honoured by this server; leave it out", "tool_choice"
+        )
+
+
+def check_stops(name: str, stops: Any) -> None:
+    """Raise unless `stops` is a text or a list of texts, none of which is empty."""
+    texts = [stops] if isinstance(stops, str) else stops
+    if (
+        not isinstance(texts, list)
+        or len(texts) > STOPS
+        or not all(isinstance(each, str) and 0 < len(each) <= STOP_CHARACTERS for each in texts)
+    ):
+        allowed = f"a text, or a list of at most {STOPS} texts, each of 1 to {STOP_CHARACTERS} characters"
+        raise not_allowed(name, stops, allowed)
+
+
+def _check_temperature(name: str, value: Any) -> None:
+    if value is not None and value not in _TEMPERATURE and not (value == 0 and not isinstance(value, bool)):
+        raise not_allowed(name, value, f"0, or {_TEMPERATURE}")
+
+
+def _check_bias(bias: Any) -> None:
+    """Raise unless `bias` is an object of tokens and numbers."""
+    if not isinstance(bias, dict) or len(bias) > BIASED:
+        raise not_allowed("logit_bias", bias, f"an object of at most {BIASED} tokens")
+    for token, value in bias.items():
+        if not re.fullmatch(r"[0-9]{1,18}", token):
+            raise Refused(
+                400, f"logit_bias: {shown(token)} is not allowed; it must be the number of a token", "logit_bias"
+            )
+        if value not in Allowed(-100, 100):
+            raise Refused(
+                400,
+                f"logit_bias of {token}={shown(value)} is not allowed; it must be {Allowed(-100, 100)}",
+                "logit_bias",
+            )
+
+
+def read_settings(text: str, vocabulary: int) -> dict[str, Any]:
+    """The settings of `generation_config`, without those that change no answer.
+
+    Args:
+        text: in JSON. vocabulary: number of tokens.
+
+    Raises:
+        Refused: it is no JSON, or a setting is not served or out of range.
+    """
+    if len(text) > SETTINGS_CHARACTERS:
+        raise Refused(
+            400, f"generation_config has {len(text)} characters; at most {SETTINGS_CHARACTERS}", "generation_config"
+        )
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"generation_config: {type(error).__name__}: {error}", "generation_config") from error
+    if not isinstance(settings, dict):
+        raise not_allowed("generation_config", text, "an object in JSON")
+    neutral = GenerationConfig._get_default_generation_params()
+    for name, value in list(settings.items()):
+        usual = neutral.get(name)
+        if value is None or name in UNUSED_SETTINGS:
+            del settings[name]
+        elif name not in (*SETTINGS, *SWITCHES, *OTHER_SETTINGS):
+            if type(value) is not type(usual) or value != usual:
+                raise Refused(400, _not_served(name, value), "generation_config")
+            del settings[name]
+        else:
+            _check_setting(name, value, vocabulary)
+    return settings
+
+
+def _not_served(name: str, value: Any) -> str:
+    served = ", ".join(sorted((*SETTINGS, *SWITCHES, *OTHER_SETTINGS)))
+    return f"generation_config: {name:.200}={shown(value)} is not served; leave it out. These are: {served}"
+
+
+def _check_setting(name: str, value: Any, vocabulary: int) -> None:
+    where = f"generation_config: {name}"
+    token = Allowed(0, vocabulary - 1, whole=True)
+    if name == "temperature":
+        _check_temperature(where, value)
+    elif name == "stop_strings":
+        check_stops(where, value)
+    elif name in SWITCHES:
+        if not isinstance(value, bool):
+            raise not_allowed(where, value, "true or false")
+    elif name in SETTINGS:
+        if value not in SETTINGS[name]:
+            raise not_allowed(where, value, str(SETTINGS[name]))
+    elif name == "bad_words_ids":
+        listed = isinstance(value, list) and 0 < len(value) <= BAD_WORDS
+        if not listed or not all(_are_tokens(each, token, BAD_WORD_IDS) for each in value):
+            allowed = f"1 to {BAD_WORDS} lists of 1 to {BAD_WORD_IDS} token ids below {vocabulary}"
+            raise not_allowed(where, value, allowed)
+    elif not _are_tokens([value] if name == "eos_token_id" and isinstance(value, int) else value, token, IDS):
+        raise not_allowed(where, value, f"1 to {IDS} token ids below {vocabulary}")
+
+
+def _are_tokens(ids: Any, token: Allowed, most: int) -> bool:
+    return isinstance(ids, list) and 0 < len(ids) <= most and all(each in token for each in ids)
+
+
+def check_template_values(values: Mapping[str, Any], allowed: Collection[str]) -> None:
+    """Raise unless `values` are variables of the chat template, and short."""
+    if len(json.dumps(values)) > SETTINGS_CHARACTERS:
+        message = f"chat_template_kwargs have more than {SETTINGS_CHARACTERS} characters"
+        raise Refused(400, message, "chat_template_kwargs")
+    for name in values:
+        if name not in allowed:
+            variables = ", ".join(sorted(allowed)) or "none"
+            message = (
+                f"chat_template_kwargs: {name:.200} is not a variable of the chat template; these are: {variables}"
+            )
+            raise Refused(400, message, "chat_template_kwargs")

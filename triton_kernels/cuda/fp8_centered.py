@@ -1,0 +1,27 @@
+"""`formats.fp8_centered` on the CUDA kernels, as keys alone: `fp8_centered.cuh`, `encode_fp8_centered.cuh`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats.fp8_centered import Fp8Centered
+from .needs import Needs
+
+#: as keys, as values
+SIDES = (True, False)
+
+
+def needs(fmt: Fp8Centered, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
+    at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
+    arguments = f"{head_dim}, {at['scale']}, {at['center']}"
+    return Needs(
+        "fp8_centered.cuh",
+        f"Fp8CenteredKeys<{arguments}>",
+        "encode_fp8_centered.cuh",
+        f"Fp8CenteredEncoder<{arguments}>",
+        32 * head_dim,
+        lambda piece: 2 * head_dim + 4 * piece,
+        bits=8,
+        same_for=page_size,
+        again=4,
+    )
