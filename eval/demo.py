@@ -17,7 +17,7 @@ from .cache_sizes import sizes
 from .local_models import essay
 
 #: essays of the default prompt, in this order
-ESSAYS = ("island", "weird", "want")
+ESSAYS = ("weird", "want", "island")
 QUESTION = "What does the author take to the island?"
 
 
@@ -31,9 +31,10 @@ class Answer(NamedTuple):
 
 
 def default_prompt() -> str:
-    """Three essays, and a question about the first of them.
+    """Three essays, and a question about the last of them.
 
-    The prompt has about 2000 tokens of the bundled model. When the model answers, the first essay is in packed pages.
+    The prompt has about 2200 tokens of the bundled model. When it answers, all but the newest tokens are in packed pages,
+    and with them the passages that answer the question.
     """
     return "\n\n".join([*(essay(name).read_text(encoding="utf-8").strip() for name in ESSAYS), QUESTION])
 

@@ -42,7 +42,7 @@ def demo(
     model: ModelOption = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Message to answer.", show_default="three essays and a question about the first"),
+        typer.Option(help="Message to answer.", show_default="three essays and a question about the last"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 40,
     calibration: CalibrationOption = None,
