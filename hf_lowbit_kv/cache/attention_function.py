@@ -11,7 +11,6 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
 from .layer_view import LayerView
-from .stored_masks import honour_mask
 from .token_counts import Seen
 
 
@@ -146,8 +145,10 @@ def lowbit_mask(
 
     In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.
     """
-    # late, because this module imports torch's compiler; whoever asks for a mask has imported it
+    # late, because these modules import torch's compiler; whoever asks for a mask has imported it
     from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    from .stored_masks import honour_mask
 
     mask_function = mask_function or causal_mask_function
     if mask_function is not causal_mask_function or kv_length != q_length:
