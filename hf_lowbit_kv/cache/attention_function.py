@@ -44,6 +44,7 @@ def lowbit_attention(
     layer = key.layer
     if getattr(attention_mask, _ALL_REAL, False):
         attention_mask = None
+    layer.check_module(module, query.shape[2])
     layer.check_positions(query, kwargs.get("position_ids"), attention_mask)
     allowed = _allowed_in_prompt(module, key, attention_mask)
     if allowed is not None:  # a token attends to itself unless it is padding

@@ -13,6 +13,7 @@ import torch
 
 from ..storage.layer_spec import LayerSpec
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
+from .filled_by import FilledBy, look_at
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
 from .own_layer_contents import OwnContents, contents_of, put_contents
@@ -111,6 +112,7 @@ def put(cache: Any, contents: CacheContents, model: Any, shared: bool = False) -
     if cache.read_lengths is not None and contents.read is not None:
         cache.read_lengths.restored(*contents.read)
     cache.ledger = Ledger(empty=not contents.layers)
+    cache.packed_layers[0].filled_by = FilledBy(look_at(model, cache.packed_sizes))
 
 
 def layer_devices(model: Any) -> Callable[[int], torch.device]:

@@ -46,6 +46,7 @@ class CalibratedOptions(WindowOptions, total=False):
 
     transform: str | Transform | None
     calibration: Calibration | str | Path | None
+    allow_other_weights: bool
 
 
 class PresetOptions(CalibratedOptions, total=False):
@@ -90,6 +91,7 @@ class IntCacheOptions(MethodCacheOptions, total=False):
 class VecInferCacheOptions(WindowOptions, total=False):
     """Options of `VecInferCache`."""
 
+    allow_other_weights: bool
     max_cache_len: int | None
 
 
@@ -99,6 +101,12 @@ def unknown_option(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = "".join(f"; did you mean {each!r}?" for each in close) or f"; allowed: {', '.join(known)}"
     return f"{name!r} is not an option of a cache{hint}"
+
+
+def check_choice(name: str, value: Any) -> None:
+    """Raise `ValueError` for anything but `True` and `False`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: True, False")
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any, default: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..storage.linear_weights import columns_of, is_plain, is_quantized
 from ..storage.model_sides import ModelSide, StreamSizes, causal_attention
 from ..storage.readings import READINGS
 from ..storage.staleness import Seen
@@ -68,7 +69,7 @@ class UpProjection:
         """Dequantize weights that have changed, before a step that cannot notice changes itself. dtype: used for
         weights that no step has needed yet."""
         layer = self.projection
-        if not _is_plain(layer, self.rank) and _is_quantized(layer):
+        if not is_plain(layer, self.rank) and is_quantized(layer):
             self._dequantized(layer, dtype if self._dense is None else self._dense.dtype)
 
     def matrices(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,14 +81,14 @@ class UpProjection:
     def _weight(self, dtype: torch.dtype) -> torch.Tensor:
         """`[Hq * (nope + v), L]`."""
         layer = self.projection
-        if _is_plain(layer, self.rank):
+        if is_plain(layer, self.rank):
             return layer.weight.detach().to(dtype)
-        if not _is_quantized(layer):
-            return _through_identity(layer, self.rank, dtype)
+        if not is_quantized(layer):
+            return columns_of(layer, self.rank, dtype)
         if not torch.compiler.is_compiling():
             return self._dequantized(layer, dtype)
         if self._dense is None or self._dense.dtype != dtype:
-            return _dequantized(layer, self.rank, dtype)  # in every step
+            return columns_of(layer, self.rank, dtype)  # in every step
         return self._dense  # `refresh` has looked for changes
 
     def _dequantized(self, layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
@@ -96,58 +97,11 @@ class UpProjection:
         if old is not None and old.dtype == dtype and self._seen is not None and self._seen.unchanged(layer):
             return old
         seen = Seen(layer)  # before reading the weights: what changes meanwhile is noticed next time
-        dense = _dequantized(layer, self.rank, dtype)
+        dense = columns_of(layer, self.rank, dtype)
         if old is not None and (old.shape, old.dtype, old.device) == (dense.shape, dense.dtype, dense.device):
             dense = old.copy_(dense)  # recorded steps keep its address
         self._dense, self._seen = dense, seen
         return dense
-
-
-def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    return [*layer.parameters(), *layer.buffers()]
-
-
-def _is_plain(layer: Any, rank: int) -> bool:
-    """Whether `layer` multiplies with its weight `[out, rank]` and does nothing else."""
-    if type(layer).forward is not torch.nn.Linear.forward or _has_hooks(layer):
-        return False
-    return _is_ordinary(layer.weight) and layer.weight.dim() == 2 and layer.weight.shape[1] == rank
-
-
-def _is_quantized(layer: Any) -> bool:
-    """Whether the layer itself (not a layer inside it, as an adapter has) holds weights that are no ordinary floats."""
-    inner = any(True for _ in layer.children())
-    return not inner and not _has_hooks(layer) and not all(_is_ordinary(x) for x in _tensors(layer))
-
-
-def _has_hooks(layer: Any) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)
-
-
-def _is_ordinary(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.itemsize >= 2
-
-
-@torch.no_grad()
-def _through_identity(layer: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix of a linear layer, `[out, rank]`: its outputs for the unit vectors."""
-    device = next((x.device for x in _tensors(layer)), torch.device("cpu"))
-    return layer(torch.eye(rank, dtype=dtype, device=device)).to(dtype).T.contiguous()
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _dequantized(layer: Any, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a quantized layer, `[out, rank]`."""
-    scale = getattr(layer, "weight_scale_inv", None)
-    weight = getattr(layer, "weight", None)
-    if scale is None or weight is None or scale.dim() != 2 or weight.dim() != 2:
-        return _through_identity(layer, rank, dtype)
-    # FP8 with a scale for each block (DeepSeek-V3's own checkpoints): the layer would quantize the unit vectors too
-    rows, columns = (-(-w // s) for w, s in zip(weight.shape, scale.shape, strict=True))
-    block = getattr(layer, "block_size", None) or (rows, columns)
-    full = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return (weight.float() * full[: weight.shape[0], : weight.shape[1]]).to(dtype)
 
 
 #: caches that use a module whose steps may be compiled; the method stays replaced for them

@@ -26,7 +26,8 @@ from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
-from .cache_options import one_of, unknown_option
+from .cache_options import check_choice, one_of, unknown_option
+from .filled_by import FilledBy, Look, another_model, look_at
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
@@ -44,7 +45,7 @@ from .own_layers import (
     tensors_of,
 )
 from .packed_layers import packed_sides, stream_sizes
-from .pass_checks import Ledger, OverrunError, OverrunWatch
+from .pass_checks import Ledger, OverrunError, OverrunWatch, check_use_cache
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 from .token_counts import Seen
 
@@ -78,6 +79,8 @@ class LowBitCache(Cache, PushToHubMixin):
         calibration: source of `parameters`: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub
             repository with one, or the result of `calibrate`. `None`: the user's own and the bundled calibrations are
             searched.
+        allow_other_weights: accept a calibration that was made for other weights of the same sizes (a fine-tune,
+            another adapter). Accuracy is not known then, and `summary()` says so.
         reading: refuse a model whose layers have another reading: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
@@ -92,7 +95,8 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known
+    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known; sums of their
+    #: embeddings if the prompt came as these (`stored_text`)
     text: torch.Tensor | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
@@ -119,6 +123,7 @@ class LowBitCache(Cache, PushToHubMixin):
         preset: str | None = None,
         reading: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,
+        allow_other_weights: bool = False,
         **unknown: NoReturn,
     ):
         if unknown:
@@ -129,6 +134,7 @@ class LowBitCache(Cache, PushToHubMixin):
         config = text_config(model_or_config)
         ops.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
+        check_choice("allow_other_weights", allow_other_weights)
         residual = one_of("residual", residual, "residual_length", residual_length, default=128)
         if sink is None:
             sink = SINK_TOKENS if key_format is None and value_format is None else 0
@@ -145,7 +151,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.calibration_remark: str | None = None
         if parameters is None:
             parameters, self.calibration_remark = calibration_lookup.parameters_for(
-                calibration, model_or_config, specs, self.packed_sizes, preset
+                calibration, model_or_config, specs, self.packed_sizes, preset, allow_other_weights
             )
         elif calibration is not None:
             raise ValueError("parameters= and calibration= exclude each other: give one of them")
@@ -215,6 +221,9 @@ class LowBitCache(Cache, PushToHubMixin):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self._first_counting_index:
             self._check_whole()
+            # transformers hands its arguments on since 5.24
+            check_use_cache(kwargs.get("kwargs", {}), tokens, self._first_packed_layer.length.at_least)
+            self._look_at_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
             if (model := self.model.alive()) is not None:
@@ -345,11 +354,13 @@ class LowBitCache(Cache, PushToHubMixin):
             push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
 
         Raises:
-            ValueError: the cache was made from a configuration, its model is gone, or it belongs to tensor parallelism.
+            ValueError: the cache was made from a configuration, its model is gone, another model or adapter filled it, or it
+                belongs to tensor parallelism.
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
                 or a file has the name of the folder.
         """
         folder, model = Path(save_directory), self.model.get("saved")
+        self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
         if push_to_hub:
@@ -564,6 +575,38 @@ class LowBitCache(Cache, PushToHubMixin):
         seen = sliding | {layer.length.ask() for layer in packed}  # may wait after compiled steps
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+
+    def _look_at_model(self, tokens: int) -> None:
+        """A pass begins. Remember the model that fills an empty cache; raise if it is another one by the time that a prompt
+        goes on."""
+        first = self._first_packed_layer
+        if not first.first_packed:  # the pool knows which texts its rows hold
+            return
+        if first.length.at_least == 0 or first.filled_by is None:
+            first.filled_by = FilledBy(self._look())
+        elif tokens > 1 and first.filled_by.running is None:  # else the attention function knows what runs
+            self.check_model()
+
+    def _look(self, model: Any = None) -> Look | None:
+        model = self.model.alive() if model is None else model
+        return None if model is None else look_at(model, self.packed_sizes)
+
+    def why_another_model(self, model: Any = None) -> str | None:
+        """How a model differs from the one that computed the stored tokens, in words; `None`: it does not, or nothing is
+        stored. Waits for the device.
+
+        Args:
+            model: unwrapped; `None`: the one that the cache was made for.
+        """
+        first = self._first_packed_layer
+        if first.filled_by is None or not int(first.get_seq_length()) or (now := self._look(model)) is None:
+            return None
+        return first.filled_by.difference(now)
+
+    def check_model(self, model: Any = None) -> None:
+        """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""
+        if (reason := self.why_another_model(model)) is not None:
+            raise ValueError(another_model(reason))
 
     def _reads(self, layer_idx: int, state_idx: int) -> None:
         """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last

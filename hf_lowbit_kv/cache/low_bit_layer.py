@@ -19,9 +19,10 @@ from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
+from .filled_by import FilledBy, another_model
 from .implementation import ATTENTION_NAME, refuse_backward
 from .layer_view import LayerView
-from .pass_checks import another_text, cut_prompt, padded_prompt
+from .pass_checks import another_text, cut_prompt, padded_prompt, same_text_again
 from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
@@ -72,6 +73,7 @@ class LowBitLayer(CacheLayerMixin):
     first_packed = False
     # `_forget` sets these and says what they count
     _in_tail: int
+    filled_by: FilledBy | None
     _padding: Padding
 
     def __init__(
@@ -322,10 +324,20 @@ class LowBitLayer(CacheLayerMixin):
         seen = self.length.at_least
         if mask is None and (whole := cut_prompt(position_ids, seen)) is not None and not self._holds_padded_rows():
             raise ValueError(another_text(whole, seen))
-        if tokens == seen and (mask is None or mask.dim() == 2):
+        if tokens >= seen and (mask is None or mask.dim() == 2):
             assert self.store is not None
             if padded_prompt(position_ids, mask, self.store.state.length[:, 0]):
-                raise ValueError(another_text(tokens, seen))
+                raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
+
+    def check_module(self, module: torch.nn.Module, tokens: int) -> None:
+        """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
+        has other weights. Waits for the device then."""
+        if not self.first_packed or torch.compiler.is_compiling() or self.filled_by is None:
+            return
+        if self.length.at_least == 0:
+            self.filled_by = self.filled_by.running_on(module)
+        elif tokens > 1 and (reason := self.filled_by.why_not(module)) is not None:
+            raise ValueError(another_model(reason))
 
     def step(self, chunk: Chunk) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, S, Hq, D]`."""
@@ -410,6 +422,8 @@ class LowBitLayer(CacheLayerMixin):
         # at least this many of every row's newest tokens are not packed yet
         self._in_tail = 0
         self._padding = Padding()
+        # the model that computed these tokens, in the cache's first packed layer
+        self.filled_by = None
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep the numbers that `crop` needs, so that it need not ask the device."""

@@ -43,8 +43,8 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _stripped(config),
-        "adapters": _adapters(_once(modules)),
-        "parameters": _digests(dict(_named_tensors(modules))),
+        "adapters": adapters_in(_once(modules)),
+        "parameters": Samples(dict(_named_tensors(modules))).digests(),
     }
 
 
@@ -61,7 +61,7 @@ def difference(saved: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     if (reason := _config_difference(saved["config"], model["config"], "", same_release)) is not None:
         return reason
     for kind in ("adapters", "parameters"):
-        if (name := _first_difference(saved[kind], model[kind])) is not None:
+        if (name := first_difference(saved[kind], model[kind])) is not None:
             change = "is not there" if name not in saved[kind] or name not in model[kind] else "has other numbers"
             if kind == "adapters":
                 change = f"was {saved[kind].get(name)}, and is {model[kind].get(name)} in the model"
@@ -71,7 +71,8 @@ def difference(saved: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     return None
 
 
-def _first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key whose values differ, or `None`."""
     return next((name for name in [*saved, *now] if saved.get(name) != now.get(name)), None)
 
 
@@ -105,13 +106,17 @@ def _once(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str,
             yield name, module
 
 
-def _adapters(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
-    """For each module: which adapters are active, merged or switched off, and their scales."""
+def adapters_in(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
+    """For each module with adapters: which are active, merged or switched off, and the scales of these."""
     adapters = {}
     for name, module in modules:
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            settings = {key: getattr(module, key, None) for key in _ADAPTERS}
-            adapters[name] = json.dumps(settings, default=str, sort_keys=True)
+        if not isinstance(getattr(type(module), "active_adapters", None), property):
+            continue  # a transformers model has a method of this name
+        settings = {key: getattr(module, key, None) for key in _ADAPTERS}
+        if isinstance(settings["scaling"], dict):
+            used = {*(settings["active_adapters"] or ()), *(settings["merged_adapters"] or ())}
+            settings["scaling"] = {key: x for key, x in settings["scaling"].items() if key in used}
+        adapters[name] = json.dumps(settings, default=str, sort_keys=True)
     return adapters
 
 
@@ -126,45 +131,62 @@ def _named_tensors(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[t
                 yield f"{prefix}.{name}", buffer
 
 
-def _plain(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain(name: str, tensor: torch.Tensor, skip_offloaded: bool) -> Iterator[torch.Tensor]:
     """The tensors that a tensor subclass consists of, or the tensor itself; for quantized tensors also the tensors in
     their attributes."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for inner in tensor.__tensor_flatten__()[0]:
-            yield from _plain(name, getattr(tensor, inner))
+        inner = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):  # a shard also names its mesh
+                yield from _plain(name, part, skip_offloaded)
         return
     if tensor.device.type == "meta":
+        if skip_offloaded:
+            return
         raise ValueError(f"the numbers of {name} are not in memory (offloaded): nothing tells which model this is")
     yield tensor
     state = getattr(tensor, "quant_state", None)  # bitsandbytes
     yield from (x for x in vars(state).values() if isinstance(x, torch.Tensor)) if state is not None else ()
 
 
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For each name: shape, dtype and a digest of `SAMPLED` numbers. There is one copy from each device for each
-    dtype."""
-    samples: dict[tuple, list[torch.Tensor]] = {}
-    places: dict[str, list[tuple[tuple, int, str]]] = {}
-    for name, tensor in tensors.items():
-        for part in _plain(name, tensor):
-            flat = part.detach().reshape(-1)
-            step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: not one column of a matrix only
-            sample = flat[::step][:SAMPLED]
-            kind = sample.dtype, sample.device
-            places.setdefault(name, []).append((kind, sample.numel(), f"{part.dtype}{tuple(part.shape)}"))
-            samples.setdefault(kind, []).append(sample)
-    content = {}
-    for kind, parts in samples.items():
-        joined = torch.cat(parts).cpu().contiguous()
-        content[kind] = memoryview(joined.view(torch.uint8).numpy().tobytes())
-    position = dict.fromkeys(content, 0)
-    digests = {}
-    for name, parts_of in places.items():
-        hashed = hashlib.blake2b(digest_size=8)
-        for kind, count, described in parts_of:
-            size = count * kind[0].itemsize
-            hashed.update(described.encode())
-            hashed.update(content[kind][position[kind] : position[kind] + size])
-            position[kind] += size
-        digests[name] = hashed.hexdigest()
-    return digests
+class Samples:
+    """`SAMPLED` numbers of each tensor, on its device. Taking them does not wait for the device.
+
+    Args:
+        tensors: by name. skip_offloaded: leave out those whose numbers are not in memory.
+
+    Raises:
+        ValueError: a tensor's numbers are not in memory.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], skip_offloaded: bool = False):
+        samples: dict[tuple, list[torch.Tensor]] = {}
+        # for each name its parts: dtype and device, count of numbers, and a description
+        self._parts: dict[str, list[tuple[tuple, int, str]]] = {}
+        for name, tensor in tensors.items():
+            for part in _plain(name, tensor, skip_offloaded):
+                flat = part.detach().reshape(-1)
+                step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: not one column of a matrix only
+                sample = flat[::step][:SAMPLED]
+                kind = sample.dtype, sample.device
+                self._parts.setdefault(name, []).append((kind, sample.numel(), f"{part.dtype}{tuple(part.shape)}"))
+                samples.setdefault(kind, []).append(sample)
+        self._numbers = {kind: torch.cat(parts) for kind, parts in samples.items()}
+
+    def digests(self) -> dict[str, str]:
+        """For each name a digest of shape, dtype and numbers. Waits for each device, once for each dtype."""
+        content = {
+            kind: memoryview(numbers.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            for kind, numbers in self._numbers.items()
+        }
+        position = dict.fromkeys(content, 0)
+        digests = {}
+        for name, parts in self._parts.items():
+            hashed = hashlib.blake2b(digest_size=8)
+            for kind, count, described in parts:
+                size = count * kind[0].itemsize
+                hashed.update(described.encode())
+                hashed.update(content[kind][position[kind] : position[kind] + size])
+                position[kind] += size
+            digests[name] = hashed.hexdigest()
+        return digests

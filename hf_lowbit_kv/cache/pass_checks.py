@@ -6,6 +6,9 @@ the CPU queues a copy of the count, and looks at the copy when it has arrived, u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 
@@ -71,6 +74,29 @@ def another_text(tokens: int, seen: int) -> str:
     )
 
 
+def same_text_again(tokens: int, seen: int) -> str:
+    """The message for a text of `tokens` tokens that comes in whole, although the cache holds its beginning."""
+    return (
+        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: with use_cache=False each step would "
+        "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
+        "use_cache=True to generate"
+    )
+
+
+def check_use_cache(arguments: Mapping[str, Any], tokens: int, seen: int) -> None:
+    """Raise `ValueError` if a model that runs with `use_cache=False` reads a text again whose beginning is stored. Waits for
+    the device. Some models always hand on that value, so it is no error by itself.
+
+    Args:
+        arguments: what the model hands to its layers. tokens: of the chunk. seen: tokens that are stored.
+    """
+    positions = arguments.get("position_ids")
+    if arguments.get("use_cache") is not False or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
+        return
+    if positions.shape[-1] == tokens and int(positions[..., 0].min()) == 0:
+        raise ValueError(same_text_again(tokens, seen))
+
+
 def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     """The number of tokens of a prompt that is not longer than what the cache holds, told by the positions of the part
     that transformers' `generate` reads of it. `None`: another chunk. Waits for the device.
@@ -89,8 +115,8 @@ def cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
 
 
 def padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
-    """Whether a chunk with as many columns as the cache has, some of them padding, is a prompt of its own. Waits for the
-    device.
+    """Whether a chunk with at least as many columns as the cache has, perhaps some of them padding, is a prompt of its own.
+    Waits for the device.
 
     `generate` reads such a prompt whole (see `cut_prompt`), and counts the positions of a row from its first token on. In
     a chunk that goes on they count what the row has stored, too. Rows that have stored nothing, or get nothing, say

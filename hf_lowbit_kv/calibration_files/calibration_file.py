@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from ..storage.staleness import digest
 from .calibration_card import push_to_hub
-from .model_description import check_description, difference
+from .model_description import ACCEPTING, check_description, difference
 
 #: version of the file's content; files of other versions are rejected. In version 1 keys of `eigen` had no center, and
 #: pages of `static` had means of 8 bits. Files of version 1 without such tensors are read
@@ -45,7 +45,8 @@ class Calibration:
 
     Attributes:
         tensors: by name; the module's docstring explains names.
-        model: the model that the tensors were made for: `name`, `model_type`, `layers`, `marks` (see `describe_model`).
+        model: the model that the tensors were made for: `name`, `model_type`, `layers`, `marks`, `weights` (see
+            `describe_model`).
         source: the runs of `calibrate` that made the tensors. An entry holds presets, samples, length, seed, versions
             and the names of the run's `tensors`. A dict, as in older files, becomes one entry with the names of all
             tensors.
@@ -198,10 +199,19 @@ class Calibration:
                     "together, or write another file"
                 )
 
-    def check(self, model: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`)."""
-        if (reason := difference(self.model, model)) is not None:
-            raise ValueError(f"calibration{self._where()} was made for another model ({self.model['name']}): {reason}")
+    def check(self, model: Mapping[str, Any], allow_other_weights: bool = False) -> None:
+        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`).
+
+        Args:
+            allow_other_weights: whether other weights of the same sizes are accepted.
+        """
+        if (reason := difference(self.model, model, allow_other_weights)) is None:
+            return
+        other = "another model" if difference(self.model, model, other_weights=True) else "other weights"
+        raise ValueError(
+            f"calibration{self._where()} was made for {other} ({self.model['name']}): {reason}"
+            + (f"; {ACCEPTING}" if other == "other weights" else "")
+        )
 
     def _where(self) -> str:
         return f"={self.path!r}" if self.path else ""

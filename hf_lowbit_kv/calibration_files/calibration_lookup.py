@@ -17,8 +17,9 @@ import torch
 from ..folders import cache_root
 from ..presets import get_preset, preset_names
 from ..storage.staleness import ReadOnce, converted
+from . import weight_sums
 from .calibration_file import Calibration, find_file, opened
-from .model_description import describe_model, difference
+from .model_description import ACCEPTING, describe_model, difference, marks_difference, weights_difference
 
 T = TypeVar("T")
 #: calibrations loaded for caches; descriptions of the models of files
@@ -48,8 +49,9 @@ def user_folder() -> Path:
 def user_file(model: Mapping[str, Any]) -> Path:
     """The file of a model in the user's folder. Its name has the model's name and a hash of `model`
     (`describe_model`)."""
-    marks = json.dumps([model["model_type"], model["layers"], [f"{x:.2g}" for x in model.get("marks", [])]])
-    return user_folder() / f"{model['name']}-{hashlib.sha256(marks.encode()).hexdigest()[:16]}.safetensors"
+    weights = {kind: {name: f"{x[-1]:.2g}" for name, x in of.items()} for kind, of in model.get("weights", {}).items()}
+    marks = [model["model_type"], model["layers"], [f"{x:.2g}" for x in model.get("marks", [])], weights]
+    return user_folder() / f"{model['name']}-{hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]}.safetensors"
 
 
 def bundled_folder() -> Path:
@@ -57,18 +59,39 @@ def bundled_folder() -> Path:
     return Path(__file__).parent.parent / "bundled"
 
 
-def find(model: Mapping[str, Any], load: Callable[[Path], Calibration] = Calibration.load) -> Iterator[Calibration]:
+def find(
+    model: Mapping[str, Any],
+    load: Callable[[Path], Calibration] = Calibration.load,
+    allow_other_weights: bool = False,
+    refused: list[str] | None = None,
+) -> Iterator[Calibration]:
     """Calibrations made for `model`: the user's, then the bundled ones. Both folders are searched at each call.
-    Unusable files are skipped with a warning until they are repaired."""
+    Unusable files are skipped with a warning until they are repaired.
+
+    Args:
+        allow_other_weights: those for other attention weights of the same sizes follow; embeddings must agree.
+        refused: gets a sentence for each file that is left out because of its attention weights.
+    """
     if "marks" not in model:  # a configuration alone does not identify a model
         return
+    others = []
     for folder in (user_folder(), bundled_folder()):
         for path in sorted(folder.glob("*.safetensors")):
             made_for = _usable(path, lambda path=path: _made_for.get(path, lambda: _model_of(path)))  # type: ignore[misc]
-            if made_for is None or difference(made_for, model) is not None:
+            if made_for is None or difference(made_for, model, other_weights=True) is not None:
                 continue
-            if (calibration := _usable(path, lambda path=path: load(path))) is not None:  # type: ignore[misc]
+            if marks_difference(made_for, model) is not None:
+                continue
+            if (reason := weights_difference(made_for, model)) is not None:
+                others.append((path, reason))
+            elif (calibration := _usable(path, lambda path=path: load(path))) is not None:  # type: ignore[misc]
                 yield calibration
+    for path, reason in others:
+        if not allow_other_weights:
+            if refused is not None:
+                refused.append(f"{str(path)!r} was made for other weights: {reason}; {ACCEPTING}")
+        elif (calibration := _usable(path, lambda path=path: load(path))) is not None:  # type: ignore[misc]
+            yield calibration
 
 
 def _model_of(path: Path) -> dict[str, Any]:
@@ -126,13 +149,14 @@ def parameters_for(
     specs: Mapping[int, Any],
     sizes: Mapping[int, tuple[int | None, ...]],
     preset: str | None,
+    allow_other_weights: bool = False,
 ) -> CalibratedParameters:
     """The tensors that each layer's `LayerSpec` needs.
 
     Args:
         calibration: the user's argument. `None`: search the user's own files, then the bundled ones.
         specs, sizes: for each packed layer its spec, and its number of KV heads with their sizes.
-        preset: name for messages.
+        preset: name for messages. allow_other_weights: accept one that was made for other weights of the same sizes.
 
     Raises:
         ValueError: there is no calibration, it was made for another model, or it lacks a tensor that a layer needs, or
@@ -150,15 +174,15 @@ def parameters_for(
     name = getattr(model_or_config, "name_or_path", "") or "NAME"
     if calibration is not None:
         loaded = calibration if isinstance(calibration, Calibration) else load(calibration)
-        loaded.check(model)
+        loaded.check(model, allow_other_weights)
         try:
-            return CalibratedParameters(_taken(loaded, needs, shapes, convert), _remark(loaded, specs))
+            return CalibratedParameters(_taken(loaded, needs, shapes, convert), _remark(loaded, specs, model))
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(needs, specs, name, preset, loaded.path)}") from error
-    reasons = []
-    for candidate in find(model, load):
+    reasons, refused = list[str](), list[str]()
+    for candidate in find(model, load, allow_other_weights, refused):
         try:
-            return CalibratedParameters(_taken(candidate, needs, shapes, convert), _remark(candidate, specs))
+            return CalibratedParameters(_taken(candidate, needs, shapes, convert), _remark(candidate, specs, model))
         except _WrongTensorError as error:
             _skip(Path(candidate.path or ""), str(error))
             reasons.append(str(error))
@@ -168,8 +192,9 @@ def parameters_for(
     user = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
     if len(needs) < len(specs) and not (preset and list(needs_of(get_preset(preset).spec()))):
         user, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
+    lack = "; ".join(refused) + ". To calibrate" if refused else "none was given"
     raise ValueError(
-        f"{user} needs a calibration for {model['name']}, and none was given: {_how_to_make(needs, specs, name, preset)}"
+        f"{user} needs a calibration for {model['name']}, and {lack}: {_how_to_make(needs, specs, name, preset)}"
         + (f" ({'; '.join(reasons)})" if reasons else "")
     )
 
@@ -206,9 +231,15 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
             yield f"{role}_format.{name}", side, (transform.name, fmt.calibrated.name, name), dtype
 
 
-def _remark(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
-    """A remark for users if layers want tokens weighed by attention and the calibration was made without; else
-    `None`."""
+def _remark(calibration: Calibration, specs: Mapping[int, Any], model: Mapping[str, Any]) -> str | None:
+    """Remarks for users, or `None`: layers want tokens weighted by attention and the calibration was made without; it was
+    made for other weights; some weights were not compared."""
+    weights = weights_difference(calibration.model, model)
+    weights = f"made for other weights ({weights})" if weights else weight_sums.remark(calibration.model, model)
+    return "; ".join(filter(None, (_without_attention(calibration, specs), weights))) or None
+
+
+def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
     counted = {name for run in calibration.source if run.get("attention") for name in run.get("tensors", [])}
     for layer, spec in specs.items():
         for side, role in (("keys", "key"), ("values", "value")):

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from . import weight_sums
+
 #: how many numbers of its embedding identify a model; how much they may differ, relative to their root mean square
 MARKS, TOLERANCE = 64, 0.02
+#: how a user accepts a calibration of other weights
+ACCEPTING = "calibrate these weights (a fine-tune, adapters), or accept the loss with allow_other_weights=True"
 #: no weight is this large, so a file with a larger number is damaged
 LARGEST_MARK = 1e39
 
@@ -23,7 +27,8 @@ def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, 
 
     Returns:
         `name`, `model_type` and `layers` (index -> heads, sizes). A model with weights also has `marks`, which are
-        numbers of its embedding.
+        numbers of its embedding, and `weights`, which are sums of its attention's weights (`weight_sums`). `unread`
+        says why some weights are not in it.
     """
     config = getattr(model_or_config, "config", model_or_config)
     config = config.get_text_config(decoder=True)
@@ -34,12 +39,15 @@ def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, 
         "layers": {str(index): list(sizes) for index, sizes in layers.items()},
     }
     if hasattr(model_or_config, "get_input_embeddings"):
-        weight = model_or_config.get_input_embeddings().weight
+        weight, marks = model_or_config.get_input_embeddings().weight, None
         if type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta and weight.dim() == 2:
             rows = torch.linspace(1, weight.shape[0] - 1, MARKS, dtype=torch.float64).long()
             columns = torch.arange(MARKS) * 7 % weight.shape[1]
             marks = weight.detach()[rows.to(weight.device), columns.to(weight.device)]
-            out["marks"] = [float(f"{x:.4g}") for x in marks.float().tolist()]
+        sums = weight_sums.weight_sums(model_or_config, layers, marks)
+        if marks is not None:
+            out["marks"] = [float(f"{x:.4g}") for x in sums.others]
+        out |= {"weights": sums.sums} | ({} if sums.unread is None else {"unread": sums.unread})
     return out
 
 
@@ -47,23 +55,43 @@ def check_description(model: Any) -> None:
     """Raise `ValueError` if `model` does not have the form that `describe_model` returns."""
     if not isinstance(model, dict) or not all(isinstance(model.get(key), str) for key in ("name", "model_type")):
         raise ValueError(f"model {reprlib.repr(model)} has no name and model_type")
-    layers, marks = model.get("layers"), model.get("marks", [])
+    layers, marks, weights = model.get("layers"), model.get("marks", []), model.get("weights", {})
     if not isinstance(layers, dict) or not all(_is_list_of((int, type(None)), sizes, 1) for sizes in layers.values()):
         raise ValueError(f"layers {reprlib.repr(layers)} are not KV heads and sizes by layer")
     if not _is_list_of((int, float), marks) or not all(abs(mark) < LARGEST_MARK for mark in marks):
         raise ValueError(f"marks {reprlib.repr(marks)} are not a list of numbers")
+    if not isinstance(weights, dict) or not all(
+        isinstance(tensors, dict)
+        and all(_is_list_of((int, float), x, 2) and all(abs(y) < LARGEST_MARK for y in x) for x in tensors.values())
+        for tensors in weights.values()
+    ):
+        raise ValueError(f"weights {reprlib.repr(weights)} are not sums by kind and name")
+    if not isinstance(model.get("unread", ""), str):
+        raise ValueError(f"unread {reprlib.repr(model['unread'])} is not a text")
 
 
 def _is_list_of(types: tuple[type, ...], x: Any, least: int = 0) -> bool:
     return isinstance(x, list) and len(x) >= least and all(isinstance(each, types) for each in x)
 
 
-def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """The first difference between two descriptions of models, or `None`."""
+def difference(made_for: Mapping[str, Any], model: Mapping[str, Any], other_weights: bool = False) -> str | None:
+    """The first difference between two descriptions of models, or `None`. other_weights: weights may differ."""
     for key in ("model_type", "layers"):
         if made_for[key] != model[key]:
             shown = (_sizes(made_for[key]), _sizes(model[key])) if key == "layers" else (made_for[key], model[key])
             return f"{key} {shown[0]}, and the model has {shown[1]}"
+    return None if other_weights else weights_difference(made_for, model)
+
+
+def weights_difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """The first difference between the weights of two models of the same sizes, or `None`."""
+    return marks_difference(made_for, model) or weight_sums.difference(
+        made_for.get("weights") or {}, model.get("weights") or {}
+    )
+
+
+def marks_difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """As `weights_difference`, for embeddings only."""
     if "marks" in made_for and "marks" in model:
         a, b = (torch.tensor(x["marks"], dtype=torch.float64) for x in (made_for, model))
         if a.shape != b.shape or not bool((a - b).abs().max() <= TOLERANCE * a.square().mean().sqrt() + 1e-12):

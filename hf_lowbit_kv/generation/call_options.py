@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..cache.cache_options import check_choice
 from ..cache.served_models import longest_text
 from ..storage.layer_spec import check_count
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
@@ -55,7 +56,7 @@ class Call:
         """Check the arguments of `generate`. Raises for options that cannot run on a preallocated cache."""
         prompt = prompt_of(inputs, options)
         step = which_step(model, step, options)
-        check_fuse(fuse)
+        check_choice("fuse", fuse)
         check_options(model, options)
         rows, tokens = prompt_shape(prompt)
         check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
@@ -112,12 +113,6 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
     return step
 
 
-def check_fuse(fuse: Any) -> None:
-    """Raise for anything but a choice."""
-    if not isinstance(fuse, bool):
-        raise ValueError(f"fuse={fuse!r} is not allowed; allowed: True, False")
-
-
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that cannot run on a preallocated cache, before anything is allocated."""
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
@@ -129,6 +124,10 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"num_beams={beams} is not allowed: a preallocated cache does not serve beam search; "
             "use model.generate with a growing cache"
+        )
+    if (chosen := options.get("cache_implementation")) is not None:
+        raise ValueError(
+            f"cache_implementation={chosen!r} is not allowed: the cache is a low-bit one; use model.generate for others"
         )
     if setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
@@ -145,10 +144,15 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def options_of_cache(cache_options: Mapping[str, Any] | None, calibration: Any) -> Mapping[str, Any] | None:
-    """The options of a new cache: the caller's, and the calibration argument."""
+def options_of_cache(
+    cache_options: Mapping[str, Any] | None, calibration: Any, allow_other_weights: bool = False
+) -> Mapping[str, Any] | None:
+    """The options of a new cache: the caller's, and the arguments for its calibration."""
     if not isinstance(cache_options, Mapping | None):
         raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
+    check_choice("allow_other_weights", allow_other_weights)
+    if allow_other_weights:
+        cache_options = {**(cache_options or {}), "allow_other_weights": True}
     if calibration is None:
         return cache_options
     if (other := (cache_options or {}).get("calibration")) is not None:

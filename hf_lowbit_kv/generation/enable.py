@@ -14,14 +14,13 @@ import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
-from ..cache.cache_options import PresetOptions
+from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
-from .call_options import check_fuse
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .generate import lend_cache
@@ -135,7 +134,8 @@ def enable(
         lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
         with lb.enable(model, "kivi-2"): ...        # or inside a block
 
-    Calls with `past_key_values` or `cache_implementation` use theirs. On a GPU the decoding steps of greedy search and
+    Calls with `past_key_values`, `cache_implementation` or `use_cache=False` use what they name. The same settings in the
+    model's own generation configuration are ignored. On a GPU the decoding steps of greedy search and
     sampling are recorded, and prompts that do not fit into its memory whole are read in chunks, as in `lb.generate`.
     Beam search and assisted decoding get a growing cache. The attention implementation becomes `lowbit_kv`, and is
     restored at the end. Both changes wait until `lb.generate` calls in other threads have ended. If `enable` is called
@@ -161,7 +161,7 @@ def enable(
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
     inner: Any = unwrap_generating(model)
-    check_fuse(fuse)
+    check_choice("fuse", fuse)
     check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(
@@ -248,7 +248,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             for kept in call.kept:
                 kept.end(out if isinstance(out, torch.Tensor) else out.sequences)
             for cache in call.caches:
-                remember_text(cache, out, call.arguments)
+                remember_text(cache, out, call.arguments, self)
             return out
         finally:
             _call.reset(token)
@@ -259,12 +259,15 @@ def _prepare_cache_for_generation(
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
     from_user = cache_in(model_kwargs)
-    chosen_by_user = from_user is not None or generation_config.cache_implementation is not None
     stack, call = vars(self).get(_ENABLED), _call.get()
     if call is not None and call.model is not self:
         call = None
+    if stack and (from_user is None or isinstance(from_user, LowBitCache)):
+        _keep_what_the_call_chose(self, generation_config, {} if call is None else call.arguments)
+    chosen_by_user = from_user is not None or generation_config.cache_implementation is not None
     if call is not None and isinstance(from_user, LowBitCache):
-        whole = check_continued(from_user, call.arguments)
+        from_user.check_model(self)
+        whole = check_continued(from_user, call.arguments, self)
         from_user.text = None
         if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's
             call.caches.append(from_user)
@@ -291,6 +294,17 @@ def _prepare_cache_for_generation(
     _take_prefix(enabled, call, cache, generation_config)
     if generation_config.prefill_chunk_size is None:  # with a size, transformers reads the chunks itself
         read_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
+
+
+def _keep_what_the_call_chose(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
+    """Undo what the model's own generation configuration says of caches: checkpoints carry settings of their training.
+
+    Args:
+        generation_config: of this call; nobody else has it. arguments: of `generate`.
+    """
+    for name, ours in (("cache_implementation", None), ("use_cache", True)):
+        if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):
+            setattr(generation_config, name, ours)
 
 
 def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:

@@ -49,6 +49,7 @@ def generate(
     max_cache_len: int | None = None,
     cache_options: PresetOptions | Mapping[str, Any] | None = None,
     calibration: Any = None,
+    allow_other_weights: bool = False,
     prefixes: Prefixes | None = None,
     progress: bool = True,
     **options: Any,
@@ -87,6 +88,7 @@ def generate(
         cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
         calibration: for presets that need one, as for `LowBitCache`. Each call uses the present contents of the file,
             folder or object.
+        allow_other_weights: accept a calibration that was made for other weights, as for `LowBitCache`.
         prefixes: a `PrefixStore`. The stored prefix of the prompt is not read again, and the call's tokens are stored.
             The cache's `cached_tokens` says how many tokens of each row came from the store. Not with past_key_values.
         progress: report on stderr when a step is compiled, and when a prompt is read in chunks by default.
@@ -121,7 +123,7 @@ def generate(
     check_prefixes(prefixes)
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     check_chunk_size(setting(inner, call.options, "prefill_chunk_size"))
-    cache_options = options_of_cache(cache_options, calibration)
+    cache_options = options_of_cache(cache_options, calibration, allow_other_weights)
     check_count("max_cache_len", max_cache_len, optional=True)
     if max_cache_len is not None and max_cache_len < call.length:
         raise ValueError(
@@ -136,8 +138,8 @@ def generate(
                 raise ValueError("prefixes and past_key_values are both given: past_key_values holds its own prefix")
             if (cache_options, max_cache_len) != (None, None):
                 raise ValueError(
-                    "cache_options, calibration and max_cache_len describe a new cache: they are not allowed with "
-                    "past_key_values"
+                    "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
+                    "allowed with past_key_values"
                 )
             return _run(model, call, _check_cache(past_key_values, preset, call), progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
@@ -167,6 +169,8 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     ):
         cache.positions.give_back(inner)
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
+        if setting(inner, call.options, "cache_implementation") is not None:  # of a configuration
+            arguments["cache_implementation"] = None
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
             compiling.compile_first(inner, cache, call.rows, arguments, progress)
@@ -180,7 +184,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         with decoding_with(inner, cache, recorded):
             out = generates(model).generate(**{**arguments, **reading})
     cache.check_overrun()
-    remember_text(cache, out, call.prompt)
+    remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
         kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
     return out
@@ -243,5 +247,6 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
             f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored "
             "and what is new, or reset() the cache first"
         )
-    check_text(cache, call.arguments, seen)
+    cache.check_model(call.model)
+    check_text(cache, call.arguments, seen, call.model)
     return cache

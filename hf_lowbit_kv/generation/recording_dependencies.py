@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..cache.filled_by import Look
 from ..cache.token_counts import Padding
 from ..storage.paged_store import LayerStore
 from .fusing import Substitute
@@ -111,7 +112,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item, depth)
-    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, (Padding, PreTrainedConfig, type)):
+    elif depth > 0 and hasattr(value, "__dict__") and not isinstance(value, (Padding, Look, PreTrainedConfig, type)):
         yield from _tensors(vars(value), depth - 1)
 
 

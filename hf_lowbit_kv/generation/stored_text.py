@@ -1,4 +1,8 @@
-"""The ids of the tokens that a cache holds: remembered after a call, and compared with the text of the next one."""
+"""The text that a cache holds: remembered after a call, and compared with the text of the next one.
+
+It is remembered as ids `[B, n]`. If a prompt came as embeddings, it is remembered as a few sums of each token's embedding,
+float32 `[B, n, SUMS]`.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +14,88 @@ import torch
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.pass_checks import another_text
 
+#: sums of an embedding; how much two may differ, relative to their root mean square
+SUMS, TOLERANCE = 4, 1e-3
 
-def check_continued(cache: LowBitCache, inputs: Mapping[str, Any]) -> bool:
+
+def check_continued(cache: LowBitCache, inputs: Mapping[str, Any], model: Any) -> bool:
     """Raise if the arguments of a `generate` call are not a text that goes on behind the tokens of its cache. Returns
     whether they are a whole text: transformers also takes the new tokens alone, with a mask for all, and those are not
     compared."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+    text, mask = _text_in(inputs), inputs.get("attention_mask")
+    if not isinstance(text, torch.Tensor) or text.dim() != (3 if text.is_floating_point() else 2):
         return False
-    if isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+    if isinstance(mask, torch.Tensor) and mask.shape != text.shape[:2]:
         return False
     seen = int(cache.packed_layers[0].get_seq_length())
-    if 0 < seen >= ids.shape[1]:
-        raise ValueError(another_text(ids.shape[1], seen))
-    check_text(cache, inputs, seen)
+    if 0 < seen >= text.shape[1]:
+        raise ValueError(another_text(text.shape[1], seen))
+    check_text(cache, inputs, seen, model)
     return True
 
 
-def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int) -> None:
+def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int, model: Any) -> None:
     """Raise if the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
-    ids = inputs.get("input_ids")
-    if cache.text is None or ids is None or seen == 0:
+    text = _text_in(inputs)
+    if cache.text is None or text is None or seen == 0:
         return
-    stored = cache.text[:, :seen].to(ids.device)
-    if len(stored) != len(ids):
+    stored = cache.text[:, :seen].to(text.device)
+    if len(stored) != len(text):
         return  # the cache itself refuses another number of rows
-    begin = ids[:, : stored.shape[1]]
-    differ = begin != stored
+    begin = text[:, : stored.shape[1]]
+    if begin.is_floating_point() or stored.is_floating_point():
+        if hasattr(model.config, "vision_config"):  # embeddings of images stand where their ids do
+            return
+        a, b = _sums(begin, model), stored if stored.is_floating_point() else _sums(stored, model)
+        differ = ~((a - b).abs() <= TOLERANCE * b.square().mean().sqrt()).all(-1)
+    else:
+        differ = begin != stored
     if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2 and mask.shape[1] >= stored.shape[1]:
         differ &= mask[:, : stored.shape[1]].bool().to(differ.device)
     if not bool(differ.any()):
         return
     row, token = (int(x) for x in differ.nonzero()[0])
+    is_stored = (
+        "has another embedding than the stored one"
+        if begin.is_floating_point() or stored.is_floating_point()
+        else f"is {int(begin[row, token])}, and {int(stored[row, token])} is stored"
+    )
     raise ValueError(
-        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} is "
-        f"{int(begin[row, token])}, and {int(stored[row, token])} is stored; give the whole conversation, what is stored and "
-        "what is new, or reset() the cache first"
+        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} {is_stored}; give the "
+        "whole conversation, what is stored and what is new, or reset() the cache first"
     )
 
 
-def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any]) -> None:
-    """Keep the ids that the cache holds now, for the next turn. out: of `generate`, with a row for each row of the
-    cache."""
+@torch.no_grad()
+def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model: Any) -> None:
+    """Keep the text that the cache holds now, for the next turn.
+
+    Args:
+        out: of `generate`, with a row for each row of the cache. prompt: the arguments of `generate`.
+    """
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
-    cache.text = None
-    if prompt.get("input_ids") is not None and prompt.get("inputs_embeds") is None:
-        cache.text = sequences[:, : int(cache.packed_layers[0].get_seq_length())].clone()
+    cache.text, text = None, _text_in(prompt)
+    stored = int(cache.packed_layers[0].get_seq_length())
+    if not isinstance(text, torch.Tensor):
+        return
+    if not text.is_floating_point():
+        cache.text = sequences[:, :stored].clone()
+    elif text.dim() == 3:  # `sequences` begins with the ids that came beside the embeddings, if any did
+        ids = prompt.get("input_ids")
+        written = sequences[:, 0 if ids is None else ids.shape[1] :]
+        before = _sums(text, model).repeat_interleave(len(sequences) // len(text), 0)
+        cache.text = torch.cat([before, _sums(written, model).to(before.device)], dim=1)[:, :stored]
+
+
+def _text_in(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The prompt among the arguments of `generate`: embeddings `[B, S, D]`, or ids `[B, S]`."""
+    embeds = inputs.get("inputs_embeds")
+    return inputs.get("input_ids") if embeds is None else embeds
+
+
+@torch.no_grad()
+def _sums(text: torch.Tensor, model: Any) -> torch.Tensor:
+    """Sums of the embeddings of ids `[B, n]`, or of these embeddings `[B, n, D]`: float32 `[B, n, SUMS]`."""
+    embeds = text if text.is_floating_point() else model.get_input_embeddings()(text.to(model.device))
+    factors = torch.arange(1, embeds.shape[-1] * SUMS + 1, device=embeds.device).view(-1, SUMS).float().sin()
+    return embeds.float() @ factors

@@ -19,7 +19,7 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.model_fingerprint import fingerprint_of
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
-from ..generation.call_options import check_options, setting
+from ..generation.call_options import check_options, options_of_cache, setting
 from ..generation.finish_reason import FinishReason
 from ..generation.generate import ARGUMENTS, generate
 from ..generation.option_names import check_names
@@ -59,7 +59,8 @@ class Chat:
 
     Before a turn the cache is cropped to the prefix that it shares with the text of the messages. So messages may be
     edited, and templates may rewrite earlier turns. Models with recurrent or sliding layers cannot crop. They return to
-    the end of an earlier turn, or read the text again and warn.
+    the end of an earlier turn, or read the text again and warn. If another adapter is active than in the last turn, or
+    weights have changed, the whole text is read again.
 
     Args:
         model: as for `lb.generate`. tokenizer: one with a chat template.
@@ -69,7 +70,7 @@ class Chat:
             `None`: 32768, or as many as the model was made for if these are fewer.
         chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
         **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
-            `cache_options` and `calibration` are for the cache.
+            `cache_options`, `calibration` and `allow_other_weights` are for the cache.
 
     Attributes:
         messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
@@ -109,9 +110,10 @@ class Chat:
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
         self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        cache_options = {**(options.pop("cache_options", None) or {})}
-        if (calibration := options.pop("calibration", None)) is not None:
-            cache_options["calibration"] = calibration
+        chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
+        cache_options: dict[str, Any] = {
+            **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
+        }
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
@@ -267,13 +269,19 @@ class Chat:
         return all(isinstance(layer, LowBitLayer) for layer in self.cache.layers)
 
     def _align(self, ids: torch.Tensor) -> None:
-        """Crop the cache to the longest prefix of this text that it holds."""
+        """Crop the cache to the longest prefix of this text that it holds. Nothing is left of what another adapter
+        computed."""
         stored = int(self.cache.packed_layers[0].get_seq_length())
         if stored == 0:
             return
         read = self.cache.read_lengths
         if read is not None and not read.suits(self.cache, ids.shape[1]):
             self.cache.reset()  # its rotary embeddings are not those of the text that is read whole
+            return
+        if self.cache.why_another_model(unwrap(self.model)) is not None:
+            self.cache.reset()
+            if not self._crops:
+                self._return_to_end(ids)
             return
         assert self.cache.text is not None
         text = self.cache.text.to(ids.device)
@@ -286,14 +294,19 @@ class Chat:
             self.cache.crop(common - stored)
             return
         self.cache.reset()
-        if self._ends.restore(self.cache, [ids[0].cpu()]).tokens:
-            self.cache.text = ids[:, : int(self.cache.packed_layers[0].get_seq_length())]
-        else:
+        if not self._return_to_end(ids):
             warnings.warn(
                 f"the conversation is read anew ({ids.shape[1]} tokens): its text has changed before the end of every turn "
                 "that is kept, and this model's layers cannot go back",
                 stacklevel=4,
             )
+
+    def _return_to_end(self, ids: torch.Tensor) -> bool:
+        """Put the end of an earlier turn into the empty cache, if this text goes on there."""
+        tokens = self._ends.restore(self.cache, [ids[0].cpu()]).tokens
+        if tokens:
+            self.cache.text = ids[:, : int(self.cache.packed_layers[0].get_seq_length())]
+        return bool(tokens)
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
@@ -302,9 +315,11 @@ class Chat:
 
         Raises:
             TypeError: an option cannot be written, such as a logits processor. NotADirectoryError: a file has this name.
-            OSError: the files cannot be written. RuntimeError: an answer is still being written.
+            OSError: the files cannot be written. RuntimeError: an answer is still being written. ValueError: another
+            adapter than that of the last answer is active.
         """
         self._turn.check()
+        self.cache.check_model(unwrap(self.model))
         said = {
             "messages": self.messages,
             "max_length": self.max_length,

@@ -46,6 +46,7 @@ def generate_many(
     as_completed: bool = False,
     progress: bool = True,
     calibration: Any = None,
+    allow_other_weights: bool = False,
     cache_options: PresetOptions | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -73,6 +74,7 @@ def generate_many(
         as_completed: return an iterator over results in the order in which they end. Its `close()` frees all rows.
         progress: show a bar on stderr, if that is a terminal.
         calibration: for presets that need one, as for `LowBitCache`.
+        allow_other_weights: accept a calibration that was made for other weights, as for `LowBitCache`.
         cache_options: for `from_preset`: `residual`, `backend`, ...
         **options: options of all requests; a request's own options override them. Those of `model.generate`:
             `max_new_tokens`, `do_sample`, `temperature`, `stop_strings`, `logits_processor`, `stopping_criteria`,
@@ -120,7 +122,7 @@ def generate_many(
     refused: list[Result] = []
     if isinstance(requests, Sequence):
         known, refused = _read_list(reader, requests)
-    make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration))
+    make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration, allow_other_weights))
     run = _Run(
         inner,
         make_template,

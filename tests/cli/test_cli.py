@@ -249,7 +249,7 @@ def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monke
     assert asked[0][0] == presets.DEFAULT_PRESET
     assert len(asked[0]) == 2
     assert set(asked[0]) <= set(presets.RECOMMENDED)
-    assert {"dense", "kv8", "kv4-hadamard"} < set(asked[1])
+    assert {"dense", "int8", "kivi-2-hadamard"} < set(asked[1])
 
 
 def test_demo_shows_answers_side_by_side(run, tiny_model):
@@ -382,7 +382,7 @@ def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, 
     assert "needs a calibration" in " ".join(err.split())
     lacking = missing_calibrations.lacking(load_model(str(tiny_model))[0], Budget(3, None, 32768), None, {})
     assert "eigen-2" in lacking
-    assert not {"kivi-2", "eigen-4", "kv8"} & set(lacking)
+    assert not {"kivi-2", "eigen-4", "int8"} & set(lacking)
     assert not (tmp_path / "own").exists()
     code, _, err = run("recommend", *options, "--calibrate", "--calibration-text", text)
     assert code == 1

@@ -73,16 +73,16 @@ CHOSEN = (
     "dense",
     "kivi-2-sink",
     "kivi-4",
-    "kv4-hadamard",
-    "kv8",
-    "kv6",
+    "kivi-2-hadamard",
+    "int8",
+    "int6",
     "kitty",
     "kitty-hadamard",
     "vecinfer-2",
     "eigen-2",
 )
 CHOSEN += ("fp8", "snapmla", "mla")
-IN_FLOAT32 = ("kivi-4", "kv4-hadamard", "mla")
+IN_FLOAT32 = ("kivi-4", "kivi-2-hadamard", "mla")
 
 
 @pytest.mark.fast_if(wanted=lambda p: p["preset"] in (IN_FLOAT32 if p["dtype"] == torch.float32 else CHOSEN))

@@ -88,7 +88,7 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
     assert cached + read == 50
 
 
-@pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "kv8", "fp8", "kivi-4-hadamard"])
+@pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "fp8", "kivi-4-hadamard"])
 def test_packed_presets(model, preset):
     """A text that goes on from an exact end has the tokens of a call that goes on with the cache."""
     if preset not in lb.preset_names():

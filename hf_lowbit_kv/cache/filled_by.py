@@ -1,0 +1,117 @@
+"""The model whose keys and values a cache holds, and whether it still computes the same ones.
+
+A cache looks at its model when its first tokens come, which does not wait for the device. It looks again when a prompt goes
+on. Names and scales of active adapters are compared, and numbers of the attention layers' weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..calibration_files.weight_sums import attention_modules
+from .model_fingerprint import Samples, adapters_in, first_difference
+
+
+class Look:
+    """What a model had when it was looked at, or a single attention module of it.
+
+    Args:
+        modules: attention modules by the index of their layer. model: the model whose other adapters count too, or
+            `None`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, modules: Iterable[tuple[int, torch.nn.Module]], model: torch.nn.Module | None = None):
+        layers = dict(modules)
+        named = [(f"{index}.{name}", x) for index, layer in layers.items() for name, x in layer.named_modules()]
+        self._modules = {index: weakref.ref(layer) for index, layer in layers.items()}
+        self.classes = {index: type(layer).__name__ for index, layer in layers.items()}
+        self.adapters = adapters_in(named)
+        tensors = {
+            f"{prefix.rstrip('.')}.{name}".replace(".base_layer", ""): parameter
+            for prefix, module in named
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        self._samples = Samples(tensors, skip_offloaded=True)
+        self.others: dict[str, str] | None = None
+        if model is not None:
+            inside = {id(module) for _, module in named}
+            self.others = adapters_in((name, x) for name, x in model.named_modules() if id(x) not in inside)
+
+    def knows(self, module: torch.nn.Module) -> bool:
+        """Whether it is one of the attention modules."""
+        return any(ref() is module for ref in self._modules.values())
+
+    def difference(self, now: Look) -> str | None:
+        """The first difference, in words, or `None`. Only what two looks saw both is compared. Waits for the device."""
+        layers = self.classes.keys() & now.classes.keys()
+        for index in sorted(layers):
+            if (was := self.classes[index]) != (found := now.classes[index]):
+                return f"layer {index} was {was}, and is {found}"
+        before, after = ({x: y for x, y in look.adapters.items() if _layer(x) in layers} for look in (self, now))
+        if self.others is not None and now.others is not None:
+            before, after = before | self.others, after | now.others
+        if (name := first_difference(before, after)) is not None:
+            return f"adapters of {name} were {before.get(name, 'none')}, and are {after.get(name, 'none')}"
+        digests, current = self._samples.digests(), now._samples.digests()
+        name = next((x for x, digest in digests.items() if current.get(x, digest) != digest), None)
+        return None if name is None else f"{name.partition('.')[2]} of layer {_layer(name)} has other numbers"
+
+
+def _layer(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+class FilledBy(NamedTuple):
+    """The model that filled a cache, as it was then."""
+
+    model: Look | None
+    """the model that the cache was made for; `None`: it was made from a configuration, or the model is gone"""
+    running: Look | None = None
+    """the attention module of the first packed layer, if it is not one of this model's"""
+
+    def running_on(self, module: Any) -> FilledBy:
+        """This, for the attention module of the first packed layer. It is looked at unless it is one of the model's."""
+        if self.model is not None and self.model.knows(module):
+            return self
+        return FilledBy(self.model, _look_at_module(module))
+
+    def why_not(self, module: Any) -> str | None:
+        """How the attention module of the first packed layer differs from the one that filled the cache, in words, or
+        `None`. A module of the model that filled it does not: `difference` compares the model."""
+        if self.running is None and self.model is not None and self.model.knows(module):
+            return None
+        now = _look_at_module(module)
+        return None if now is None else self.difference(now)
+
+    def difference(self, now: Look) -> str | None:
+        """How a model differs from the one that filled the cache, in words, or `None`. Waits for the device."""
+        look = self.running or self.model
+        return None if look is None else look.difference(now)
+
+    def __reduce__(self):
+        return FilledBy, (None,)
+
+
+def look_at(model: Any, layers: Iterable[int]) -> Look:
+    """layers: the packed ones."""
+    return Look(attention_modules(model, set(layers)), model)
+
+
+def _look_at_module(module: Any) -> Look | None:
+    """`None` for a module that does not say which layer it is."""
+    index = getattr(module, "layer_idx", None)
+    return Look([(index, module)]) if isinstance(module, torch.nn.Module) and isinstance(index, int) else None
+
+
+def another_model(reason: str) -> str:
+    """The message for a cache that would go on with another model, or with another adapter."""
+    return (
+        f"the tokens in this cache were computed by another model than the one that reads on: {reason}. Go back to the model "
+        "and the adapters that filled it, or call cache.reset() and read the whole text again"
+    )

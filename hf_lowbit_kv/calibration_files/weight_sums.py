@@ -1,0 +1,257 @@
+"""Sums of attention weights, which tell a model from a fine-tune of it, and from itself with an adapter.
+
+Each tensor of an attention module is divided into `SUMS` groups of rows. A group's sum is over all its rows and `COLUMNS`
+neighbouring columns, with fixed factors, in float32. The last number of a tensor is the size that such sums have if signs
+are random. Quantized weights are dequantized, and active adapters count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..storage.linear_weights import columns_of, is_ordinary, tensors_of
+
+#: sums of a tensor; columns of it that are read; the input of a quantized layer for a column: its bias counts less then
+SUMS, COLUMNS, UNIT = 8, 8, 1024.0
+#: how much sums of one tensor may differ, relative to their size: numbers of one kind, which differ in the order of
+#: additions; quantized ones, which may be dequantized in 16 bits; and of two kinds, one of them quantized
+ALIKE, DEQUANTIZED, COARSE = 1e-3, 1e-2, 0.4
+#: of two plain dtypes: this many times the largest rounding error of a number
+ROUNDINGS = 1.5
+
+
+SHARDS, OFFLOADED = "each process has a shard of them", "they are offloaded"
+
+
+class WeightSums(NamedTuple):
+    """The sums of a model.
+
+    Attributes:
+        sums: by kind of the stored numbers (a dtype, or the name of a quantized layer) and `LAYER.NAME`.
+        unread: why some tensors are not in it, or `None`.
+        others: the other numbers that were asked for.
+    """
+
+    sums: dict[str, dict[str, list[float]]]
+    unread: str | None
+    others: list[float]
+
+
+class _Part(NamedTuple):
+    kind: str
+    name: str
+    columns: torch.Tensor
+    """`[rows, columns]`"""
+
+
+@torch.no_grad()
+def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> WeightSums:
+    """The sums of a model's attention modules. Waits once for each device.
+
+    Args:
+        layers: indices of the layers that are packed. others: numbers `[n]` to copy from the device together with these.
+    """
+    parts, unread = [], dict[str, None]()
+    if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
+        return WeightSums({}, SHARDS, [] if others is None else others.float().tolist())
+    for index, module in attention_modules(model, set(map(int, layers))):
+        for part in _parts_of(module, f"{index}", model.dtype):
+            parts.append(part) if isinstance(part, _Part) else unread.setdefault(part)
+    if not parts and not unread:
+        unread.setdefault("no attention module has a layer_idx")
+    numbers, of_others = _sums_of([part.columns for part in parts], others)
+    sums: dict[str, dict[str, list[float]]] = {}
+    for part, of_part in zip(parts, numbers, strict=True):
+        sums.setdefault(part.kind, {})[part.name] = [float(f"{x:.5g}") for x in of_part]
+    return WeightSums(sums, ", ".join(unread) or None, of_others)
+
+
+def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """The first tensor whose sums differ, in words, or `None`. Tensors that only one of two models has do not count."""
+    ours, theirs = _by_name(made_for), _by_name(model)
+    for name, (kind, numbers) in ours.items():
+        if name not in theirs:
+            continue
+        other_kind, others = theirs[name]
+        a, b = (torch.tensor(x, dtype=torch.float64) for x in (numbers, others))
+        layer, _, tensor = name.partition(".")
+        if a.shape != b.shape:
+            return f"{tensor} of layer {layer} has another shape"
+        apart, size = float((a - b).square().mean().sqrt()), float(torch.maximum(a[-1], b[-1]))
+        if not apart <= tolerance(kind, other_kind) * size + 1e-12:
+            return f"{tensor} of layer {layer} has other numbers"
+    return None
+
+
+def tolerance(kind: str, other: str) -> float:
+    """How much the sums of two tensors may differ, whose numbers are of these kinds."""
+    plain = [rounding for each in (kind, other) if (rounding := _rounding(each)) is not None]
+    if kind == other:
+        return ALIKE if plain else DEQUANTIZED
+    return max(ROUNDINGS * max(plain), ALIKE) if len(plain) == 2 else COARSE
+
+
+def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """What was not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
+    if not made_for.get("weights"):
+        return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older one'})"
+    if "weights" not in model:
+        return "weights of attention not compared: only the configuration is known"
+    ours, theirs = _by_name(made_for["weights"]), _by_name(model["weights"])
+    if not (common := ours.keys() & theirs.keys()):
+        return f"weights of attention not compared: {model.get('unread') or 'their names differ'}"
+    if rest := [reason for each in (made_for, model) if (reason := each.get("unread"))]:
+        return f"weights of attention compared in part: {rest[0]}"
+    if ours.keys() != theirs.keys():
+        return "weights of attention compared in part: some have other names"
+    if coarse := sorted({(ours[x][0], theirs[x][0]) for x in common if tolerance(ours[x][0], theirs[x][0]) == COARSE}):
+        return f"weights of attention compared coarsely: made for {coarse[0][0]}, the model has {coarse[0][1]}"
+    return None
+
+
+def _by_name(sums: Mapping[str, Mapping[str, list[float]]]) -> dict[str, tuple[str, list[float]]]:
+    return {name: (kind, numbers) for kind, of_kind in sums.items() for name, numbers in of_kind.items()}
+
+
+def _rounding(kind: str) -> float | None:
+    """The relative rounding error of a dtype's numbers; `None`: not a dtype."""
+    dtype = getattr(torch, kind, None)
+    return torch.finfo(dtype).eps / 2 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch.nn.Module]]:
+    """The attention module of each of these layers: the innermost modules that have an index, of the text model."""
+    config = model.config
+    kinds = {config.model_type, config.get_text_config(decoder=True).model_type}
+    known = set()
+    for module in model.modules():
+        index = vars(module).get("layer_idx")
+        if not isinstance(index, int) or index not in layers or index in known:
+            continue
+        if any("layer_idx" in vars(inner) for inner in module.modules() if inner is not module):
+            continue
+        of = getattr(vars(module).get("config"), "model_type", None)
+        if of is None or of in kinds:
+            known.add(index)
+            yield index, module
+
+
+def _parts_of(module: Any, prefix: str, dtype: torch.dtype) -> Iterator[_Part | str]:
+    """The parts of a module's tensors that are summed; in place of a tensor that cannot be read, the reason."""
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            yield from _plain_part(f"{prefix}.{name}", tensor)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        while hasattr(child, "base_layer") and _adapts_nothing(child):
+            child = child.base_layer
+        if hasattr(child, "base_layer") or _is_quantized(child):
+            yield from _evaluated_parts(f"{prefix}.{name}", child, dtype)
+        else:
+            yield from _parts_of(child, f"{prefix}.{name}", dtype)
+
+
+def _adapts_nothing(layer: Any) -> bool:
+    """Whether an adapter (PEFT) is switched off, or part of the weight that it is attached to."""
+    return bool(getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False))
+
+
+def _is_quantized(layer: torch.nn.Module) -> bool:
+    """Whether a layer multiplies with a weight that is stored in another way than as floats."""
+    tensors = [*layer._parameters.values(), *layer._buffers.values()]
+    return not layer._modules and not all(x is None or is_ordinary(x) for x in tensors)
+
+
+def _plain_part(name: str, tensor: torch.Tensor) -> Iterator[_Part | str]:
+    if (reason := _out_of_reach(tensor)) is not None:
+        yield reason
+    elif not is_ordinary(tensor):
+        yield f"{type(tensor).__name__} is not read"
+    else:
+        matrix = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+        yield _Part(str(tensor.dtype).removeprefix("torch."), name, matrix[:, _columns(matrix.shape[1])])
+
+
+def _out_of_reach(tensor: torch.Tensor) -> str | None:
+    """Why the numbers of a tensor are not all in the memory of this process, or `None`."""
+    if tensor.is_meta:
+        return OFFLOADED
+    return SHARDS if hasattr(tensor, "device_mesh") or not tensor.numel() else None  # DTensor; DeepSpeed
+
+
+def _columns(width: int) -> slice:
+    """The columns that are read: whole words of packed weights, away from the edge."""
+    first = max(min(width // 3 // COLUMNS * COLUMNS, width - COLUMNS), 0)
+    return slice(first, min(first + COLUMNS, width))
+
+
+def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Part | str]:
+    """The weight and the bias of a layer that is quantized or has adapters, as its outputs show them."""
+    base = layer
+    while hasattr(base, "base_layer"):
+        base = base.base_layer
+    width = getattr(base, "in_features", None)
+    if reasons := [reason for x in tensors_of(layer) if (reason := _out_of_reach(x)) is not None]:
+        yield reasons[0]
+    elif not isinstance(width, int):
+        yield f"{type(base).__name__} is not read"
+    elif any(isinstance(x, torch.nn.Dropout) and x.p and x.training for x in layer.modules()):
+        yield "adapters drop out numbers while the model is in training mode"
+    else:
+        weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
+        plain = isinstance(weight, torch.Tensor) and is_ordinary(weight)
+        kind = str(weight.dtype).removeprefix("torch.") if plain else type(base).__name__  # type: ignore[union-attr]
+        if not plain and type(base) is torch.nn.Linear:  # the tensor is what is quantized
+            kind = type(weight).__name__
+        columns = _columns(width)
+        try:
+            read = columns_of(layer, width, dtype, columns.stop - columns.start, columns.start, UNIT).float()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            yield f"{type(base).__name__} cannot be evaluated ({str(error).splitlines()[0][:80]})"
+            return
+        if isinstance(bias, torch.Tensor):
+            read = read - bias.detach().float()[:, None] / UNIT
+            yield from _plain_part(f"{name}.bias", bias)
+        yield _Part(kind, f"{name}.weight", read)
+
+
+def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple[list[list[float]], list[float]]:
+    """The sums of each matrix `[rows, columns]`, and the other numbers. Matrices of one shape, dtype and device are
+    added together."""
+    alike: dict[tuple, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    order: dict[torch.device, list[int]] = {}
+    for (shape, _, device), numbers in alike.items():
+        weighted, groups = (
+            torch.stack([matrices[n] for n in numbers]) * _factors(shape[0], shape[1], device),
+            min(SUMS, shape[0]),
+        )
+        size = (weighted.square().sum((-1, -2)) / groups).sqrt()
+        rows = torch.nn.functional.pad(weighted.sum(-1), (0, -shape[0] % groups))
+        of_groups = rows.view(len(numbers), groups, -1).sum(-1)
+        sums.setdefault(device, []).append(torch.cat([of_groups, size[:, None]], 1))
+        order.setdefault(device, []).extend(numbers)
+    out: list[list[float]] = [[]] * len(matrices)
+    if others is not None:
+        sums.setdefault(others.device, []).append(others.float()[None])
+        order.setdefault(others.device, []).append(len(out))
+        out.append([])
+    for device, parts in sums.items():
+        counts = [part.shape[1] for part in parts for _ in range(len(part))]
+        flat = torch.cat([part.reshape(-1) for part in parts]).tolist()
+        for number, count in zip(order[device], counts, strict=True):
+            out[number], flat = flat[:count], flat[count:]
+    return out[: len(matrices)], [] if others is None else out[-1]
+
+
+def _factors(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Numbers in (-1.5, -0.5) and (0.5, 1.5) in a fixed order, float32 `[rows, columns]`: rows do not cancel out."""
+    counted = torch.arange(1, rows * columns + 1, device=device)
+    fraction = (counted * 2654435769 % 2**32).float() / 2**32  # multiples of the golden ratio
+    return torch.where(fraction < 0.5, fraction - 1.5, fraction + 0.5).view(rows, columns)
